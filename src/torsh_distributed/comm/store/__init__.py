@@ -1,0 +1,1 @@
+"""Stores: the key-value services through which ranks meet."""

@@ -1,0 +1,1 @@
+"""Gradient codecs and the collectives that carry their payloads."""

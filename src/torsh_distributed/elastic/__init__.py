@@ -1,0 +1,1 @@
+"""Surviving the loss and the arrival of ranks."""

@@ -1,0 +1,56 @@
+"""The event bus: the one instrumentation point of the library.
+
+Layers emit what happened; metrics, traces and dashboards subscribe. An emit without a subscriber
+is one look at a tuple, so instrumentation can stay in the hot path; where building the event would
+itself cost, guard it with `wanted`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from torsh_distributed.events.types import Event
+
+Handler = Callable[[Event], None]
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+# Rebuilt as a new tuple on every change, so that emit reads it without a lock.
+_subscriptions: tuple[tuple[Handler, tuple[type[Event], ...]], ...] = ()
+
+
+def emit(event: Event) -> None:
+    """Hand `event` to every subscriber of its type, in the caller's thread.
+
+    A handler that raises is reported to `logging` and the others still run: observing never breaks training.
+    """
+    if not _subscriptions:
+        return
+    for handler, types in _subscriptions:
+        if not types or isinstance(event, types):
+            try:
+                handler(event)
+            except Exception:
+                _log.exception("an event handler failed on %s; training goes on", type(event).__name__)
+
+
+def wanted(kind: type[Event]) -> bool:
+    """Whether anyone would receive an event of this type: ask before building a costly one."""
+    return any(not types or issubclass(kind, types) for _, types in _subscriptions)
+
+
+def subscribe(handler: Handler, *types: type[Event]) -> Callable[[], None]:
+    """Call `handler` for every event of `types` (all, if none is given); returns the function that ends it."""
+    global _subscriptions
+    entry = (handler, types)
+    with _lock:
+        _subscriptions = (*_subscriptions, entry)
+
+    def unsubscribe() -> None:
+        global _subscriptions
+        with _lock:
+            _subscriptions = tuple(kept for kept in _subscriptions if kept is not entry)
+
+    return unsubscribe

@@ -1,0 +1,132 @@
+"""The JSON-lines sink: every process appends its events to `dir/rank-<R>.jsonl`.
+
+Lines are gathered in memory and written whole, with one append, at least every second and at exit;
+after SIGKILL the file is complete up to the last flush and holds no torn line of ours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+from torsh_distributed.errors import IoError
+from torsh_distributed.events.bus import subscribe
+from torsh_distributed.events.types import Event, current_rank
+
+_log = logging.getLogger(__name__)
+_MAX_PENDING_LINES = 10_000
+
+
+def to_record(event: Event) -> dict[str, Any]:
+    """The event as JSON-ready fields: `time`, `rank`, `type`, then its own."""
+    fields = dataclasses.asdict(event)
+    return {"time": fields.pop("time"), "rank": fields.pop("rank"), "type": event.kind, **fields}
+
+
+class JsonlSink:
+    """Append events to a file per rank, buffered, flushed every `interval_s` and at exit.
+
+    The file is chosen at each flush by the rank then known: early events go with the rest. A process
+    that never gets a rank, such as a launcher, writes `launcher-<pid>.jsonl`.
+    Memory is bounded: at 10,000 pending lines the emitting thread writes them itself.
+    """
+
+    def __init__(self, directory: str | Path, *, interval_s: float = 1.0) -> None:
+        self._directory = Path(directory)
+        self._interval_s = interval_s
+        self._pending: list[str] = []
+        self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._failed = False
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            probe = os.open(self._directory, os.O_RDONLY)
+            os.close(probe)
+            if not os.access(self._directory, os.W_OK):
+                raise PermissionError(f"{self._directory} is not writable")
+        except OSError as error:
+            raise IoError(
+                "the events directory cannot be used",
+                hint="set TORSH_EVENTS_DIR to a directory this user may write",
+                directory=str(self._directory),
+                reason=str(error),
+            ) from error
+        self._unsubscribe = subscribe(self._take)
+        # Started lazily in the process that emits, so that a fork before the first event is harmless.
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def path(self) -> Path:
+        """Where this process's events go now."""
+        rank = current_rank()
+        return self._directory / (f"rank-{rank}.jsonl" if rank >= 0 else f"launcher-{os.getpid()}.jsonl")
+
+    def _take(self, event: Event) -> None:
+        line = json.dumps(to_record(event), default=str)
+        with self._lock:
+            if self._closed:
+                return
+            if self._thread is None or self._pid != os.getpid():
+                self._start()
+            self._pending.append(line)
+            full = len(self._pending) >= _MAX_PENDING_LINES
+        if full:
+            self.flush()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torsh-events", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._wake.wait(self._interval_s):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending with one append."""
+        with self._write_lock:
+            with self._lock:
+                lines, self._pending = self._pending, []
+            if not lines:
+                return
+            data = ("\n".join(lines) + "\n").encode()
+            try:
+                fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                try:
+                    while data:
+                        data = data[os.write(fd, data) :]
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                if not self._failed:
+                    self._failed = True
+                    _log.warning("events are being lost: %s cannot be written: %s", self.path, error)
+
+    def close(self) -> None:
+        """Flush and stop. Called at interpreter exit too; closing twice does nothing."""
+        self._unsubscribe()
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and self._pid == os.getpid():
+            thread.join(timeout=5)
+        self.flush()
+        with self._lock:
+            self._closed = True
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

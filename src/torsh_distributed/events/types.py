@@ -1,0 +1,163 @@
+"""The events: immutable records of what happened, with numbers in named units.
+
+Every event carries the wall-clock `time` of its creation and the `rank` it happened on (-1 before
+the rank is known). A field that was not measured is None, never a plausible constant.
+"""
+
+from __future__ import annotations
+
+import time as _clock
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+_rank = -1
+
+
+def set_rank(rank: int) -> None:
+    """Say which rank this process is; events made from here on carry it."""
+    global _rank
+    _rank = rank
+
+
+def current_rank() -> int:
+    """The rank that new events carry."""
+    return _rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What every event has: when it happened, and where."""
+
+    kind: ClassVar[str] = "event"
+
+    time: float = field(default_factory=_clock.time)
+    """Wall-clock seconds since the epoch, to line up ranks; durations come from a monotonic clock."""
+
+    rank: int = field(default_factory=current_rank)
+    """The rank in the world, or -1 before it is known (also in launchers)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent(Event):
+    """One optimizer update was done."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    loss: float | None = None
+    duration_s: float
+    comm_s: float | None = None
+    """Seconds the step spent waiting for communication, where that is measured."""
+    num_samples: int | None = None
+    num_tokens: int | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveEvent(Event):
+    """One collective or point-to-point operation ended, well or not."""
+
+    kind: ClassVar[str] = "collective"
+
+    op: str
+    group: str
+    sequence: int
+    num_bytes: int
+    start_s: float
+    """Monotonic clock at the call."""
+    duration_s: float
+    peer: int | None = None
+    call_site: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketEvent(Event):
+    """A bucket of gradients was reduced."""
+
+    kind: ClassVar[str] = "bucket"
+
+    step: int
+    index: int
+    num_bytes: int
+    duration_s: float
+    codec: str | None = None
+    wire_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEvent(Event):
+    """Memory in use on a device, from its allocator."""
+
+    kind: ClassVar[str] = "memory"
+
+    device: str
+    allocated_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEvent(Event):
+    """A checkpoint was saved, verified or loaded."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    action: str
+    path: str
+    step: int
+    num_bytes: int | None = None
+    duration_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembershipEvent(Event):
+    """The world came together, changed or ended."""
+
+    kind: ClassVar[str] = "membership"
+
+    action: str
+    """joined, left, restarted, lost or ended."""
+    world_size: int
+    attempt: int = 0
+    detail: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecisionEvent(Event):
+    """The library chose for the user (a backend, a fallback, a codec); `reason` says why."""
+
+    kind: ClassVar[str] = "decision"
+
+    subject: str
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlertEvent(Event):
+    """Something needs a person's attention."""
+
+    kind: ClassVar[str] = "alert"
+
+    severity: str
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogEvent(Event):
+    """A line of prose, for the record beside the numbers."""
+
+    kind: ClassVar[str] = "log"
+
+    level: str
+    message: str
+    step: int | None = None
+
+
+def event_types() -> dict[str, type[Event]]:
+    """Every event class by its `kind`, which is the `type` in JSON lines."""
+    kinds: list[type[Event]] = Event.__subclasses__()
+    return {kind.kind: kind for kind in kinds}

@@ -1,0 +1,1 @@
+"""Choosing a plan before the job runs."""

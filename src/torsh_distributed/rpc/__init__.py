@@ -1,0 +1,1 @@
+"""Remote calls and the parameter server."""

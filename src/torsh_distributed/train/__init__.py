@@ -1,0 +1,1 @@
+"""Training: parallelize a model, run its steps."""
