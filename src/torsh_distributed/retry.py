@@ -103,7 +103,7 @@ class CircuitBreaker:
     def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `function`, or raise CommunicationError at once while the circuit is open."""
         try:
-            return cast(R, self._breaker.call(function, *args, **kwargs))
+            return self._breaker.call(function, *args, **kwargs)
         except pybreaker.CircuitBreakerError as error:
             raise CommunicationError(
                 f"{self.name} is not called: it failed {self._breaker.fail_max} times in a row",
