@@ -106,8 +106,7 @@ class TorshError(Exception):
 def _rebuild(
     kind: type[TorshError], message: str, hint: str | None, context: dict[str, Any], cause: BaseException | None
 ) -> TorshError:
-    error = kind.__new__(kind)
-    TorshError.__init__(error, message, hint=hint, **context)
+    error = kind(message, hint=hint, **context)
     error.__cause__ = cause
     return error
 

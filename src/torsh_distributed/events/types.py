@@ -157,7 +157,19 @@ class LogEvent(Event):
     step: int | None = None
 
 
+_EVENT_TYPES: tuple[type[Event], ...] = (
+    StepEvent,
+    CollectiveEvent,
+    BucketEvent,
+    MemoryEvent,
+    CheckpointEvent,
+    MembershipEvent,
+    DecisionEvent,
+    AlertEvent,
+    LogEvent,
+)
+
+
 def event_types() -> dict[str, type[Event]]:
     """Every event class by its `kind`, which is the `type` in JSON lines."""
-    kinds: list[type[Event]] = Event.__subclasses__()
-    return {kind.kind: kind for kind in kinds}
+    return {event.kind: event for event in _EVENT_TYPES}

@@ -1,0 +1,261 @@
+"""Who am I in this job? Read from what the launcher left in the environment, in one place, once.
+
+One function per launcher says what it finds there. The order is: `torsh run`, torchrun, variables set by hand,
+Open MPI, MPICH, SLURM; nothing at all means a world of one. TORSH_* variables override single values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
+
+DEFAULT_PORT = 29500
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A process's place in its job, and who said so. None: unknown here, learned when the ranks meet."""
+
+    source: str
+    """The launcher it was read from, as shown to the user."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    master_addr: str = _LOOPBACK
+    master_port: int = DEFAULT_PORT
+    attempt: int = 0
+    """How often the launcher has restarted the world; part of the store prefix."""
+    has_agent_store: bool = False
+    """Whether the launcher hosts the store; otherwise rank 0 does."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigurationError(
+                "the world needs at least one rank",
+                hint="set WORLD_SIZE to the number of processes of the job",
+                world_size=self.world_size,
+                source=self.source,
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise RankOutOfBounds(
+                f"rank {self.rank} is outside the world of {self.world_size}: ranks are 0 to {self.world_size - 1}",
+                rank=self.rank,
+                world_size=self.world_size,
+                source=self.source,
+            )
+        local_size = self.world_size if self.local_world_size is None else self.local_world_size
+        if not 0 <= (self.local_rank or 0) < local_size <= self.world_size:
+            raise ConfigurationError(
+                "local_rank must lie below local_world_size, and that at most at world_size",
+                hint="LOCAL_RANK counts the processes of one node, RANK those of the whole job",
+                local_rank=self.local_rank,
+                local_world_size=self.local_world_size,
+                world_size=self.world_size,
+                source=self.source,
+            )
+        if not 0 < self.master_port < 2**16:
+            raise ConfigurationError(
+                "the master port must lie between 1 and 65535",
+                hint="set MASTER_PORT to a free port of the master node",
+                master_port=self.master_port,
+                source=self.source,
+            )
+
+    @override
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size}, master {self.master_addr}:{self.master_port}, "
+            f"attempt {self.attempt}; found in: {self.source}"
+        )
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """This process's place in the job, from the first launcher that left its mark.
+
+    Raises ConfigurationError where variables are incomplete or contradict each other, naming them.
+    """
+    variables = _Variables(os.environ if environ is None else environ)
+    found = Environment(
+        source="nothing: a world of one",
+        master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
+        master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
+    )
+    for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm):
+        detected = detect(variables)
+        if detected is not None:
+            found = detected
+            break
+    overrides: dict[str, Any] = {
+        "rank": variables.maybe("TORSH_RANK"),
+        "world_size": variables.maybe("TORSH_WORLD_SIZE"),
+        "local_rank": variables.maybe("TORSH_LOCAL_RANK"),
+        "node_rank": variables.maybe("TORSH_NODE_ID"),
+        "master_addr": variables.text("TORSH_MASTER_ADDR"),
+        "master_port": variables.maybe("TORSH_MASTER_PORT"),
+    }
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if given:
+        given["source"] = f"{found.source}, TORSH_* for {', '.join(given)}"
+    return dataclasses.replace(found, **given)
+
+
+class _Variables:
+    """Typed access to the environment, with errors that name the variable."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def has(self, name: str) -> bool:
+        return name in self._environ
+
+    def text(self, name: str) -> str | None:
+        return self._environ.get(name)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.maybe(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigurationError(
+                f"{name} is not set, but the variables beside it are",
+                hint=f"set {name} too, or start the job with `torsh run`",
+                variable=name,
+            )
+        return value
+
+    def maybe(self, name: str) -> int | None:
+        text = self._environ.get(name)
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigurationError(
+                f"{name} must be a whole number", hint=f"set {name} to digits only", variable=name, value=text
+            ) from None
+
+    def master(self, rank_count: int, local_count: int | None, source: str) -> dict[str, Any]:
+        """Address and port of the store: given, or loopback where all ranks are on one node."""
+        addr = self._environ.get("MASTER_ADDR")
+        if addr is None and local_count not in (None, rank_count):
+            raise ConfigurationError(
+                "MASTER_ADDR is not set, and the job spans several nodes",
+                hint="export MASTER_ADDR with the address of the node of rank 0",
+                source=source,
+                world_size=rank_count,
+                local_world_size=local_count,
+            )
+        return {"master_addr": addr or _LOOPBACK, "master_port": self.number("MASTER_PORT", DEFAULT_PORT)}
+
+
+def _torsh_run(variables: _Variables) -> Environment | None:
+    return _elastic(variables, "torsh run") if variables.text("TORSH_LAUNCHER") == "run" else None
+
+
+def _torchrun(variables: _Variables) -> Environment | None:
+    return _elastic(variables, "torchrun") if variables.has("TORCHELASTIC_RUN_ID") else None
+
+
+def _elastic(variables: _Variables, source: str) -> Environment:
+    """torchrun's variables, which `torsh run` sets too."""
+    return Environment(
+        source=source,
+        rank=variables.number("RANK"),
+        world_size=variables.number("WORLD_SIZE"),
+        local_rank=variables.number("LOCAL_RANK"),
+        local_world_size=variables.number("LOCAL_WORLD_SIZE"),
+        node_rank=variables.number("GROUP_RANK"),
+        master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
+        master_port=variables.number("MASTER_PORT"),
+        attempt=variables.number("TORCHELASTIC_RESTART_COUNT", 0),
+        has_agent_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _by_hand(variables: _Variables) -> Environment | None:
+    """RANK and WORLD_SIZE exported by a person or a script; one without the other is an error."""
+    if not variables.has("RANK") and not variables.has("WORLD_SIZE"):
+        return None
+    return Environment(
+        source="RANK and WORLD_SIZE",
+        rank=variables.number("RANK"),
+        world_size=variables.number("WORLD_SIZE"),
+        local_rank=variables.maybe("LOCAL_RANK"),
+        local_world_size=variables.maybe("LOCAL_WORLD_SIZE"),
+        node_rank=variables.maybe("NODE_RANK"),
+        master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
+        master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
+    )
+
+
+def _open_mpi(variables: _Variables) -> Environment | None:
+    if not variables.has("OMPI_COMM_WORLD_RANK"):
+        return None
+    size = variables.number("OMPI_COMM_WORLD_SIZE")
+    local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return Environment(
+        source="Open MPI",
+        rank=variables.number("OMPI_COMM_WORLD_RANK"),
+        world_size=size,
+        local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local_size,
+        **variables.master(size, local_size, "Open MPI"),
+    )
+
+
+def _mpich(variables: _Variables) -> Environment | None:
+    """MPICH's hydra, also Intel MPI: PMI_* for the world, MPI_LOCAL* for the node."""
+    if not variables.has("PMI_RANK"):
+        return None
+    size = variables.number("PMI_SIZE")
+    local_size = variables.maybe("MPI_LOCALNRANKS")
+    return Environment(
+        source="MPICH",
+        rank=variables.number("PMI_RANK"),
+        world_size=size,
+        local_rank=variables.maybe("MPI_LOCALRANKID"),
+        local_world_size=local_size,
+        **variables.master(size, local_size, "MPICH"),
+    )
+
+
+def _slurm(variables: _Variables) -> Environment | None:
+    """Tasks of srun. A batch script also has SLURM_PROCID, but it is not a rank: srun alone sets SLURM_STEP_ID."""
+    if not variables.has("SLURM_PROCID") or not variables.has("SLURM_STEP_ID"):
+        return None
+    first = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    job_id = variables.number("SLURM_JOB_ID", 0)
+    return Environment(
+        source="SLURM",
+        rank=variables.number("SLURM_PROCID"),
+        world_size=variables.number("SLURM_NTASKS"),
+        local_rank=variables.maybe("SLURM_LOCALID"),
+        node_rank=variables.maybe("SLURM_NODEID"),
+        master_addr=variables.text("MASTER_ADDR") or (first_node(first) if first else _LOOPBACK),
+        # Jobs share nodes: a port from the job's number keeps two of them apart.
+        master_port=variables.number("MASTER_PORT", 10_000 + job_id % 20_000),
+    )
+
+
+def first_node(nodelist: str) -> str:
+    """The first node of SLURM's compressed list: `gpu[007-012,20],login` gives gpu007."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist.strip())
+    if match is None:
+        raise ConfigurationError(
+            "the SLURM node list cannot be read",
+            hint="export MASTER_ADDR with the name of the first node",
+            SLURM_JOB_NODELIST=nodelist,
+        )
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix

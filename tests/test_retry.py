@@ -1,0 +1,130 @@
+"""Retries: only what is worth it, with backoff that differs between processes, inside a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError
+from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.retry import CircuitBreaker, delay_s, retry
+
+QUICK = RetryPolicy(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)
+
+
+class Flaky:
+    """Fails a number of times, then answers."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures = failures
+        self.error = error
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return "done"
+
+
+def test_a_passing_fault_is_retried() -> None:
+    flaky = Flaky(2, IoError("busy"))
+    assert retry(QUICK)(flaky.__call__)() == "done"
+    assert flaky.calls == 3
+
+
+def test_the_last_error_is_raised_with_the_number_of_attempts() -> None:
+    flaky = Flaky(99, IoError("busy"))
+    with pytest.raises(IoError, match="busy") as caught:
+        retry(QUICK)(flaky.__call__)()
+    assert flaky.calls == 4
+    assert "gave up after 4 attempts" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("wrong"), KeyError("foreign")])
+def test_what_is_not_retryable_is_tried_once(error: Exception) -> None:
+    flaky = Flaky(99, error)
+    with pytest.raises(type(error)):
+        retry(QUICK)(flaky.__call__)()
+    assert flaky.calls == 1
+
+
+def test_zero_retries_mean_one_attempt() -> None:
+    flaky = Flaky(99, IoError("busy"))
+    with pytest.raises(IoError):
+        retry(QUICK.replace(max_retries=0))(flaky.__call__)()
+    assert flaky.calls == 1
+
+
+def test_no_wait_goes_beyond_the_total_deadline() -> None:
+    flaky = Flaky(99, IoError("busy"))
+    with pytest.raises(IoError):
+        retry(RetryPolicy(max_retries=50, initial_delay_s=60.0, max_delay_s=60.0, total_timeout_s=0.5))(
+            flaky.__call__
+        )()
+    assert flaky.calls == 1, "the first wait would already pass the deadline"
+
+
+def test_coroutines_are_retried_too() -> None:
+    flaky = Flaky(1, IoError("busy"))
+
+    @retry(QUICK)
+    async def call() -> str:
+        return flaky()
+
+    assert asyncio.run(call()) == "done"
+    assert flaky.calls == 2
+
+
+@given(
+    attempt=st.integers(1, 40),
+    initial=st.floats(0, 5),
+    multiplier=st.floats(1, 4),
+    ceiling=st.floats(0, 20),
+    jitter=st.floats(0, 1),
+    exponential=st.booleans(),
+)
+def test_a_delay_stays_within_its_jitter_and_ceiling(
+    attempt: int, initial: float, multiplier: float, ceiling: float, jitter: float, exponential: bool
+) -> None:
+    policy = RetryPolicy(
+        initial_delay_s=initial, multiplier=multiplier, max_delay_s=ceiling, jitter=jitter, exponential=exponential
+    )
+    base = min(initial * multiplier ** (attempt - 1) if exponential else initial, ceiling)
+    assert base * (1 - jitter) - 1e-9 <= delay_s(policy, attempt) <= base * (1 + jitter) + 1e-9
+
+
+def test_jitter_really_varies() -> None:
+    assert len({delay_s(RetryPolicy(), 1) for _ in range(20)}) > 1
+
+
+def test_an_open_circuit_refuses_at_once_and_closes_after_a_success() -> None:
+    breaker = CircuitBreaker("redis", max_failures=2, reset_s=0.0)
+    flaky = Flaky(2, IoError("down"))
+    for _ in range(2):
+        with pytest.raises(IoError):
+            breaker.call(flaky)
+    assert breaker.state == "open"
+    assert breaker.call(flaky) == "done"
+    assert breaker.state == "closed"
+
+
+def test_an_open_circuit_does_not_call_until_the_reset_time() -> None:
+    breaker = CircuitBreaker("redis", max_failures=1, reset_s=60.0)
+    flaky = Flaky(1, IoError("down"))
+    with pytest.raises(IoError):
+        breaker.call(flaky)
+    with pytest.raises(CommunicationError, match="redis is not called: it failed 1 times in a row"):
+        breaker.call(flaky)
+    assert flaky.calls == 1
+
+
+def test_the_callers_own_mistakes_do_not_open_the_circuit() -> None:
+    breaker = CircuitBreaker("redis", max_failures=1)
+    for _ in range(3):
+        with pytest.raises(InvalidArgument):
+            breaker.call(Flaky(9, InvalidArgument("wrong")))
+    assert breaker.state == "closed"
