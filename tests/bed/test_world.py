@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.bed.world import World, WorldError
+from tests.bed.world import ROOT, World, WorldError
 
 
 def sum_of_ranks() -> float:
@@ -32,6 +36,32 @@ def die_on(rank: int) -> None:
 
 def wait_where_a_reader_finds_it() -> None:
     time.sleep(60)
+
+
+def start_a_child_and_leave_it() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def stop_here(folder: Path) -> None:
+    (folder / f"rank-{dist.get_rank()}").write_text(str(os.getpid()))
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than a corpse."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {within_s} s"
+        time.sleep(0.01)
 
 
 def test_results_come_by_rank(world: World) -> None:
@@ -62,3 +92,49 @@ def test_a_world_after_a_failed_one_is_fresh(world: World) -> None:
     outcomes = world.outcomes(die_on, 0)
     assert [outcome.exit_code for outcome in outcomes if outcome.rank == 0] == [-9]
     assert world.run(sum_of_ranks) == [1.0, 1.0]
+
+
+def test_a_stopped_rank_is_reported_as_such(world: World, tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"(?s)rank 0 hung.*stopped by a signal.*rank 1 hung.*in stop_here"):
+        world.run(stop_here, tmp_path, timeout_s=2.0)
+    assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_what_a_rank_leaves_running_is_ended_with_its_world(world: World) -> None:
+    for pid in world.run(start_a_child_and_leave_it, backend=None):
+        assert not is_running(pid)
+
+
+@pytest.mark.parametrize("victim", ["the test process", "the zygote"])
+def test_no_rank_outlives_a_killed(victim: str, tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from tests.bed.world import World; from tests.bed.test_world import stop_here\n"
+        f"World().outcomes(stop_here, Path({str(tmp_path)!r}), timeout_s=600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL)
+    with parent:
+        wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) == 2)
+        ranks = [int(path.read_text()) for path in tmp_path.iterdir()]
+        (zygote,) = (int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+        assert all(map(is_running, ranks))
+        os.kill(parent.pid if victim == "the test process" else zygote, signal.SIGKILL)
+        wait_for(lambda: not any(map(is_running, [zygote, *ranks])))
+        parent.kill()
+
+
+def test_an_interrupted_exchange_does_not_disturb_the_next() -> None:
+    world = World()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert world.run(sum_of_ranks, num_ranks=1) == [0.0]
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            world.run(wait_where_a_reader_finds_it, backend=None)
+        assert world.run(sum_of_ranks) == [1.0, 1.0]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        world.close()

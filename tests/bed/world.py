@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bed.zygote import Outcome, Request, receive, send
+from tests.lab.network import Host
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,16 +41,23 @@ class World:
     """Runs functions on real processes forked from one that has torch imported."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._sock = ours
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-c", "from tests.bed.zygote import main; main()", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env={**os.environ, **threads},
-        )
-        theirs.close()
+        self._sock: socket.socket | None = None
+        self._zygote: subprocess.Popen[bytes] | None = None
+
+    def _connect(self) -> socket.socket:
+        """Start the zygote when it is first needed, and again after an exchange that was interrupted."""
+        if self._sock is None:
+            ours, theirs = socket.socketpair()
+            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-c", "from tests.bed.zygote import main; main()", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env={**os.environ, **threads},
+            )
+            theirs.close()
+            self._sock = ours
+        return self._sock
 
     def outcomes(
         self,
@@ -59,17 +67,35 @@ class World:
         backend: str | None = "gloo",
         timeout_s: float = 25.0,
         env: dict[str, str] | None = None,
+        hosts: Sequence[Host] = (),
     ) -> list[Outcome]:
         """How every rank ended, failures included: for tests that break things on purpose.
 
         `backend` names the process group set up around the call; None leaves that to the function,
         which finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+        `hosts` puts each rank on a host of the lab, by rank: `[a, a, b, b]` is two nodes of two.
         """
-        send(self._sock, Request(function, args, num_ranks, backend, timeout_s, env or {}))
-        reply = receive(self._sock)
+        places = tuple(host.place for host in hosts)
+        if places and len(places) != num_ranks:
+            raise ValueError(f"{len(places)} hosts for {num_ranks} ranks: name the host of every rank")
+        request = Request(function, args, num_ranks, backend, timeout_s, env or {}, places)
+        try:
+            reply = self._exchange(request)
+        except BaseException:
+            # Interrupted half-way: a late reply must not be taken for that of the next request.
+            self.close()
+            raise
         if isinstance(reply, BaseException):
             raise reply
         return list(reply)
+
+    def _exchange(self, request: Request) -> Any:
+        sock = self._connect()
+        send(sock, request)
+        try:
+            return receive(sock)
+        except EOFError as error:
+            raise RuntimeError("the process that forks the ranks is gone; its output says why") from error
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """The results by rank.
@@ -89,8 +115,11 @@ class World:
         raise report
 
     def close(self) -> None:
-        """End the zygote."""
+        """End the zygote, and with it any rank that still runs."""
+        if self._sock is None or self._zygote is None:
+            return
         self._sock.close()
+        self._sock = None
         try:
             self._zygote.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -4,16 +4,21 @@ Why: importing torch costs over a second, and a suite starts hundreds of ranks. 
 runs a test itself and never starts a thread; each request is served by a forked *runner*, which
 forks the ranks, watches their deadline, collects stacks of the hung, and replies with the outcomes.
 Protocol: over a unix socket pair inherited from the test process, both ends ours.
+
+Nothing outlives the test process, however that ends: the runner sees the end of its socket and kills the
+ranks, the ranks die with the runner, and what ranks started is the runner's to collect (a subreaper).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import struct
@@ -26,7 +31,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.lab.enter import Place, enter
+
 _STACK_GRACE_S = 1.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` ends, also when it has ended before this call.
+
+    The kernel watches the thread that forked, so the parent must fork from a thread that lasts.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,8 @@ class Request:
     backend: str | None
     timeout_s: float
     env: dict[str, str]
+    places: tuple[Place, ...] = ()
+    """The lab host of each rank; none means that all share this machine."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +90,13 @@ class Outcome:
 class _Rank:
     rank: int
     pid: int
+    pidfd: int
     folder: Path
     started: float
     exit_code: int | None = None
     ended: float = field(default=0.0)
     is_hung: bool = False
+    is_stopped: bool = False
 
 
 def send(sock: socket.socket, value: Any) -> None:
@@ -101,6 +128,22 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def _rank_environment(rank: int, request: Request, port: int) -> dict[str, str]:
+    """What a launcher would set for the rank, on the host where it runs."""
+    hosts = [place.name for place in request.places] or ["this machine"] * request.num_ranks
+    mine = hosts[rank]
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(request.num_ranks),
+        "LOCAL_RANK": str(hosts[:rank].count(mine)),
+        "LOCAL_WORLD_SIZE": str(hosts.count(mine)),
+        "GROUP_RANK": str(list(dict.fromkeys(hosts)).index(mine)),
+        "MASTER_ADDR": request.places[0].address if request.places else "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return {**environment, **request.env}
+
+
 def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
     """In the rank's own process: set up, call the function, leave the result in a file, never return."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -111,15 +154,7 @@ def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
     stacks = (folder / "stacks").open("w")
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(request.num_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(request.num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        **request.env,
-    )
+    os.environ.update(_rank_environment(rank, request, port))
     import torch
     import torch.distributed as dist
 
@@ -127,6 +162,8 @@ def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
     result: dict[str, Any]
     code = 0
     try:
+        if request.places:
+            enter(request.places[rank])
         if request.backend is not None:
             store = dist.FileStore(str(folder.parent / "store"), request.num_ranks)
             dist.init_process_group(request.backend, store=store, rank=rank, world_size=request.num_ranks)
@@ -153,6 +190,9 @@ def _outcome(entry: _Rank) -> Outcome:
         path = entry.folder / name
         return path.read_text(errors="replace") if path.exists() else ""
 
+    stacks = text("stacks")
+    if entry.is_stopped:
+        stacks = "stopped by a signal (SIGSTOP), so it could not show its stack\n" + stacks
     result: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):
         result = pickle.loads((entry.folder / "result").read_bytes())
@@ -162,16 +202,10 @@ def _outcome(entry: _Rank) -> Outcome:
         error=result.get("error"),
         trace=result.get("trace", ""),
         exit_code=None if entry.is_hung else entry.exit_code,
-        stacks=text("stacks"),
+        stacks=stacks,
         output=text("output"),
         duration_s=entry.ended - entry.started,
     )
-
-
-def _reap(ranks: list[_Rank], deadline: float) -> None:
-    while any(entry.exit_code is None for entry in ranks) and time.monotonic() < deadline:
-        _collect(ranks)
-        time.sleep(0.002)
 
 
 def _collect(ranks: list[_Rank]) -> None:
@@ -183,8 +217,57 @@ def _collect(ranks: list[_Rank]) -> None:
                 entry.ended = time.monotonic()
 
 
-def _run_world(request: Request) -> list[Outcome]:
+def _reap(ranks: list[_Rank], deadline: float, *, client: socket.socket | None = None) -> None:
+    """Wait until every rank has ended, the deadline passes, or the test process (`client`) is gone."""
+    poller = select.poll()
+    for entry in ranks:
+        if entry.exit_code is None:
+            poller.register(entry.pidfd, select.POLLIN)
+    if client is not None:
+        poller.register(client, select.POLLRDHUP)
+    while any(entry.exit_code is None for entry in ranks):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return
+        for fd, _ in poller.poll(left_s * 1000):
+            if client is not None and fd == client.fileno():
+                return
+            poller.unregister(fd)
+        _collect(ranks)
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _end_the_rest(ranks: list[_Rank]) -> None:
+    """Ask ranks that are still there for their stacks, then kill them."""
+    hung = [entry for entry in ranks if entry.exit_code is None]
+    for entry in hung:
+        entry.is_hung = True
+        entry.is_stopped = _is_stopped(entry.pid)
+        os.kill(entry.pid, signal.SIGUSR1)
+    _reap(ranks, time.monotonic() + (_STACK_GRACE_S if hung else 0))
+    for entry in ranks:
+        if entry.exit_code is None:
+            os.kill(entry.pid, signal.SIGKILL)
+    _reap(ranks, time.monotonic() + 10)
+
+
+def _kill_orphans() -> None:
+    """End what the ranks started and left running; as subreaper the runner is its parent now."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while orphans := [int(pid) for pid in children.read_text().split()]:
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+
+
+def _run_world(request: Request, client: socket.socket) -> list[Outcome]:
     """In the runner: fork the ranks, wait, gather stacks of the hung, kill them, report."""
+    runner = os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory(prefix="torsh-world-") as folder:
         port = free_port()
         ranks: list[_Rank] = []
@@ -194,19 +277,33 @@ def _run_world(request: Request) -> list[Outcome]:
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:
-                _run_rank(rank, request, mine, port)
-            ranks.append(_Rank(rank, pid, mine, started))
-        _reap(ranks, time.monotonic() + request.timeout_s)
-        hung = [entry for entry in ranks if entry.exit_code is None]
-        for entry in hung:
-            entry.is_hung = True
-            os.kill(entry.pid, signal.SIGUSR1)
-        _reap(ranks, time.monotonic() + (_STACK_GRACE_S if hung else 0))
-        for entry in ranks:
-            if entry.exit_code is None:
-                os.kill(entry.pid, signal.SIGKILL)
-        _reap(ranks, time.monotonic() + 10)
+                try:
+                    die_with_parent(runner)
+                    client.close()
+                    _run_rank(rank, request, mine, port)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(70)  # reached only if setting up failed: the runner's code must not run here too
+            ranks.append(_Rank(rank, pid, os.pidfd_open(pid), mine, started))
+        _reap(ranks, time.monotonic() + request.timeout_s, client=client)
+        _end_the_rest(ranks)
+        _kill_orphans()
         return [_outcome(entry) for entry in ranks]
+
+
+def _serve(sock: socket.socket, request: Request, zygote: int) -> None:
+    """In the runner's own process: run the world and reply, never return."""
+    die_with_parent(zygote)
+    reply: object
+    try:
+        reply = _run_world(request, sock)
+    except BaseException:
+        reply = RuntimeError(f"the world's runner failed:\n{traceback.format_exc()}")
+    # A test process that is gone needs no reply.
+    with contextlib.suppress(BrokenPipeError):
+        send(sock, reply)
+    os._exit(0)
 
 
 def main() -> None:
@@ -215,6 +312,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torsh_distributed"):
         importlib.import_module(module)
+    zygote = os.getpid()
     while True:
         try:
             request = receive(sock)
@@ -222,9 +320,5 @@ def main() -> None:
             return
         pid = os.fork()
         if pid == 0:
-            try:
-                send(sock, _run_world(request))
-            except BaseException:
-                send(sock, RuntimeError(f"the world's runner failed:\n{traceback.format_exc()}"))
-            os._exit(0)
+            _serve(sock, request, zygote)
         os.waitpid(pid, 0)

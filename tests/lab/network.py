@@ -7,7 +7,8 @@
     host 2 (eth0) ──veth── port2 ┘
 
 The bridge lives in a namespace of its own, so the machine's interfaces, routes and addresses are never
-touched and no packet can leave. Names carry the owner's pid and start time: parallel test processes do
+touched and no packet can leave. Each host has its name (node0, node1, …), and knows those of the others.
+Names of namespaces carry the owner's pid and start time: parallel test processes do
 not collide, and what a killed one left behind is removed by the next. Needs root and iproute2.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -24,11 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tests.lab.enter import HOSTS_DIR, NETNS_DIR, Place
+
 MAX_HOSTS = 16
 _PREFIX = "torsh-lab"
-_NETNS_DIR = Path("/run/netns")
 _COMMAND_TIMEOUT_S = 20.0
 _numbers = itertools.count()
+# Runs as `sh -c _SET_NAME name command…` in a UTS namespace of its own; the process keeps its pid throughout.
+_SET_NAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
 
 class LabError(RuntimeError):
@@ -83,6 +88,18 @@ def _link(namespace: str, device: str) -> dict[str, Any]:
     return dict(link)
 
 
+def _address(index: int) -> str:
+    return f"10.111.0.{index + 1}"
+
+
+def _write_hosts_file(namespace: str) -> None:
+    """What replaces /etc/hosts for processes in the namespace: `ip netns exec` looks for it there."""
+    lines = ["127.0.0.1 localhost", *(f"{_address(index)} node{index}" for index in range(MAX_HOSTS))]
+    folder = HOSTS_DIR / namespace
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+
+
 def _add_namespace(name: str) -> None:
     _shape("ip", "netns", "add", name)
     # Neighbour discovery and multicast reports of IPv6 would add to the counters while nobody sends.
@@ -92,7 +109,8 @@ def _add_namespace(name: str) -> None:
 
 def _remove_namespace(name: str) -> None:
     """Kill what runs in the namespace and delete it; one that is gone already is fine."""
-    if not (_NETNS_DIR / name).exists():
+    shutil.rmtree(HOSTS_DIR / name, ignore_errors=True)
+    if not (NETNS_DIR / name).exists():
         return
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     for pid in map(int, found.stdout.split()):
@@ -101,14 +119,14 @@ def _remove_namespace(name: str) -> None:
         except ProcessLookupError:
             continue
     gone = subprocess.run(["ip", "netns", "delete", name], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
-    if gone.returncode and (_NETNS_DIR / name).exists():
+    if gone.returncode and (NETNS_DIR / name).exists():
         raise LabError(f"namespace {name} cannot be deleted: {gone.stderr.strip()}")
 
 
 def leftovers() -> list[str]:
     """Namespaces of labs whose process is gone."""
     found = []
-    for path in _NETNS_DIR.glob(f"{_PREFIX}-*"):
+    for path in [*NETNS_DIR.glob(f"{_PREFIX}-*"), *HOSTS_DIR.glob(f"{_PREFIX}-*")]:
         pid, ticks = map(int, path.name.split("-")[2:4])
         if _start_ticks(pid) != ticks:
             found.append(path.name)
@@ -122,19 +140,21 @@ def remove_leftovers() -> None:
 
 
 class Host:
-    """One machine of the lab: its own interfaces, addresses and routes; files and processes are shared."""
+    """One machine of the lab: its own interfaces, addresses, routes and name; files and processes are shared."""
 
     interface = "eth0"
 
     def __init__(self, index: int, *, namespace: str, switch: str) -> None:
         self.index = index
         self.namespace = namespace
-        self.address = f"10.111.0.{index + 1}"
+        self.name = f"node{index}"
+        self.address = _address(index)
         self._switch = switch
         self._port = f"port{index}"
         self._processes: list[subprocess.Popen[str]] = []
         self._is_limited = False
         _add_namespace(namespace)
+        _write_hosts_file(namespace)
         _ip_batch(
             switch,
             f"link add {self._port} type veth peer name {self.interface} netns {namespace}",
@@ -157,6 +177,11 @@ class Host:
                 raise LabError(f"host {self.index}: no carrier after {_COMMAND_TIMEOUT_S} s")
             time.sleep(0.01)
 
+    @property
+    def place(self) -> Place:
+        """What a forked process needs to know to move here."""
+        return Place(self.namespace, self.name, self.address, self.interface)
+
     def popen(
         self, args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
@@ -165,7 +190,7 @@ class Host:
         Text mode, in a session of its own. Whatever still runs on the host when the lab closes is killed.
         """
         process: subprocess.Popen[str] = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *args],
+            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _SET_NAME, self.name, *args],
             env={**os.environ, **(env or {})},
             **{"text": True, "start_new_session": True, **options},
         )
@@ -285,7 +310,7 @@ class Lab:
 
     def close(self) -> None:
         """Kill what runs in the lab and remove it. Nothing of it is left in the kernel."""
-        for path in _NETNS_DIR.glob(f"{self._name}-*"):
+        for path in NETNS_DIR.glob(f"{self._name}-*"):
             _remove_namespace(path.name)
         for host in self._hosts.values():
             host.reap()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_hosts_reach_each_other_and_nothing_else(lab: Lab) -> None:
     routes = a.run(["ip", "route"]).stdout.splitlines()
     assert len(routes) == 1
     assert routes[0].startswith("10.111.0.0/24 dev eth0")
+
+
+def test_a_host_has_a_name_that_the_others_resolve(lab: Lab) -> None:
+    a, b = lab.hosts(2)
+    ask = "import socket; print(socket.gethostname(), socket.gethostbyname('node1'))"
+    assert a.run([sys.executable, "-c", ask]).stdout.split() == ["node0", b.address]
+    assert b.run([sys.executable, "-c", ask]).stdout.split() == ["node1", b.address]
+    assert socket.gethostname() not in ("node0", "node1")
 
 
 def test_two_labs_at_once_do_not_meet(lab: Lab) -> None:
