@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from torsh_distributed.plan.problems import COMBINATION, Problem, configuration_error, problems_of
+
+Words = Annotated[tuple[str, ...], Field(strict=False)]
+"""A list of text: files give a list, the plan keeps a tuple."""
 
 
 class Section(BaseModel):
-    """One part of a plan: a frozen model that refuses unknown keys.
+    """One part of a plan: a frozen model that refuses unknown keys, wrong types and impossible values.
 
     The text under each field is its documentation: the reference page and `torsh plan schema` are made from it.
+    Types are strict (`"2"` is not 2, 1 is not true), so that a typing slip in a file does not pass as a value.
     """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        strict=True,
         validate_default=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
 
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            kind = type(self)
+            raise configuration_error(problems_of(error, kind), where=kind.__name__) from None
+
+    # Tells pydantic that this is still its own way to construct: a section inside a plan is then validated in
+    # place, and its problems keep their key path. Without the mark they would arrive as one opaque ValueError.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark pydantic reads, not in its stubs
+
+    def combination_problems(self) -> Iterator[Problem]:
+        """Values, each right alone, that do not go together. Sections override this; keys are their own."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_impossible_combinations(self) -> Self:
+        found = list(self.combination_problems())
+        if found:
+            raise PydanticCustomError(COMBINATION, "values do not go together", {"problems": found})
+        return self
+
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
-        return type(self).model_validate({**self.model_dump(), **changes})
+        return type(self)(**{**self.model_dump(exclude_unset=True), **changes})

@@ -1,0 +1,112 @@
+"""Other names for keys, accepted in files with a notice: older spellings, and times in other units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torsh_distributed.plan.problems import Problem
+
+Assignments = dict[str, Any]
+"""Full keys to values: one old key may say what several new ones do."""
+
+
+def _as(key: str) -> Callable[[Any], Assignments]:
+    return lambda value: {key: value}
+
+
+def _table(key: str, words: Mapping[Any, Assignments]) -> Callable[[Any], Assignments]:
+    """By value; a value that is not in the table is passed on under `key`, where validation refuses it."""
+
+    def convert(value: Any) -> Assignments:
+        known = value.lower() if isinstance(value, str) else value
+        return words[known] if isinstance(known, str | bool) and known in words else {key: value}
+
+    return convert
+
+
+_MEMORY_STRATEGY = _table(
+    "activation.strategy",
+    {
+        "basic": {"activation.strategy": "none"},
+        "standard": {"activation.strategy": "selective"},
+        "aggressive": {"activation.strategy": "uniform", "activation.every_n_layers": 1},
+        "extreme": {
+            "activation.strategy": "uniform",
+            "activation.every_n_layers": 1,
+            "activation.offload_to_cpu": True,
+        },
+    },
+)
+_COMM_STRATEGY = _table(
+    "distributed.algorithm",
+    {
+        "all_reduce": {"distributed.algorithm": "backend"},
+        "hierarchical_all_reduce": {"distributed.algorithm": "hierarchical"},
+        "ring_all_reduce": {"distributed.algorithm": "ring"},
+        "tree_all_reduce": {"distributed.algorithm": "tree"},
+        "adaptive": {"distributed.algorithm": "auto"},
+    },
+)
+
+ALIASES: Mapping[str, Callable[[Any], Assignments]] = {
+    "mesh.data_parallel_size": _as("mesh.dp"),
+    "mesh.tensor_parallel_size": _as("mesh.tp"),
+    "mesh.pipeline_parallel_size": _as("mesh.pp"),
+    "mesh.dp_size": _as("mesh.dp"),
+    "mesh.tp_size": _as("mesh.tp"),
+    "mesh.pp_size": _as("mesh.pp"),
+    "mesh.memory_optimization": _MEMORY_STRATEGY,
+    "mesh.memory_strategy": _MEMORY_STRATEGY,
+    "mesh.communication_strategy": _COMM_STRATEGY,
+    "mesh.comm_strategy": _COMM_STRATEGY,
+    "ddp.bucket_size_mb": _as("ddp.max_bucket_size_mb"),
+    "ddp.overlap_communication": _as("ddp.overlap"),
+    "ddp.gradient_accumulation_steps": _as("training.gradient_accumulation"),
+    "training.gradient_accumulation_steps": _as("training.gradient_accumulation"),
+    "fsdp.enable_forward_prefetch": _as("fsdp.forward_prefetch"),
+    "fsdp.enable_backward_prefetch": _table(
+        "fsdp.backward_prefetch",
+        {True: {"fsdp.backward_prefetch": "backward_pre"}, False: {"fsdp.backward_prefetch": "none"}},
+    ),
+    "pipeline.num_micro_batches": _as("pipeline.num_microbatches"),
+    "offload.offload_optimizer_state": _as("offload.offload_optimizer_states"),
+    "offload.offload_parameters": _as("offload.offload_params"),
+    "offload.compression_method": _as("offload.cpu_compression"),
+    "offload.memory_strategy": _as("offload.auto_memory_management"),
+    "checkpoint.checkpoint_interval": _as("checkpoint.checkpoint_frequency"),
+    "checkpoint.max_checkpoints_to_keep": _as("checkpoint.max_checkpoints"),
+    "checkpoint.verify_integrity": _as("checkpoint.verify_after_save"),
+    "checkpoint.enable_compression": _table(
+        "checkpoint.compression_level",
+        {True: {"checkpoint.compression_level": 3}, False: {"checkpoint.compression_level": 0}},
+    ),
+}
+"""Old key to the assignments it stands for."""
+
+_UNITS = {"_secs": 1.0, "_sec": 1.0, "_ms": 1e-3, "_us": 1e-6}
+
+
+def expand(key: str, value: Any, *, known: frozenset[str]) -> Assignments | None:
+    """What the old `key` says in today's keys; None where it is no alias.
+
+    Besides the table: a time named in other units (`heartbeat_timeout_ms`) or without one
+    (`timeout`, in seconds) stands for the key that ends in `_s`.
+    """
+    if key in known:
+        return None
+    if key in ALIASES:
+        return ALIASES[key](value)
+    if f"{key}_s" in known:
+        return {f"{key}_s": value}
+    for suffix, seconds in _UNITS.items():
+        stem = key.removesuffix(suffix)
+        if stem != key and f"{stem}_s" in known:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return {f"{stem}_s": value * seconds if is_number else value}
+    return None
+
+
+def twice(key: str, new: str) -> Problem:
+    """The problem of a file that gives both spellings."""
+    return Problem(key, f"{key} and {new} are both given, and mean the same", f"keep {new}")

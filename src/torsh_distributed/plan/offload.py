@@ -1,0 +1,58 @@
+"""What leaves the device's memory: the `offload` section of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from torsh_distributed.plan.base import Section
+from torsh_distributed.plan.problems import Problem
+
+
+class OffloadConfig(Section):
+    """Sharded state kept in host memory or on disk, within a budget that is kept."""
+
+    enabled: bool = False
+    """Turn offload on; the keys below say what goes where."""
+
+    offload_params: bool = True
+    """Keep parameters off the device, except those of the modules at work."""
+
+    offload_grads: bool = True
+    """Keep gradients off the device."""
+
+    offload_optimizer_states: bool = True
+    """Keep optimizer state off the device and update on the host."""
+
+    cpu_memory_budget_gb: float = Field(default=32.0, gt=0)
+    """Host memory a rank may use for it. What does not fit goes to `disk_dir`, or is refused before training."""
+
+    gpu_memory_budget_gb: float = Field(default=2.0, gt=0)
+    """Device memory a rank may use for parameters that are at work or fetched ahead."""
+
+    disk_dir: str | None = Field(default=None, min_length=1)
+    """Directory of memory-mapped files for what the host memory cannot hold. Left out: no disk is used."""
+
+    prefetch_buffer_size: int = Field(default=16, ge=0)
+    """Most tensors fetched ahead of their use; 0 fetches on demand."""
+
+    pin_cpu_memory: bool = True
+    """Lock host memory, so that copies to a GPU run beside the computation."""
+
+    cpu_compression: Literal["none", "fp16", "bf16", "int8", "lossless"] = "none"
+    """Form in which the state is held on the host. Smaller forms lose precision, except lossless."""
+
+    auto_memory_management: Literal["conservative", "balanced", "aggressive", "extreme"] = "aggressive"
+    """How early memory pressure is answered: at 90, 75, 60 or 40 % of the budget."""
+
+    @override
+    def combination_problems(self) -> Iterator[Problem]:
+        if self.enabled and not (self.offload_params or self.offload_grads or self.offload_optimizer_states):
+            yield Problem(
+                "enabled",
+                "enabled is true, but offload_params, offload_grads and offload_optimizer_states are all false",
+                "choose at least one of them, or set enabled = false",
+            )

@@ -1,0 +1,350 @@
+"""The plan: one object that says how a model is trained, on how many ranks and split how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypedDict, Unpack
+
+from pydantic import PrivateAttr, ValidationError
+from typing_extensions import override
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import files
+from torsh_distributed.plan.activation import ActivationConfig
+from torsh_distributed.plan.base import Section
+from torsh_distributed.plan.checkpoint import CheckpointConfig
+from torsh_distributed.plan.compression import CompressionConfig
+from torsh_distributed.plan.ddp import BucketConfig
+from torsh_distributed.plan.distributed import DistributedConfig
+from torsh_distributed.plan.elastic import ElasticConfig
+from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.plan.explanation import Explanation, Row, show
+from torsh_distributed.plan.fsdp import FsdpConfig
+from torsh_distributed.plan.layers import (
+    Layer,
+    document_layer,
+    environment_layer,
+    file_layer,
+    merge,
+    override_layer,
+)
+from torsh_distributed.plan.mesh import MeshConfig
+from torsh_distributed.plan.observe import ObserveConfig
+from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.plan.paths import keys_of
+from torsh_distributed.plan.pipeline import PipelineConfig
+from torsh_distributed.plan.precision import MixedPrecisionConfig
+from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
+from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.plan.support import status_of
+from torsh_distributed.plan.tensor import TensorParallelConfig
+from torsh_distributed.plan.training import TrainingConfig
+
+
+class PlanArguments(TypedDict, total=False):
+    """What `Plan(...)` takes: sections, and the degrees of [mesh] as a short form."""
+
+    mesh: MeshConfig
+    distributed: DistributedConfig
+    ddp: BucketConfig
+    fsdp: FsdpConfig
+    tensor: TensorParallelConfig
+    pipeline: PipelineConfig
+    expert: ExpertParallelismConfig
+    offload: OffloadConfig
+    activation: ActivationConfig
+    compress: CompressionConfig
+    precision: MixedPrecisionConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    elastic: ElasticConfig
+    retry: RetryPolicy
+    observe: ObserveConfig
+    dp: int
+    shard: int
+    tp: int
+    pp: int
+    ep: int
+    cp: int
+
+
+class Difference(NamedTuple):
+    """A key under which two plans differ."""
+
+    key: str
+    mine: object
+    theirs: object
+
+
+class Plan(Section):
+    """How a model is trained: sections of keys, each with a default that leaves training as it is.
+
+    Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination.
+    Two plans are equal if their values are; where the values came from does not count.
+    """
+
+    mesh: MeshConfig = MeshConfig()
+    """The degree of each axis of the mesh."""
+
+    distributed: DistributedConfig = DistributedConfig()
+    """The backend and its deadline."""
+
+    ddp: BucketConfig = BucketConfig()
+    """How gradients are averaged over replicas."""
+
+    fsdp: FsdpConfig = FsdpConfig()
+    """How state is sharded."""
+
+    tensor: TensorParallelConfig = TensorParallelConfig()
+    """How layers are split."""
+
+    pipeline: PipelineConfig = PipelineConfig()
+    """How layers become stages."""
+
+    expert: ExpertParallelismConfig = ExpertParallelismConfig()
+    """How tokens find experts."""
+
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the device's memory."""
+
+    activation: ActivationConfig = ActivationConfig()
+    """Which activations are recomputed."""
+
+    compress: CompressionConfig = CompressionConfig()
+    """How gradients are made smaller."""
+
+    precision: MixedPrecisionConfig = MixedPrecisionConfig()
+    """Which number formats are used."""
+
+    training: TrainingConfig = TrainingConfig()
+    """Steps, batch, learning rate."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When training state is kept."""
+
+    elastic: ElasticConfig = ElasticConfig()
+    """How a run survives lost ranks."""
+
+    retry: RetryPolicy = RetryPolicy()
+    """How failed operations are tried again."""
+
+    observe: ObserveConfig = ObserveConfig()
+    """Where events and metrics go."""
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, **values: Unpack[PlanArguments]) -> None:
+        given = _without_short_form(dict(values))
+        super().__init__(**given)
+        self._sources = dict.fromkeys(_keys_given(given), "argument")
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # see Section
+
+    @override
+    def combination_problems(self) -> Iterator[Problem]:
+        mesh, experts = self.mesh, self.expert.num_experts
+        if mesh.ep > 1 and experts % mesh.ep:
+            yield Problem(
+                "expert.num_experts",
+                f"expert.num_experts {experts} does not spread evenly over mesh.ep {mesh.ep}",
+                f"take a multiple of {mesh.ep}, or another mesh.ep",
+            )
+        if self.fsdp.strategy == "no_shard" and mesh.shard != 1:
+            yield Problem(
+                "fsdp.strategy",
+                f'fsdp.strategy is "no_shard", but mesh.shard is {mesh.shard}',
+                "set mesh.shard = 1 (and mesh.dp for replicas), or choose another strategy",
+            )
+        if self.fsdp.strategy == "hybrid_shard" and 1 in (mesh.dp, mesh.shard):
+            yield Problem(
+                "fsdp.strategy",
+                f'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is {mesh.dp} and mesh.shard'
+                f" {mesh.shard}",
+                "give both mesh.dp and mesh.shard a degree above 1",
+            )
+
+    # --- where plans come from ---------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The plan in a .toml, .json, .yaml or .yml file."""
+        return cls._from_layer(file_layer(Path(path), cls), where=str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The plan that `to_dict` gave, or sections of keys written by hand."""
+        return cls._from_layer(document_layer(values, cls, source="argument"), where="plan")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        """The plan that the environment asks for: the file in TORSH_PLAN, then TORSH_PLAN__SECTION__KEY over it."""
+        return cls.compose(environ=environ)
+
+    @classmethod
+    def compose(
+        cls,
+        path: str | Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        command_line: Iterable[str] = (),
+    ) -> Self:
+        """A plan from a file, the environment over it, and `section.key=value` of a command line over both.
+
+        Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any.
+        """
+        variables = environ or {}
+        chosen = path or variables.get("TORSH_PLAN") or None
+        layers = [file_layer(Path(chosen), cls)] if chosen else []
+        layers += [environment_layer(variables, cls), override_layer(command_line, cls)]
+        return cls._from_layer(merge(layers), where=str(chosen or "plan"))
+
+    @classmethod
+    def _from_layer(cls, layer: Layer, *, where: str) -> Self:
+        problems = list(layer.problems)
+        plan: Self | None = None
+        try:
+            plan = cls.model_validate(layer.values)
+        except ValidationError as error:
+            problems += problems_of(error, cls)
+        if problems or plan is None:
+            raise configuration_error((_with_source(problem, layer.sources) for problem in problems), where=where)
+        plan._sources = dict(layer.sources)
+        return plan
+
+    @override
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy: sections whole or as keys to change (`training={"steps": 5}`), degrees as `dp=4`."""
+        given = _without_short_form(changes)
+        sections: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
+        for name, value in given.items():
+            merges = isinstance(value, Mapping) and name in type(self).model_fields
+            sections[name] = getattr(self, name).replace(**value) if merges else value
+        changed = type(self)(**sections)
+        changed._sources = self._sources | dict.fromkeys(_keys_given(given), "argument")
+        return changed
+
+    # --- what they give ----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key of every section, as JSON-ready values."""
+        return self.model_dump(mode="json")
+
+    def save(self, path: str | Path) -> None:
+        """Write every key to a .toml, .json, .yaml or .yml file, atomically; `load` gives an equal plan."""
+        files.write(Path(path), self.to_dict())
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all values: equal for equal plans, in every process and format. Kept in checkpoints."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def diff(self, other: Plan) -> tuple[Difference, ...]:
+        """The keys under which this plan and `other` differ."""
+        pairs = ((key, self.value(key), other.value(key)) for key in keys_of(Plan))
+        return tuple(Difference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
+
+    def value(self, key: str) -> object:
+        """The value under a full key such as `mesh.dp`."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
+    def explain(self) -> Explanation:
+        """Every key with its value, where that came from, and whether this version honours it."""
+        return Explanation(
+            tuple(
+                Row(key, self.value(key), self._sources.get(key, "default"), status_of(self, key))
+                for key in keys_of(Plan)
+            )
+        )
+
+    # --- whether they can run ----------------------------------------------------------------------------------
+
+    def unsupported(self) -> tuple[str, ...]:
+        """The keys set away from their default that this version would ignore."""
+        return tuple(
+            row.key for row in self.explain() if row.status == "not yet" and row.value != _DEFAULTS.value(row.key)
+        )
+
+    def require_supported(self) -> None:
+        """Raise ConfigurationError if a key asks for what this version cannot do."""
+        problems = list(self._support_problems())
+        if problems:
+            raise configuration_error(problems, where="plan")
+
+    def resolve(self, world_size: int) -> Self:
+        """This plan for a world of `world_size` ranks: no degree of its mesh is -1."""
+        resolved = self.replace(mesh=self.mesh.resolve(world_size))
+        resolved._sources = dict(self._sources)
+        return resolved
+
+    def local_batch_size(self, world_size: int) -> int:
+        """Samples a rank puts through the model in one pass: its share of `training.batch_size`."""
+        mesh, training = self.mesh.resolve(world_size), self.training
+        passes = mesh.data_degree * training.gradient_accumulation
+        share, rest = divmod(training.batch_size, passes)
+        if rest:
+            raise ConfigurationError(
+                f"training.batch_size {training.batch_size} does not divide by data-parallel degree {mesh.data_degree}"
+                f" × gradient_accumulation {training.gradient_accumulation} = {passes}",
+                hint=f"take a multiple of {passes}",
+            )
+        return share
+
+    @override
+    def validate(self, world_size: int | None = None) -> None:  # type: ignore[override]  # pydantic 1's, deprecated
+        """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given."""
+        problems = list(self._support_problems())
+        if world_size is not None:
+            try:
+                self.local_batch_size(world_size)
+            except ConfigurationError as error:
+                problems.append(Problem("mesh", error.message, error.hint or ""))
+        if problems:
+            raise configuration_error(problems, where="plan")
+
+    def _support_problems(self) -> Iterator[Problem]:
+        for key in self.unsupported():
+            default = show(_DEFAULTS.value(key))
+            text = f"{key} = {show(self.value(key))} is not supported by this version yet"
+            yield Problem(key, text, f"leave it at its default, {default}")
+
+    # Pydantic would compare the sources too.
+    @override
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Plan) else NotImplemented
+
+    @override
+    def __hash__(self) -> int:
+        return int(self.hash[:16], 16)
+
+
+def _without_short_form(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`dp=2` as `mesh={"dp": 2}`."""
+    degrees = {name: value for name, value in values.items() if name in MeshConfig.model_fields}
+    rest = {name: value for name, value in values.items() if name not in degrees}
+    if degrees and "mesh" in rest:
+        raise ConfigurationError(
+            f"the mesh is given twice: as mesh and as {', '.join(degrees)}",
+            hint="give the degrees in one way: Plan(dp=2, tp=2) or Plan(mesh=MeshConfig(dp=2, tp=2))",
+        )
+    return {**rest, "mesh": degrees} if degrees else rest
+
+
+def _keys_given(sections: Mapping[str, Any]) -> Iterator[str]:
+    for section, value in sections.items():
+        keys = value if isinstance(value, Mapping) else value.model_fields_set
+        yield from (f"{section}.{key}" for key in keys)
+
+
+def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """Name the variable or option a bad value came from; a file is named by the error already."""
+    source = sources.get(problem.key, "")
+    if not source.startswith(("environment", "command line")):
+        return problem
+    return Problem(problem.key, f"{problem.text} (from {source})", problem.hint)
+
+
+_DEFAULTS = Plan()

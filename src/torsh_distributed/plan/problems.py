@@ -1,0 +1,95 @@
+"""What is wrong with a plan: every problem found, told at once, in the user's spelling."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.allowed import choices, describe
+from torsh_distributed.plan.paths import field_at, keys_of, section_at, section_of
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan.base import Section
+
+COMBINATION = "plan_combination"
+"""The kind of pydantic error under which a section reports values that do not go together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing wrong: the key it is about, a sentence, and what to do."""
+
+    key: str
+    text: str
+    hint: str = ""
+
+
+def configuration_error(problems: Iterable[Problem], *, where: str) -> ConfigurationError:
+    """All `problems` of `where` (a file, "the environment", a class) as one error."""
+    found = list(problems)
+    if len(found) == 1:
+        return ConfigurationError(f"{where}: {found[0].text}", hint=found[0].hint or None, key=found[0].key)
+    lines = [f"  {problem.text}" + (f" ({problem.hint})" if problem.hint else "") for problem in found]
+    return ConfigurationError(
+        "\n".join([f"{where} has {len(found)} problems:", *lines]),
+        hint="mend these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
+    )
+
+
+def problems_of(error: ValidationError, model: type[Section]) -> list[Problem]:
+    """What pydantic found, in our words."""
+    found: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        if detail["type"] == COMBINATION:
+            prefix = "".join(f"{part}." for part in detail["loc"])
+            found += [
+                Problem(prefix + problem.key, prefix + problem.text, problem.hint)
+                for problem in detail["ctx"]["problems"]
+            ]
+        else:
+            found.append(_problem_of(detail, model))
+    return found
+
+
+def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
+    path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+    key = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        return unknown_key(path, model)
+    field = field_at(path, model)
+    if field is None or section_of(field) is not None:
+        names = ", ".join(section_at(path, model).model_fields)
+        return Problem(key, f"{key} must be a section with keys of its own ({names}); got {detail['input']!r}")
+    text = f"{key} must be {describe(field)}; got {detail['input']!r}"
+    if detail["type"] == "value_error":
+        text += f": {detail['ctx']['error']}"
+    return Problem(key, text, _did_you_mean(str(detail["input"]), choices(field)))
+
+
+def unknown_key(path: list[str], model: type[Section]) -> Problem:
+    """The problem of a key that does not exist, with the name that was probably meant."""
+    key, name = ".".join(path), path[-1]
+    parent = section_at(path[:-1], model)
+    inside = f"[{'.'.join(path[:-1])}]" if path[:-1] else "a plan"
+    homes = [full.partition(".")[0] for full in keys_of(model) if full.endswith(f".{name}")]
+    if len(homes) == 1:
+        hint = f"{name} belongs in [{homes[0]}]"
+    else:
+        hint = _did_you_mean(name, parent.model_fields) or _did_you_mean(key, keys_of(model))
+    return Problem(key, f"{key} is not a key of {inside}", hint or "known keys: " + ", ".join(parent.model_fields))
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    def likeness(word: str) -> tuple[float, bool]:
+        """Equal ratios are common among short names (dpp: dp, pp); the first letter then decides."""
+        ratio = difflib.SequenceMatcher(None, name.lower(), word.lower()).ratio()
+        return ratio, word[:1].lower() == name[:1].lower()
+
+    nearest = max(known, key=likeness, default="")
+    return f"did you mean {nearest}?" if likeness(nearest)[0] >= 0.6 else ""

@@ -1,0 +1,69 @@
+"""Which keys of a plan this version honours. The one place: a capability that lands adds its keys here.
+
+Why: a plan describes more than is built so far. A key that would be ignored is refused instead
+(`Plan.require_supported`), and `Plan.explain` says of every key whether it has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan.plan import Plan
+
+HONOURED: Mapping[str, tuple[str, ...] | None] = {
+    "mesh.dp": None,
+    "distributed.backend": None,
+    "distributed.timeout_s": None,
+    "ddp.max_bucket_size_mb": None,
+    "ddp.find_unused_parameters": None,
+    "ddp.static_graph": None,
+    "ddp.gradient_as_bucket_view": None,
+    "ddp.broadcast_buffers": None,
+    "precision.dtype": ("fp32", "bf16"),
+    "training.steps": None,
+    "training.batch_size": None,
+    "training.gradient_accumulation": None,
+    "training.gradient_clipping": None,
+    "training.learning_rate": None,
+    "training.seed": None,
+    "training.log_every": None,
+    "retry.max_retries": None,
+    "retry.initial_delay_s": None,
+    "retry.multiplier": None,
+    "retry.max_delay_s": None,
+    "retry.total_timeout_s": None,
+    "retry.jitter": None,
+    "retry.exponential": None,
+    "observe.events_dir": None,
+}
+"""Key to the values it may take today, or None where all of them work."""
+
+
+GATES: Mapping[str, tuple[str, object]] = {
+    "fsdp": ("mesh.shard", 1),
+    "tensor": ("mesh.tp", 1),
+    "pipeline": ("mesh.pp", 1),
+    "offload": ("offload.enabled", False),
+    "compress": ("compress.method", "none"),
+    "checkpoint": ("checkpoint.enabled", False),
+    "elastic": ("elastic.enabled", False),
+}
+"""Section to the key, and the value of it, that turns the whole section off."""
+
+
+def is_honoured(key: str, value: object) -> bool:
+    """Whether `value` under `key` has its effect in this version."""
+    if key not in HONOURED:
+        return False
+    values = HONOURED[key]
+    return values is None or value in values
+
+
+def status_of(plan: Plan, key: str) -> str:
+    """honoured, not yet, or the key that turns this one off."""
+    gate, off = GATES.get(key.partition(".")[0], (key, None))
+    if key != gate and plan.value(gate) == off:
+        return f"off by {gate}"
+    return "honoured" if is_honoured(key, plan.value(key)) else "not yet"
