@@ -1,4 +1,7 @@
-"""Fixtures shared by the whole suite: worlds of real ranks, a network lab, what a test may need and must not leave."""
+"""Fixtures shared by the whole suite: worlds of real ranks and a network lab.
+
+What a test may need of the machine is checked by `tests/bed/needs.py`, what it must not leave by `tests/bed/leaks.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bed.needs import check_needs
 from tests.bed.world import World
 from tests.lab.network import Lab
+
+pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
 
 
 @pytest.fixture(scope="session")
@@ -21,16 +25,6 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """A network of namespaces: `lab.host(0).popen([...])`. Using it implies `needs_netns`."""
+    """A network of namespaces: `lab.host(0).popen([...])`. Using it implies the marker `needs_netns`."""
     with Lab() as network:
         yield network
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "lab" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.needs_netns)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    check_needs(item)

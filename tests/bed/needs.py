@@ -1,7 +1,7 @@
 """What a test may need of the machine: one function per `needs_…` marker, each probing for real.
 
-A function returns None if the need is met, else the reason of the skip. With TORSH_REQUIRE_ALL=1 an unmet
-need fails the test instead: a machine prepared for the whole suite must not pass by skipping.
+A function returns None if the need is met, else the reason of the skip. With TORSH_REQUIRE_ALL=1 every skip is a
+failure, except for hardware that no script can install: a machine set up for the whole suite must not pass by skipping.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -58,11 +58,12 @@ def netns() -> str | None:
 
 
 @functools.cache
-def cuda() -> str | None:
-    """At least one CUDA device that torch can use."""
+def cuda(num_devices: int = 1) -> str | None:
+    """As many CUDA devices as the marker asks for: `needs_cuda` or `needs_cuda(2)`."""
     import torch
 
-    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+    found = torch.cuda.device_count()
+    return None if found >= num_devices else f"torch sees {found} CUDA devices, {num_devices} needed"
 
 
 @functools.cache
@@ -85,25 +86,64 @@ def mpi() -> str | None:
     )
 
 
-NEEDS: dict[str, Callable[[], str | None]] = {
+NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_redis": redis,
     "needs_netns": netns,
     "needs_cuda": cuda,
     "needs_browser": browser,
     "needs_mpi": mpi,
 }
-# A graphics card cannot be installed by a script; all else can, so its absence is a mistake in the set-up.
-_CANNOT_BE_INSTALLED = frozenset({"needs_cuda"})
+_HARDWARE = frozenset({"needs_cuda"})
 
 
-def check_needs(item: pytest.Item) -> None:
-    """Skip the test with its reason, or fail it where everything is required."""
+def unmet_needs(item: pytest.Item) -> dict[str, str]:
+    """The reason of the skip by the name of each marker on the test that this machine does not satisfy."""
+    unmet = {}
     for name, probe in NEEDS.items():
-        if item.get_closest_marker(name) is None:
-            continue
-        reason = probe()
-        if reason is None:
-            continue
-        if os.environ.get(REQUIRE_ALL) == "1" and name not in _CANNOT_BE_INSTALLED:
-            pytest.fail(f"{name} is not met, and {REQUIRE_ALL}=1 allows no skip: {reason}", pytrace=False)
-        pytest.skip(f"{name}: {reason}")
+        for marker in item.iter_markers(name):
+            reason = probe(*marker.args)
+            if reason is not None:
+                unmet[name] = reason
+    return unmet
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks for the lab needs namespaces; nobody has to say it twice."""
+    for item in items:
+        if "lab" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.needs_netns)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip with all reasons at once."""
+    unmet = unmet_needs(item)
+    if unmet:
+        pytest.skip("; ".join(f"{name}: {reason}" for name, reason in unmet.items()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where all is required, a skip is a failure; an expected failure (xfail) stays what it is."""
+    report = yield
+    if (
+        report.skipped
+        and os.environ.get(REQUIRE_ALL) == "1"
+        and call.excinfo is not None
+        and isinstance(call.excinfo.value, pytest.skip.Exception)
+        and not _HARDWARE & unmet_needs(item).keys()
+    ):
+        report.outcome = "failed"
+        report.longrepr = f"{REQUIRE_ALL}=1 allows no skip, but: {call.excinfo.value.msg}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a module that skips itself as a whole."""
+    report = yield
+    if report.skipped and os.environ.get(REQUIRE_ALL) == "1":
+        report.outcome = "failed"
+        report.longrepr = f"{REQUIRE_ALL}=1 allows no skip, but: {report.longreprtext}"
+    return report

@@ -14,6 +14,8 @@ from tests.bed.zygote import Outcome, Request, receive, send
 from tests.lab.network import Host
 
 ROOT = Path(__file__).parents[2]
+ZYGOTES: set[int] = set()
+"""Pids of zygotes in use: the one kind of process that may outlive a test."""
 
 
 class WorldError(AssertionError):
@@ -57,6 +59,7 @@ class World:
             )
             theirs.close()
             self._sock = ours
+            ZYGOTES.add(self._zygote.pid)
         return self._sock
 
     def outcomes(
@@ -125,3 +128,4 @@ class World:
         except subprocess.TimeoutExpired:
             self._zygote.kill()
             self._zygote.wait()
+        ZYGOTES.discard(self._zygote.pid)

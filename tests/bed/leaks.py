@@ -1,0 +1,120 @@
+"""A test must leave the process as it found it: no environment variable, thread or process may stay behind.
+
+Why: such leftovers make *other* tests fail, later, elsewhere. Processes are found as children of this one and,
+when orphaned, by a token that every test puts into the environment of whatever it starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bed.world import ZYGOTES
+
+TOKEN = "TORSH_TEST_TOKEN"
+# Pytest sets the second for every phase of a test; torch sets the third when it first imports its compiler.
+_NOT_OF_TESTS = frozenset({TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+_GRACE_S = 3.0
+_numbers = itertools.count()
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids.update(map(int, (task / "children").read_text().split()))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return pids
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process; empty once the process is gone, or if it belongs to someone else."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def _bearers(token: str) -> set[int]:
+    entry = f"{TOKEN}={token}".encode()
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return {pid for pid in pids if entry in _read(pid, "environ").split(b"\0")}
+
+
+def _is_kept(pid: int) -> bool:
+    """The bed's own zygote, and Python's tracker of shared memory, live as long as this process."""
+    return pid in ZYGOTES or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+
+
+def _leftover_processes(before: set[int], token: str) -> set[int]:
+    return {pid for pid in (_children() - before) | (_bearers(token) - {os.getpid()}) if not _is_kept(pid)}
+
+
+def _describe_process(pid: int) -> str:
+    command = _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+    return f"process {pid}: {command or 'ended, but nobody waited for it'}"
+
+
+def _end(pid: int) -> None:
+    """Kill what was left and collect it if it is a child, so that the next test starts clean."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def _leftover_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    # Dummy threads stand for native ones that once called into Python; nobody can join those.
+    kinds = threading._DummyThread
+    return [thread for thread in threading.enumerate() if thread not in before and not isinstance(thread, kinds)]
+
+
+def _restore_environment(before: dict[str, str]) -> list[str]:
+    """Put the variables back; returns what had changed."""
+    changes = []
+    for name in sorted((before.keys() | os.environ.keys()) - _NOT_OF_TESTS):
+        old, new = before.get(name), os.environ.get(name)
+        if old == new:
+            continue
+        changes.append(f"environment variable {name}: {old!r} became {new!r}")
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
+    return changes
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail the test that leaves something; what is on its way out gets a moment to finish."""
+    token, outer_token = f"{os.getpid()}-{next(_numbers)}", os.environ.get(TOKEN)
+    os.environ[TOKEN] = token
+    environment, threads, children = dict(os.environ), set(threading.enumerate()), _children()
+    yield
+    if outer_token is None:
+        del os.environ[TOKEN]
+    else:
+        os.environ[TOKEN] = outer_token
+    left = _restore_environment(environment)
+    deadline = time.monotonic() + _GRACE_S
+    while processes := _leftover_processes(children, token):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    for thread in _leftover_threads(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left += [f"thread {thread.name!r}" for thread in _leftover_threads(threads)]
+    left += [_describe_process(pid) for pid in sorted(processes)]
+    for pid in processes:
+        _end(pid)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
