@@ -1,0 +1,262 @@
+"""`torsh run`: torchrun's flags, read into a JobSpec."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.launch.entry import check_entry
+from torsh_distributed.launch.job import describe_job, launch_job
+from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
+
+CONTEXT_SETTINGS = {
+    # Options after the script belong to the script.
+    "allow_interspersed_args": False,
+    # torchrun spells its flags with dashes and with underscores.
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+_NODES, _WORKERS, _OUTPUT, _LIMITS = "Nodes", "Workers", "Output", "Time limits"
+
+
+Script = Annotated[str, typer.Argument(help="Script to run; with -m a module, with --no-python a command.")]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
+
+NprocPerNode = Annotated[
+    str,
+    typer.Option(
+        help="Workers on each node: a number, cpu, gpu, or auto (GPUs, else usable cores).",
+        envvar="PET_NPROC_PER_NODE",
+        rich_help_panel=_WORKERS,
+    ),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        help="How often all workers are started anew after a failure.",
+        envvar="PET_MAX_RESTARTS",
+        rich_help_panel=_WORKERS,
+    ),
+]
+Module = Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m.", rich_help_panel=_WORKERS)]
+NoPython = Annotated[bool, typer.Option("--no-python", help="Run a command as it is.", rich_help_panel=_WORKERS)]
+Role = Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", rich_help_panel=_WORKERS)]
+PlanFile = Annotated[
+    Path | None, typer.Option(help="Plan for the workers (TORSH_PLAN), checked first.", rich_help_panel=_WORKERS)
+]
+
+Nnodes = Annotated[str, typer.Option(help="Nodes of the job.", envvar="PET_NNODES", rich_help_panel=_NODES)]
+NodeRank = Annotated[int, typer.Option(help="Index of this node.", envvar="PET_NODE_RANK", rich_help_panel=_NODES)]
+MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Address of node 0; it listens there and nowhere else. Default {LOOPBACK}.",
+        envvar="PET_MASTER_ADDR",
+        rich_help_panel=_NODES,
+    ),
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option(
+        help="One node: port of the store (default: a free one). Several: where launchers meet (default 29500).",
+        envvar="PET_MASTER_PORT",
+        rich_help_panel=_NODES,
+    ),
+]
+Standalone = Annotated[
+    bool, typer.Option("--standalone", help="One node, on loopback, on a free port.", rich_help_panel=_NODES)
+]
+RdzvBackend = Annotated[
+    str,
+    typer.Option(
+        help="static or c10d; both are served by the launcher of node 0.",
+        envvar="PET_RDZV_BACKEND",
+        rich_help_panel=_NODES,
+    ),
+]
+RdzvEndpoint = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT, another spelling of --master-addr and --master-port.",
+        envvar="PET_RDZV_ENDPOINT",
+        rich_help_panel=_NODES,
+    ),
+]
+RdzvId = Annotated[
+    str | None,
+    typer.Option(help="Name of the run, the same on every node.", envvar="PET_RDZV_ID", rich_help_panel=_NODES),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the job's secret, the same on every node; otherwise TORSH_JOB_TOKEN.", rich_help_panel=_NODES
+    ),
+]
+
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep stdout and stderr of every rank and attempt here.", envvar="PET_LOG_DIR", rich_help_panel=_OUTPUT
+    ),
+]
+LocalRanksFilter = Annotated[
+    str,
+    typer.Option(
+        help="Show these local ranks only, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
+]
+
+ShutdownTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds from SIGTERM to SIGKILL after a failure.",
+        envvar="PET_SHUTDOWN_TIMEOUT",
+        rich_help_panel=_LIMITS,
+    ),
+]
+SignalTimeout = Annotated[
+    float, typer.Option(help="Seconds from a signal of yours to SIGKILL: time to save.", rich_help_panel=_LIMITS)
+]
+JoinTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds for the launchers of all nodes to meet.", envvar="TORSH_INIT_TIMEOUT", rich_help_panel=_LIMITS
+    ),
+]
+HeartbeatTimeout = Annotated[
+    float, typer.Option(help="Seconds of silence until a node counts as lost.", rich_help_panel=_LIMITS)
+]
+
+
+def run(
+    script: Script,
+    script_args: ScriptArgs = None,
+    nproc_per_node: NprocPerNode = "1",
+    max_restarts: MaxRestarts = 0,
+    module: Module = False,
+    no_python: NoPython = False,
+    role: Role = "default",
+    plan: PlanFile = None,
+    nnodes: Nnodes = "1",
+    node_rank: NodeRank = 0,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    standalone: Standalone = False,
+    rdzv_backend: RdzvBackend = "static",
+    rdzv_endpoint: RdzvEndpoint = "",
+    rdzv_id: RdzvId = None,
+    token_file: TokenFile = None,
+    log_dir: LogDir = None,
+    local_ranks_filter: LocalRanksFilter = "",
+    dry_run: DryRun = False,
+    shutdown_timeout: ShutdownTimeout = 3.0,
+    signal_timeout: SignalTimeout = 25.0,
+    join_timeout: JoinTimeout = 300.0,
+    heartbeat_timeout: HeartbeatTimeout = 10.0,
+) -> None:
+    """Start a script on every worker, supervise it, and say why it ended.
+
+    Takes torchrun's flags and gives workers torchrun's environment. Options come before the script.
+    """
+    address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
+    _check_backend(rdzv_backend)
+    num_nodes = parse_nnodes(nnodes)
+    if standalone and num_nodes > 1:
+        raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    spec = JobSpec(
+        entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
+        nproc_per_node=parse_nproc(nproc_per_node),
+        nnodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=address,
+        master_port=port,
+        max_restarts=max_restarts,
+        run_id=rdzv_id or ("none" if num_nodes > 1 else uuid.uuid4().hex[:8]),
+        role=role,
+        log_dir=log_dir,
+        shown_ranks=_parse_ranks(local_ranks_filter),
+        token=_read_token(token_file),
+        env=_plan_variables(plan),
+        shutdown_timeout_s=shutdown_timeout,
+        signal_timeout_s=signal_timeout,
+        join_timeout_s=join_timeout,
+        heartbeat_timeout_s=heartbeat_timeout,
+    )
+    if dry_run:
+        check_entry(spec.entry)
+        typer.echo("\n".join(describe_job(spec)))
+        return
+    raise typer.Exit(launch_job(spec))
+
+
+def _entry_kind(module: bool, no_python: bool) -> EntryKind:
+    if module and no_python:
+        raise InvalidArgument("-m and --no-python exclude each other", hint="a module is run by Python")
+    return EntryKind.MODULE if module else EntryKind.COMMAND if no_python else EntryKind.SCRIPT
+
+
+def _master(address: str | None, port: int | None, endpoint: str, *, is_standalone: bool) -> tuple[str, int | None]:
+    """Where node 0 listens, from the two spellings; giving both differently is an error."""
+    if is_standalone and (address is not None or port is not None or endpoint):
+        raise InvalidArgument(
+            "--standalone chooses address and port by itself",
+            hint="leave out --master-addr, --master-port and --rdzv-endpoint",
+        )
+    if endpoint:
+        if address is not None or port is not None:
+            raise InvalidArgument(
+                "--rdzv-endpoint and --master-addr/--master-port say the same thing twice", hint="give one of the two"
+            )
+        address, port = parse_endpoint(endpoint)
+    return (address or LOOPBACK).strip("[]"), port
+
+
+def _check_backend(name: str) -> None:
+    if name not in ("static", "c10d"):
+        raise FeatureNotAvailable(
+            f"the rendezvous backend {name!r} is not supported",
+            hint="leave out --rdzv-backend: the launcher of node 0 brings the nodes together",
+            rdzv_backend=name,
+        )
+
+
+def _parse_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidArgument("--local-ranks-filter must be numbers with commas", got=text) from None
+
+
+def _read_token(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get("TORSH_JOB_TOKEN") or None
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise IoError(
+            "the token file cannot be read", hint="check the path", path=str(path), reason=str(error)
+        ) from error
+    if not token:
+        raise InvalidArgument(
+            "the token file is empty", hint="fill it, e.g. with `openssl rand -hex 16`", path=str(path)
+        )
+    return token
+
+
+def _plan_variables(path: Path | None) -> dict[str, str]:
+    """TORSH_PLAN for the workers, once the plan is known to be sound."""
+    if path is None:
+        return {}
+    from torsh_distributed.plan import Plan
+
+    Plan.load(path)
+    return {"TORSH_PLAN": str(path.resolve())}

@@ -1,0 +1,145 @@
+"""Why a process ended: exit code, signal in words, or out of memory where the kernel's count proves it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_WORDS = {
+    signal.SIGKILL: "killed",
+    signal.SIGSEGV: "segmentation fault: invalid memory access",
+    signal.SIGBUS: "bus error: often shared memory (/dev/shm) that ran out",
+    signal.SIGABRT: "aborted: a failed assertion or an uncaught C++ exception",
+    signal.SIGILL: "illegal instruction: a binary built for another processor",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGTERM: "terminated",
+    signal.SIGINT: "interrupted",
+    signal.SIGHUP: "hung up",
+    signal.SIGPIPE: "wrote to a pipe that nobody reads",
+    signal.SIGXCPU: "CPU time limit exceeded",
+    signal.SIGXFSZ: "file size limit exceeded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """How a process ended. `code` is as in subprocess: negative for a signal."""
+
+    code: int
+    dumped_core: bool = False
+
+    @property
+    def is_success(self) -> bool:
+        """Whether it ended by itself and said so."""
+        return self.code == 0
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code a shell would show: 128 + signal for a signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def describe(self) -> str:
+        """In words: `exit code 3`, or `signal 11 (SIGSEGV, segmentation fault: …)`."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            number = signal.Signals(-self.code)
+        except ValueError:
+            return f"signal {-self.code}"
+        words = _WORDS.get(number) or (signal.strsignal(number) or "").lower()
+        core = ", core dumped" if self.dumped_core else ""
+        return f"signal {int(number)} ({number.name}, {words}{core})"
+
+
+def peek_status(pidfd: int) -> ExitStatus | None:
+    """How the child ended, or None while it lives. It stays a zombie, so that its pid is not given to another."""
+    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        return None
+    if result.si_code == os.CLD_EXITED:
+        return ExitStatus(result.si_status)
+    return ExitStatus(-result.si_status, dumped_core=result.si_code == os.CLD_DUMPED)
+
+
+@dataclass(frozen=True, slots=True)
+class OomCounter:
+    """The kernel's count of out-of-memory kills in this process's control group, workers included."""
+
+    path: Path
+
+    def read(self) -> int | None:
+        """Kills so far, or None if the file is gone or says nothing."""
+        try:
+            lines = self.path.read_text().splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == "oom_kill" and value.isdigit():
+                return int(value)
+        return None
+
+
+def find_oom_counter(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/self/mountinfo")) -> OomCounter | None:
+    """The counter of the control group this process is in, for version 2 or 1; None where there is none.
+
+    The root group of version 2 has no counter; then nothing can be proven and nothing is claimed.
+    """
+    try:
+        groups = (proc / "cgroup").read_text().splitlines()
+        mounted = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    for line in groups:
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0" and not controllers
+        if not is_v2 and "memory" not in controllers.split(","):
+            continue
+        name = "memory.events" if is_v2 else "memory.oom_control"
+        for root, mountpoint in _cgroup_mounts(mounted, is_v2=is_v2):
+            counter = OomCounter(_inside(mountpoint, root, path) / name)
+            if counter.read() is not None:
+                return counter
+    return None
+
+
+def _cgroup_mounts(mounted: list[str], *, is_v2: bool) -> list[tuple[str, Path]]:
+    """(root of the mount inside the hierarchy, where it is mounted), from lines of mountinfo."""
+    found = []
+    for line in mounted:
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        is_wanted = kind[0] == "cgroup2" if is_v2 else kind[0] == "cgroup" and "memory" in kind[2].split(",")
+        if is_wanted:
+            found.append((fields[3], Path(fields[4])))
+    return found
+
+
+def _inside(mountpoint: Path, root: str, path: str) -> Path:
+    """The group's directory: in a container the mount shows a part of the hierarchy only."""
+    if root != "/" and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    return mountpoint / path.lstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class OomEvidence:
+    """The count rose while a worker ran."""
+
+    path: str
+    before: int
+    after: int
+
+    def describe(self) -> str:
+        """The proof, in one line."""
+        return f"the kernel's count of out-of-memory kills rose from {self.before} to {self.after} ({self.path})"
+
+
+def oom_evidence(counter: OomCounter | None, before: int | None) -> OomEvidence | None:
+    """Evidence that a process of this control group was killed for memory since `before` was read."""
+    after = counter.read() if counter is not None else None
+    if counter is None or before is None or after is None or after <= before:
+        return None
+    return OomEvidence(str(counter.path), before, after)

@@ -1,0 +1,198 @@
+"""The guardian: a tiny process that ends a job's processes when the launcher vanishes, SIGKILL included.
+
+It runs this very file under a bare interpreter (`python -I -S`), so this file imports the standard library
+alone, and it sits in a session of its own, out of reach of Ctrl-C and of signals to the launcher's group.
+The launcher holds the only write end of its standard input. Lines say what to know (`session PID`,
+`directory PATH`); `done` means a proper end. End of file without `done` means the launcher is gone. A child
+between fork and exec holds a copy of that write end, so no worker can be born after the guardian looked.
+
+Who belongs to a job: every process in the session of one of its workers, and every process whose
+environment carries the job's mark, which reaches those that left the session (setsid, double fork).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+MARK_VARIABLE = "TORSH_JOB_MARKS"
+_EXIT_WAIT_S = 2.0
+
+
+def find_members(mark: str, sessions: Iterable[int]) -> dict[int, str]:
+    """Living processes of the job by pid, with their command for reports; this process is never one of them."""
+    known = frozenset(sessions)
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 (a bare interpreter starts faster without building paths)
+        if name.isdigit() and int(name) != os.getpid():
+            command = _member_command(int(name), mark, known)
+            if command is not None:
+                found[int(name)] = command
+    return found
+
+
+def _member_command(pid: int, mark: str, sessions: frozenset[int]) -> str | None:
+    """The command of the process if it lives and belongs to the job."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        # The command is in parentheses and may itself hold spaces and parentheses; fields follow the last one.
+        head, _, rest = stat.rpartition(b")")
+        fields = rest.split()
+        state, session = fields[0], int(fields[3])
+        if state in (b"Z", b"X"):
+            return None
+        if session not in sessions and not _has_mark(pid, mark):
+            return None
+    except (OSError, IndexError, ValueError):
+        return None
+    return head.partition(b"(")[2].decode(errors="replace")
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        if name == MARK_VARIABLE.encode():
+            return mark.encode() in value.split(b":")
+    return False
+
+
+def kill_members(mark: str, sessions: Iterable[int], *, timeout_s: float) -> tuple[dict[int, str], dict[int, str]]:
+    """SIGKILL every process of the job until none is found: (those ended, those that remain at the deadline).
+
+    Repeated, for a process may fork while the list is being read.
+    """
+    deadline = time.monotonic() + timeout_s
+    sessions = tuple(sessions)
+    ended: dict[int, str] = {}
+    while True:
+        members = find_members(mark, sessions)
+        if not members or time.monotonic() >= deadline:
+            return ended, members
+        for pid, command in members.items():
+            if _kill(pid, mark, sessions, deadline):
+                ended[pid] = command
+
+
+def _kill(pid: int, mark: str, sessions: tuple[int, ...], deadline: float) -> bool:
+    """Whether the process is gone by the deadline. The pidfd pins its identity: a reused pid is not hit."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if _member_command(pid, mark, frozenset(sessions)) is None:
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        remaining_s = min(_EXIT_WAIT_S, deadline - time.monotonic())
+        return bool(poller.poll(max(0.0, remaining_s) * 1000))
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+
+
+class Guardian:
+    """The launcher's handle on its guardian. One that was killed is replaced and told all over again."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._lines: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
+        theirs, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, self._mark],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+
+    @property
+    def pid(self) -> int:
+        """The guardian's process id at present."""
+        return self._process.pid
+
+    def watch_session(self, session: int) -> None:
+        """Tell of a worker, by the session it leads."""
+        self._tell(f"session {session}")
+
+    def remove_directory(self, path: Path) -> None:
+        """Tell of a directory to remove if the launcher cannot."""
+        self._tell(f"directory {path}")
+
+    def _tell(self, line: str) -> None:
+        self._lines.append(line)
+        try:
+            self._write(line)
+        except BrokenPipeError:
+            self.revive()
+
+    def revive(self) -> None:
+        """Replace a guardian that is gone."""
+        self._collect()
+        self._start()
+        for line in self._lines:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        os.write(self._pipe, f"{line}\n".encode())
+
+    def _collect(self) -> None:
+        os.close(self._pipe)
+        try:
+            self._process.wait(timeout=_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=_EXIT_WAIT_S)
+
+    def close(self) -> None:
+        """Dismiss the guardian: all is well."""
+        if self._process.poll() is None:
+            self._write("done")
+        self._collect()
+
+
+def main() -> None:
+    """In the guardian's process: listen until the launcher is done or gone; if gone, leave nothing behind."""
+    mark = sys.argv[1]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    sessions: list[int] = []
+    directories: list[str] = []
+    for line in sys.stdin:
+        word, _, value = line.rstrip("\n").partition(" ")
+        if word == "done":
+            return
+        if word == "session":
+            sessions.append(int(value))
+        elif word == "directory":
+            directories.append(value)
+    ended, remaining = kill_members(mark, sessions, timeout_s=10.0)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+    if ended:
+        print(f"torsh run: the launcher vanished; ended {_names(ended)}", file=sys.stderr)
+    if remaining:
+        print(f"torsh run: could not end {_names(remaining)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _names(processes: dict[int, str]) -> str:
+    return ", ".join(f"{command} (pid {pid})" for pid, command in sorted(processes.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`launch_job`: start a job on this node, supervise it to its end, return its exit code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from torsh_distributed.events import JsonlSink
+from torsh_distributed.launch.entry import check_entry, command_line
+from torsh_distributed.launch.guardian import MARK_VARIABLE
+from torsh_distributed.launch.leader import Leader
+from torsh_distributed.launch.loop import Loop
+from torsh_distributed.launch.messages import FromLeader, Welcome
+from torsh_distributed.launch.node import Node
+from torsh_distributed.launch.report import Voice
+from torsh_distributed.launch.signals import SignalInbox
+from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.launch.worker_env import AttemptEndpoint, worker_environment
+
+_CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_JOB_TOKEN", "TORSH_PROGRESS_FILE")
+
+
+def launch_job(spec: JobSpec) -> int:
+    """Run the job described by `spec`; blocks until it is over. Called once on every node.
+
+    Returns 0 if every worker ended well, otherwise the exit code of the first that failed (128 + signal
+    for a signal). Raises a TorshError where the job cannot start. Either way nothing is left running.
+    Signals are taken over while it runs, if called from the main thread.
+    """
+    check_entry(spec.entry)
+    with ExitStack() as stack:
+        events_dir = os.environ.get("TORSH_EVENTS_DIR")
+        if events_dir:
+            stack.enter_context(JsonlSink(events_dir))
+        inbox = stack.enter_context(SignalInbox())
+        loop = stack.enter_context(Loop())
+        token = spec.token or secrets.token_hex(16)
+        node = stack.enter_context(Node(spec, loop, Voice(), mark=secrets.token_hex(8), token=token))
+        loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
+        _lead(Leader(spec), node, loop, spec)
+        return loop.run()
+
+
+def describe_job(spec: JobSpec) -> list[str]:
+    """What `launch_job` would start on this node, line by line; nothing is opened or started."""
+    port = spec.master_port if spec.nnodes == 1 and spec.master_port else 0
+    endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port)
+    workers = f"{spec.nproc_per_node} of {spec.world_size} workers"
+    lines = [
+        f"node {spec.node_rank} of {spec.nnodes}: {workers}, up to {spec.max_restarts} restarts, run {spec.run_id}"
+    ]
+    for place in spec.places():
+        env = worker_environment(spec, place, endpoint, base={}, mark="", token="", progress_file=Path())
+        shown = {name: value for name, value in env.items() if name not in _CHOSEN_AT_START}
+        if not port:
+            shown["MASTER_PORT"] = "a free port"
+        lines.append(f"rank {place.rank}: {shlex.join(command_line(spec.entry))}")
+        lines += [f"    {name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
+    return lines
+
+
+def _take_signals(inbox: SignalInbox, node: Node) -> None:
+    for number in inbox.take():
+        node.interrupt(number)
+
+
+def _lead(leader: Leader, node: Node, loop: Loop, spec: JobSpec) -> None:
+    """Join the leader and the node of this process; records pass through the loop, as from afar."""
+
+    def obey(message: FromLeader) -> None:
+        loop.call_later(0, lambda: node.obey(message))
+
+    node.tell = lambda message: leader.hear(spec.node_rank, message)
+    node.obey(Welcome(log_name=f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    leader.join(spec.node_rank, obey)

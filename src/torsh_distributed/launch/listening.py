@@ -1,0 +1,80 @@
+"""Listening sockets, with errors that name the address, the port and the way out."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torsh_distributed.errors import CommunicationError
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+def resolve(address: str) -> tuple[socket.AddressFamily, str]:
+    """Address family and numeric address of a name, IPv4 first."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise CommunicationError(
+            f"the master address {address!r} cannot be resolved",
+            hint="give --master-addr an address or a name that every node can look up",
+            master_addr=address,
+            reason=error.strerror or str(error),
+        ) from error
+    family, _, _, _, sockaddr = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(sockaddr[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a name or address leads to this machine alone."""
+    return ipaddress.ip_address(resolve(address)[1].partition("%")[0]).is_loopback
+
+
+def listen_on(address: str, port: int) -> socket.socket:
+    """A socket listening on that address alone; port 0 takes a free one."""
+    family, numeric = resolve(address)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((numeric, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message, hint = (
+                f"port {port} on {address} is in use",
+                "another job may be running: choose another --master-port, or leave it out on one node",
+            )
+        elif error.errno == errno.EADDRNOTAVAIL:
+            message, hint = (
+                f"{address} is not an address of this node",
+                "--master-addr is the address of node 0; other nodes need --node-rank",
+            )
+        else:
+            message, hint = f"cannot listen on {address}:{port}", "choose a port above 1023 that this user may open"
+        raise CommunicationError(
+            message, hint=hint, master_addr=address, master_port=port, reason=error.strerror or str(error)
+        ) from error
+    return listener
+
+
+def serve_store(address: str, port: int) -> tuple[dist.TCPStore, int]:
+    """A fresh c10d store served from this process, and its port. It ends with the object.
+
+    Why the socket is ours: torch's server would listen on every interface of the node.
+    """
+    listener = listen_on(address, port)
+    chosen = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        address,
+        chosen,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_STORE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    return store, chosen

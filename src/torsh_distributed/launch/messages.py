@@ -1,0 +1,165 @@
+"""What launchers say to each other: plain records that travel as JSON, checked field by field on arrival.
+
+Nodes speak to the leader (node 0) and the leader to all nodes. A job on one node uses the same records
+without a wire, so that one node is not a special case.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from torsh_distributed.errors import SerializationError
+
+_MAX_TEXT = 4_000
+Text = Annotated[str, Field(max_length=_MAX_TEXT)]
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Failure:
+    """Why a job stopped going: a worker that failed, or a node that was lost (then `rank` is None)."""
+
+    node_rank: int
+    node_name: Text
+    rank: int | None = None
+    pid: int | None = None
+    exit_code: int = 1
+    """For the shell: of the worker, or 128 + signal; never 0."""
+    cause: Text
+    evidence: Text | None = None
+    """What proves the cause beyond the exit status, such as the kernel's count of out-of-memory kills."""
+    ran_s: float | None = None
+    step: int | None = None
+    checkpoint_step: int | None = None
+    last_lines: tuple[Text, ...] = ()
+    """The end of the worker's stderr."""
+    log: Text | None = None
+    finished_before: tuple[tuple[int, float], ...] = ()
+    """(rank, seconds before the failure) of workers on that node which had ended well while others went on."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Hello:
+    """A node introduces itself; what must agree on all nodes is compared by the leader."""
+
+    kind: Literal["hello"] = "hello"
+    node_rank: int
+    node_name: Text
+    nnodes: int
+    nproc_per_node: int
+    max_restarts: int
+    run_id: Text
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Failed:
+    """A worker of the node failed; the node waits to be told what to do."""
+
+    kind: Literal["failed"] = "failed"
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Finished:
+    """All workers of the node ended well."""
+
+    kind: Literal["finished"] = "finished"
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Stopped:
+    """No process of that attempt is left on the node."""
+
+    kind: Literal["stopped"] = "stopped"
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Interrupted:
+    """The user ended the job with a signal to the launcher of the node."""
+
+    kind: Literal["interrupted"] = "interrupted"
+    signal: int
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Heartbeat:
+    """Still here. Goes both ways."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Welcome:
+    """The leader accepts the node. `log_name` is the run's directory name under --log-dir, the same on all nodes."""
+
+    kind: Literal["welcome"] = "welcome"
+    log_name: Text
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Refused:
+    """The leader does not accept the node."""
+
+    kind: Literal["refused"] = "refused"
+    reason: Text
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Start:
+    """Start the workers of an attempt, which meet in a store of its own."""
+
+    kind: Literal["start"] = "start"
+    attempt: int
+    master_addr: Text
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Stop:
+    """End the workers of an attempt and say when they are gone; the next attempt follows."""
+
+    kind: Literal["stop"] = "stop"
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class End:
+    """The job is over: end what still runs, and exit with this code."""
+
+    kind: Literal["end"] = "end"
+    exit_code: int
+    failure: Failure | None = None
+    signal: int | None = None
+    """The user's signal, to be passed on to workers that still run; None ends them as after a failure."""
+
+
+FromNode = Hello | Failed | Finished | Stopped | Interrupted | Heartbeat
+FromLeader = Welcome | Refused | Start | Stop | End | Heartbeat
+Message = FromNode | FromLeader
+
+_message: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+
+def encode(message: Message) -> bytes:
+    """The record as JSON."""
+    return _message.dump_json(message)
+
+
+def decode(data: bytes) -> Message:
+    """The record in `data`, which came from elsewhere; raises SerializationError if it is not one of ours."""
+    try:
+        return _message.validate_json(data, strict=True)
+    except ValidationError as error:
+        raise SerializationError(
+            "a record from another launcher is not understood",
+            hint="run the same version of torsh-distributed on every node",
+            reason=str(error).splitlines()[0],
+            num_bytes=len(data),
+        ) from None

@@ -1,0 +1,219 @@
+"""What a job is: the command, how many processes on how many nodes, and who gets which rank.
+
+Everything here is pure: a `JobSpec` is checked when it is made, before any process or socket exists.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_MASTER_PORT = 29500
+
+
+class EntryKind(StrEnum):
+    """How the target of a job is started."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    COMMAND = "command"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What every worker runs: a Python script, a module as with `python -m`, or a bare command."""
+
+    kind: EntryKind = EntryKind.SCRIPT
+    target: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlace:
+    """One worker's position in the world."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """A job as the user asked for it, on this node."""
+
+    entry: Entry
+    """What the workers run."""
+
+    nproc_per_node: int = 1
+    """Workers on each node; the same on all of them."""
+
+    nnodes: int = 1
+    """Nodes of the job; `torsh run` is started once on each."""
+
+    node_rank: int = 0
+    """This node's index; node 0 leads: it hosts the store and decides on restarts."""
+
+    master_addr: str = LOOPBACK
+    """Address of node 0. Node 0 listens on this address and no other."""
+
+    master_port: int | None = None
+    """One node: the store's port, a free one if None. Several: where the launchers meet, 29500 if None."""
+
+    max_restarts: int = 0
+    """How often the world is started anew after a failure."""
+
+    run_id: str = "none"
+    """The job's name, the same on every node."""
+
+    role: str = "default"
+    """ROLE_NAME of the workers."""
+
+    log_dir: Path | None = None
+    """Where every attempt's stdout and stderr of every rank are kept; None keeps none."""
+
+    shown_ranks: frozenset[int] | None = None
+    """Local ranks whose output is shown; None shows all. Log files are not affected."""
+
+    token: str | None = None
+    """The secret that launchers sign their records with; None derives one, which protects against accidents only."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for the workers on top of the launcher's own and those of the job."""
+
+    shutdown_timeout_s: float = 3.0
+    """From SIGTERM to SIGKILL for the workers that are left after a failure."""
+
+    signal_timeout_s: float = 25.0
+    """From a forwarded SIGINT, SIGTERM or SIGHUP to SIGKILL: time to save. A second signal ends the wait."""
+
+    join_timeout_s: float = 300.0
+    """How long the launchers of all nodes may take to meet."""
+
+    heartbeat_timeout_s: float = 10.0
+    """Silence after which a node is declared lost."""
+
+    def __post_init__(self) -> None:
+        _at_least("nproc_per_node", self.nproc_per_node, 1)
+        _at_least("nnodes", self.nnodes, 1)
+        _at_least("max_restarts", self.max_restarts, 0)
+        for name in ("shutdown_timeout_s", "signal_timeout_s", "join_timeout_s", "heartbeat_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise InvalidArgument(f"{name} must be a positive number of seconds", got=value)
+        if not 0 <= self.node_rank < self.nnodes:
+            raise InvalidArgument(
+                f"node rank {self.node_rank} is outside the {self.nnodes} nodes of the job",
+                hint=f"--node-rank goes from 0 to {self.nnodes - 1}; give --nnodes on every node",
+                node_rank=self.node_rank,
+                nnodes=self.nnodes,
+            )
+        if self.master_port is not None and not 0 <= self.master_port < 2**16:
+            raise InvalidArgument("the master port must lie between 0 and 65535", master_port=self.master_port)
+        if self.nnodes > 1 and self.master_port == 0:
+            raise InvalidArgument(
+                "with several nodes the master port must be known to all of them",
+                hint="give the same --master-port on every node",
+                master_port=0,
+                nnodes=self.nnodes,
+            )
+        if not self.run_id or any(not (char.isalnum() or char in "-_.") for char in self.run_id):
+            raise InvalidArgument(
+                "the run id may hold letters, digits, '-', '_' and '.' only",
+                hint="it names directories and appears in the workers' environment",
+                run_id=self.run_id,
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Workers on all nodes together."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this node decides for the job."""
+        return self.node_rank == 0
+
+    def places(self) -> tuple[WorkerPlace, ...]:
+        """The workers of this node, ranks counted through the nodes in order."""
+        first = self.node_rank * self.nproc_per_node
+        return tuple(
+            WorkerPlace(rank=first + local, local_rank=local, node_rank=self.node_rank)
+            for local in range(self.nproc_per_node)
+        )
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise InvalidArgument(f"{name} must be at least {minimum}", got=value)
+
+
+def parse_nproc(text: str) -> int:
+    """Workers per node from `N`, `cpu`, `gpu` or `auto`: the GPUs of this node, or its usable cores without any."""
+    if text.isascii() and text.isdigit():
+        if int(text) == 0:
+            raise InvalidArgument("--nproc-per-node must be at least 1", nproc_per_node=0)
+        return int(text)
+    if text not in ("auto", "cpu", "gpu"):
+        raise InvalidArgument(
+            "--nproc-per-node must be a number, auto, cpu or gpu",
+            hint="auto takes one worker per GPU, or per usable core on a node without GPUs",
+            nproc_per_node=text,
+        )
+    num_gpus = 0 if text == "cpu" else _num_gpus()
+    if text == "gpu" and num_gpus == 0:
+        raise FeatureNotAvailable(
+            "--nproc-per-node gpu needs a GPU that PyTorch can use, and finds none",
+            hint="use --nproc-per-node auto, cpu or a number",
+            nproc_per_node=text,
+        )
+    return num_gpus or len(os.sched_getaffinity(0))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def parse_nnodes(text: str) -> int:
+    """Nodes of the job from `N` or `N:N`; a true range is refused, for the world here has a fixed size."""
+    first, _, last = text.partition(":")
+    try:
+        least, most = int(first), int(last or first)
+    except ValueError:
+        raise InvalidArgument("--nnodes must be a number", nnodes=text) from None
+    if least != most:
+        raise FeatureNotAvailable(
+            "--nnodes MIN:MAX with different ends is not supported: the number of nodes is fixed",
+            hint=f"give one number, for example --nnodes {most}",
+            nnodes=text,
+        )
+    if least < 1:
+        raise InvalidArgument("--nnodes must be at least 1", nnodes=text)
+    return least
+
+
+def parse_endpoint(text: str) -> tuple[str, int | None]:
+    """Address and port of `HOST`, `HOST:PORT` or `[IPv6]:PORT`."""
+    bare = text.strip()
+    if bare.startswith("["):
+        host, closed, rest = bare[1:].partition("]")
+        port_text = rest.removeprefix(":")
+        is_sound = bool(closed) and (not rest or rest.startswith(":"))
+    elif bare.count(":") > 1:
+        host, port_text, is_sound = bare, "", True
+    else:
+        host, _, port_text = bare.partition(":")
+        is_sound = True
+    if not host or not is_sound or (port_text and not (port_text.isascii() and port_text.isdigit())):
+        raise InvalidArgument(
+            "the endpoint must read HOST:PORT",
+            hint="an IPv6 address goes in brackets: [fd00::1]:29500",
+            endpoint=text,
+        )
+    return host, int(port_text) if port_text else None
