@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import ROOT, World, WorldError
+from tests.chaos.faults import process_state
 
 
 def sum_of_ranks() -> float:
@@ -51,10 +52,7 @@ def stop_here(folder: Path) -> None:
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and is more than a corpse."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return process_state(pid) not in ("Z", "X", None)
 
 
 def wait_for(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:

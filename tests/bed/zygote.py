@@ -317,7 +317,7 @@ def main() -> None:
         try:
             request = receive(sock)
         except EOFError:
-            return
+            os._exit(0)  # nothing to save, and unloading torch takes a second
         pid = os.fork()
         if pid == 0:
             _serve(sock, request, zygote)
