@@ -1,0 +1,63 @@
+"""`torsh env`: what this process would find, and what this machine offers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from torsh_distributed import __version__
+from torsh_distributed.comm.backend import BackendType, probe_capabilities
+from torsh_distributed.launch.environment import read_environment
+
+VARIABLES = {
+    "TORSH_INIT_TIMEOUT": "seconds the ranks have to meet (300)",
+    "TORSH_LOG": "level of the library's messages: DEBUG, INFO, WARNING (the default), ERROR",
+    "TORSH_EVENTS_DIR": "directory for each process's events as JSON lines",
+    "TORSH_PLAN": "plan file, read by Plan.from_env()",
+    "TORSH_JOB_TOKEN": "secret that signs what launchers of several nodes say to each other",
+    "TORSH_RANK": "overrides the launcher's rank",
+    "TORSH_WORLD_SIZE": "overrides the launcher's world size",
+    "TORSH_LOCAL_RANK": "overrides the launcher's local rank",
+    "TORSH_NODE_ID": "overrides the launcher's node rank",
+    "TORSH_MASTER_ADDR": "overrides MASTER_ADDR",
+    "TORSH_MASTER_PORT": "overrides MASTER_PORT",
+    "MASTER_ADDR": "address of the node of rank 0 (127.0.0.1)",
+    "MASTER_PORT": "port of the store (29500)",
+    "GLOO_SOCKET_IFNAME": "network interface for gloo",
+    "NCCL_SOCKET_IFNAME": "network interface for nccl",
+    "CUDA_VISIBLE_DEVICES": "GPUs this process may use",
+    "OMP_NUM_THREADS": "threads of each process",
+}
+_SECRETS = {"TORSH_JOB_TOKEN"}
+
+
+def show() -> None:
+    """Show the place in a job this process would take, the variables in force, and the backends of this machine."""
+    console = Console(highlight=False)
+    console.print(
+        f"torsh-distributed {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores, {torch.cuda.device_count()} GPUs"
+    )
+    console.print(f"place in the job: {read_environment()}\n")
+    table = Table("variable", "value", "meaning", title="environment")
+    for name, meaning in VARIABLES.items():
+        value = os.environ.get(name)
+        shown = "-" if value is None else "(set, hidden)" if name in _SECRETS else value
+        table.add_row(name, shown, meaning)
+    console.print(table)
+    backends = Table("backend", "usable", "devices", "all-reduce takes", title="backends, as found by trying")
+    for backend in BackendType:
+        found = probe_capabilities(backend)
+        ops = sorted({op.value for op, _ in found.reductions})
+        backends.add_row(
+            backend.value,
+            "yes" if found.is_available else f"no: {found.reason}",
+            ", ".join(found.devices) or "-",
+            ", ".join(ops) or "-",
+        )
+    console.print(backends)

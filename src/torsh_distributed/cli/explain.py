@@ -1,0 +1,40 @@
+"""`torsh explain CODE`: what an error means and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torsh_distributed.errors import InvalidArgument, error_codes
+
+
+def explain(
+    code: Annotated[str | None, typer.Argument(help="The name before the colon of an error; none lists all.")] = None,
+) -> None:
+    """Say what an error means, whether a retry may help, and the usual ways out."""
+    kinds = error_codes()
+    console = Console(highlight=False)
+    if code is None:
+        table = Table("code", "means", "retryable")
+        for name, kind in kinds.items():
+            table.add_row(name, inspect.cleandoc(kind.__doc__ or "").splitlines()[0], "yes" if kind.retryable else "no")
+        console.print(table)
+        return
+    by_name = {name.lower(): kind for name, kind in kinds.items()}
+    kind = by_name.get(code.lower())
+    if kind is None:
+        near = difflib.get_close_matches(code.lower(), by_name, n=1)
+        raise InvalidArgument(
+            "no error has this code",
+            hint=f"did you mean {by_name[near[0]].__name__}?" if near else "`torsh explain` lists all of them",
+            code=code,
+        )
+    console.print(f"[bold]{kind.__name__}[/]: {inspect.cleandoc(kind.__doc__ or '')}")
+    console.print(f"Retryable: {'yes' if kind.retryable else 'no'}. What to do:")
+    for number, line in enumerate(kind.advice, start=1):
+        console.print(f"  {number}. {line}")

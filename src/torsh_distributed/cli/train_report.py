@@ -1,0 +1,99 @@
+"""What a person sees of `torsh train`: a line every few steps, a summary, a loss curve."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.events import Event, StepEvent
+
+_BAR_WIDTH = 24
+
+
+@dataclass
+class TrainReport:
+    """Collects step events on rank 0 and says how training goes. Subscribe `handle` to StepEvent."""
+
+    total_steps: int
+    log_every: int
+    tokens_per_sample: int
+    console: Console
+    steps: list[StepEvent] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def handle(self, event: Event) -> None:
+        """Keep a step; print a line at the first, at every `log_every`-th and at the last."""
+        assert isinstance(event, StepEvent)
+        self.steps.append(event)
+        if event.step == 1 or event.step % self.log_every == 0 or event.step == self.total_steps:
+            self.console.print(self.line(event), highlight=False)
+
+    def line(self, event: StepEvent) -> str:
+        """Progress, loss, speed and the share of communication over the steps since the last line."""
+        recent = self.steps[-self.log_every :]
+        done = round(_BAR_WIDTH * event.step / self.total_steps)
+        bar = "━" * done + "─" * (_BAR_WIDTH - done)
+        return (
+            f"step {event.step:>5}/{self.total_steps} {bar} loss {event.loss:7.4f}  "
+            f"{self.tokens_per_s(recent):>9,.0f} tokens/s  {_mean_step_ms(recent):7.1f} ms/step  "
+            f"communicating {comm_share(recent):4.0%}"
+        )
+
+    def tokens_per_s(self, steps: list[StepEvent]) -> float:
+        """Tokens of all ranks per second of stepping."""
+        samples = sum(event.num_samples or 0 for event in steps)
+        return samples * self.tokens_per_sample / sum(event.duration_s for event in steps)
+
+    def summary(self, facts: dict[str, str]) -> Table:
+        """The closing table: `facts` about the job first, then what was measured."""
+        last = self.steps[-min(10, len(self.steps)) :]
+        rows = {
+            **facts,
+            "steps": f"{len(self.steps)} in {time.monotonic() - self.started:.1f} s",
+            "loss": f"{self.steps[0].loss:.4f} → {statistics.fmean(event.loss or 0 for event in last):.4f} "
+            f"(mean of the last {len(last)})",
+            "throughput": f"{self.tokens_per_s(self.steps):,.0f} tokens/s",
+            "step time": f"{statistics.median(event.duration_s for event in self.steps) * 1e3:.1f} ms (median)",
+            "communicating": f"{comm_share(self.steps):.1%} of the time had gradients on their way",
+        }
+        table = Table(show_header=False, title="summary", title_justify="left")
+        for name, value in rows.items():
+            table.add_row(name, value)
+        return table
+
+    def plot(self, path: Path, *, title: str) -> None:
+        """Write the loss curve as a PNG; raises FeatureNotAvailable without matplotlib."""
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise FeatureNotAvailable(
+                "the loss curve needs matplotlib",
+                hint='pip install "torsh-distributed[plot]"',
+                feature="plot",
+            ) from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.plot([event.step for event in self.steps], [event.loss for event in self.steps], color="#2b6cb0", lw=1.4)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats)")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+
+
+def comm_share(steps: list[StepEvent]) -> float:
+    """The share of step time during which gradients were on their way (it overlaps with computing)."""
+    return sum(event.comm_s or 0.0 for event in steps) / sum(event.duration_s for event in steps)
+
+
+def _mean_step_ms(steps: list[StepEvent]) -> float:
+    return statistics.fmean(event.duration_s for event in steps) * 1e3

@@ -1,0 +1,87 @@
+"""What every process of `torsh train` runs: join, build the demo, train, report from rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from torsh_distributed import events
+from torsh_distributed.cli.train_report import TrainReport
+from torsh_distributed.comm import process_group
+from torsh_distributed.errors import FeatureNotAvailable, TorshError
+from torsh_distributed.launch.init import distributed
+from torsh_distributed.plan import Plan
+from torsh_distributed.train import Engine, parallelize
+from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
+
+
+def main(argv: list[str]) -> None:
+    """Train the demo named on the command line; every rank of the job runs this."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--demo", required=True)
+    parser.add_argument("--plan", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    plan = plan_for(options.demo, options.plan, options.steps)
+    with distributed(plan):
+        demo = DEMOS[options.demo](plan.training)
+        engine = parallelize(demo.model.to(process_group.device()), demo.optimizer, plan, loss_fn=demo.loss_fn)
+        report = _begin_report(demo, plan)
+        for batch in engine.batches(demo.loader):
+            engine.step(batch)
+        if process_group.get_rank() == 0:
+            _finish_report(report, demo, engine, options.out)
+
+
+def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
+    """The plan of a demo: the given file, or the demo's own defaults; `steps` wins over both."""
+    plan = Plan.load(path) if path is not None else Plan(training=DEFAULTS[demo])
+    return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
+
+
+def _begin_report(demo: Demo, plan: Plan) -> TrainReport:
+    console = Console(width=110, soft_wrap=True)
+    report = TrainReport(
+        total_steps=plan.training.steps,
+        log_every=plan.training.log_every,
+        tokens_per_sample=demo.tokens_per_sample,
+        console=console,
+    )
+    if process_group.get_rank() == 0:
+        parameters = sum(param.numel() for param in demo.model.parameters())
+        console.print(
+            f"training {demo.description}: {parameters:,} parameters on {process_group.get_world_size()} ranks, "
+            f"backend {process_group.get_backend()}, batch {plan.training.batch_size}",
+            highlight=False,
+        )
+        events.subscribe(report.handle, events.StepEvent)
+    return report
+
+
+def _finish_report(report: TrainReport, demo: Demo, engine: Engine, out: Path) -> None:
+    curve = out / "loss.png"
+    facts = {
+        "model": demo.description,
+        "world": f"{process_group.get_world_size()} ranks on {process_group.get_backend()}",
+    }
+    try:
+        report.plot(curve, title=f"torsh train --demo {demo.name}, {facts['world']}")
+        facts["loss curve"] = str(curve)
+    except FeatureNotAvailable as error:
+        facts["loss curve"] = f"not drawn: {error.message} ({error.hint})"
+    report.console.print(report.summary(facts))
+    if demo.sample is not None:
+        report.console.print("the trained model says:")
+        report.console.print(demo.sample(engine.unwrapped), highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except TorshError as error:
+        # The launcher shows the last lines of stderr as the cause: the readable form, without a traceback.
+        sys.exit(f"{error.code}: {error}")

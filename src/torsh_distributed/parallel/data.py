@@ -1,0 +1,136 @@
+"""Data parallelism on torch's DDP: every rank holds the whole model and works on its part of the batch."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.parallel.intervals import covered_s
+from torsh_distributed.parallel.strategy import PendingMean, Strategy, check_one_device
+from torsh_distributed.plan import BucketConfig
+
+# torch 2.13 renames the argument; 2.11 knows only the old name. Drop with support for torch < 2.13.
+_NEW_NAME = "forward_sync_buffers"
+_BUFFERS = (
+    _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else "broadcast_buffers"
+)
+
+
+class DataParallel(Strategy):
+    """Replicas kept equal by averaging gradients in buckets while backward still computes."""
+
+    def __init__(self, model: nn.Module, config: BucketConfig, *, group: dist.ProcessGroup | None = None) -> None:
+        world = dist.group.WORLD
+        assert world is not None, "parallelize() checks that the group is up"
+        self._group = group or world
+        device = check_one_device(model)
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=self._group,
+            bucket_cap_mb=config.max_bucket_size_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
+        )
+        self._clock = _BucketClock(self._group)
+        self._ddp.register_comm_hook(self._clock, _average_and_time)
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self._ddp
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return dist.get_world_size(self._group)
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return _nothing() if is_last else self._ddp.no_sync()
+
+    @override
+    def mean_loss(self, loss: Tensor) -> PendingMean:
+        value = loss.detach().float() / self.data_degree
+        return _ReducedMean(value, dist.all_reduce(value, group=self._group, async_op=True))
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> float:
+        # After backward every rank holds the same averaged gradients: the local norm is the norm.
+        return float(nn.utils.clip_grad_norm_(self._ddp.parameters(), max_norm))
+
+    @override
+    def take_comm_s(self) -> float | None:
+        return self._clock.take()
+
+
+class _ReducedMean(PendingMean):
+    def __init__(self, value: Tensor, work: dist.Work | None) -> None:
+        self._value = value
+        self._work = work
+
+    @override
+    def wait(self) -> float:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return float(self._value)
+
+
+class _BucketClock:
+    """When each bucket left and when it was back; the union of these is the time spent communicating."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.step = 0
+        self._intervals: list[tuple[float, float]] = []
+
+    def add(self, index: int, num_bytes: int, start: float, end: float) -> None:
+        # list.append is atomic: callbacks run on the backend's threads.
+        self._intervals.append((start, end))
+        if events.wanted(events.BucketEvent):
+            events.emit(events.BucketEvent(step=self.step, index=index, num_bytes=num_bytes, duration_s=end - start))
+
+    def take(self) -> float:
+        taken, self._intervals = self._intervals, []
+        self.step += 1
+        return covered_s(taken)
+
+
+def _average_and_time(clock: _BucketClock, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's own averaging (divide, then sum), with the time of each bucket noted."""
+    buffer = bucket.buffer()
+    index, num_bytes = bucket.index(), buffer.numel() * buffer.element_size()
+    buffer.div_(clock.size)
+    start = time.monotonic()
+    work = dist.all_reduce(buffer, group=clock.group, async_op=True)
+
+    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        value = future.value()
+        clock.add(index, num_bytes, start, time.monotonic())
+        return value[0]
+
+    return cast(dist.Work, work).get_future().then(done)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,138 @@
+"""Which samples a rank gets: its slice of every global batch, so that batches are the same at every world size.
+
+The loader's `batch_size` is the global one. A map-style loader is rebuilt around the same batches with only this rank's
+indices, so each sample is fetched by one rank alone; from any other iterable whole batches are taken and cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from torsh_distributed.errors import InvalidArgument
+
+Batch = Any
+"""Nested tuples, lists and mappings of tensors, as a collate function makes them; dim 0 counts samples."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a batch: rows start..stop."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def share_of(num_samples: int, *, part: int, num_parts: int) -> Share:
+    """Part number `part` of `num_parts`, sizes differing by at most one; together they cover every sample once."""
+    return Share(part * num_samples // num_parts, (part + 1) * num_samples // num_parts)
+
+
+def count_samples(batch: Batch) -> int:
+    """The number of samples in a batch: dim 0 of its first tensor."""
+    if isinstance(batch, Tensor) and batch.dim() > 0:
+        return batch.shape[0]
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(parts, Iterable) and not isinstance(parts, str | bytes | Tensor):
+        for part in parts:
+            return count_samples(part)
+    raise InvalidArgument(
+        "a batch must hold tensors whose dim 0 counts samples",
+        hint="use a collate function that stacks samples into tensors",
+        batch_type=type(batch).__name__,
+    )
+
+
+def take_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Rows start..stop of every tensor in the batch, views where possible, in the same nesting."""
+    if isinstance(batch, Tensor):
+        return batch[start:stop]
+    if isinstance(batch, Mapping):
+        return {key: take_rows(value, start, stop) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(take_rows(value, start, stop) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(take_rows(value, start, stop) for value in batch)
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`; without a copy where it is there already."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def sharded(
+    loader: Iterable[Batch], *, part: int, num_parts: int, seed: int, epoch: int = 0, skip: int = 0
+) -> Iterator[tuple[Batch, int]]:
+    """This rank's batches of one epoch, each with the number of samples of the global batch it is a share of.
+
+    The order depends on `seed` and `epoch` alone; the first `skip` batches are passed over. Where a last batch has
+    fewer samples than there are ranks, the ranks without a share get None in its place.
+    """
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        batches = _batches_of(loader, seed=seed, epoch=epoch)
+        if batches is not None:
+            planned = [list(indices) for indices in itertools.islice(batches, skip, None)]
+            yield from _fetched(loader, planned, part=part, num_parts=num_parts)
+            return
+    for batch in itertools.islice(loader, skip, None):
+        total = count_samples(batch)
+        share = share_of(total, part=part, num_parts=num_parts)
+        yield (take_rows(batch, share.start, share.stop) if len(share) else None), total
+
+
+def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[list[int]] | None:
+    """The indices of the loader's global batches; a shuffling loader's are drawn anew, equally on every rank."""
+    batches = loader.batch_sampler
+    if isinstance(loader.sampler, RandomSampler) and isinstance(batches, BatchSampler):
+        order = RandomSampler(
+            loader.dataset,  # type: ignore[arg-type]  # a map-style dataset with a sampler has a length
+            replacement=loader.sampler.replacement,
+            num_samples=loader.sampler.num_samples,
+            generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch),
+        )
+        return BatchSampler(order, batches.batch_size, batches.drop_last)
+    return batches
+
+
+def _fetched(
+    loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int
+) -> Iterator[tuple[Batch, int]]:
+    """This rank's share of each planned batch, fetched as the loader would."""
+    shares = [_mine(indices, part=part, num_parts=num_parts) for indices in planned]
+    mine = DataLoader(
+        loader.dataset,
+        batch_sampler=[indices for indices in shares if indices],
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    fetched = iter(mine)
+    for indices, whole in zip(shares, planned, strict=True):
+        yield (next(fetched) if indices else None), len(whole)
+
+
+def _mine(indices: list[int], *, part: int, num_parts: int) -> list[int]:
+    share = share_of(len(indices), part=part, num_parts=num_parts)
+    return indices[share.start : share.stop]

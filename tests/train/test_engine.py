@@ -1,0 +1,243 @@
+"""The Engine against a plain single-process loop: same data, same losses, at every world size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.bed.world import World
+from torsh_distributed import events
+from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, InvalidArgument
+from torsh_distributed.plan import Plan, TrainingConfig
+from torsh_distributed.train import Engine, parallelize
+
+STEPS = 12
+
+
+def build(batch_size: int = 12, num_samples: int = 60) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Tensor]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    points = torch.randn(num_samples, 6)
+    labels = points[:, :3].argmax(dim=1)
+    loader = DataLoader(TensorDataset(points, labels), batch_size=batch_size)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader
+
+
+def reference(batch_size: int = 12, num_samples: int = 60, clip: float | None = None) -> list[float]:
+    """Plain torch: no wrapper, no ranks."""
+    model, optimizer, loader = build(batch_size, num_samples)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        for points, labels in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(points), labels)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+    return losses
+
+
+def make_engine(batch_size: int = 12, num_samples: int = 60, **training: object) -> tuple[Engine, DataLoader[Tensor]]:
+    model, optimizer, loader = build(batch_size, num_samples)
+    plan = Plan(training=TrainingConfig(steps=STEPS, batch_size=batch_size, **training))  # type: ignore[arg-type]
+    return parallelize(model, optimizer, plan, loss_fn=functional.cross_entropy), loader
+
+
+def train(batch_size: int, num_samples: int, training: dict[str, object]) -> tuple[list[float], float]:
+    engine, loader = make_engine(batch_size, num_samples, **training)
+    losses = [engine.step(batch) for batch in engine.batches(loader)]
+    checksum = sum(param.double().sum().item() for param in engine.unwrapped.parameters())
+    return losses, checksum
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_losses_are_those_of_one_process(world: World, num_ranks: int) -> None:
+    results = world.run(train, 12, 60, {}, num_ranks=num_ranks)
+    for losses, checksum in results:
+        assert losses == pytest.approx(reference(), abs=1e-5)
+        assert checksum == pytest.approx(results[0][1], abs=1e-9), "replicas drifted apart"
+    assert results[0][0][-1] < results[0][0][0]
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_accumulation_and_clipping_equal_one_large_batch(world: World, accumulation: int) -> None:
+    options = {"gradient_accumulation": accumulation, "gradient_clipping": 0.05}
+    for losses, _ in world.run(train, 12, 60, options):
+        assert losses == pytest.approx(reference(clip=0.05), abs=1e-5)
+
+
+def test_a_ragged_last_batch_counts_each_sample_once(world: World) -> None:
+    """52 samples in batches of 10: the last batch has 2, over 2 ranks; of 7 over 2 ranks: shares of 3 and 4."""
+    for batch_size, num_samples in [(10, 52), (7, 49)]:
+        for losses, _ in world.run(train, batch_size, num_samples, {}):
+            assert losses == pytest.approx(reference(batch_size, num_samples), abs=1e-5)
+
+
+def resume_elsewhere(state: dict[str, object] | None, until: int) -> tuple[list[float], dict[str, object]]:
+    engine, loader = make_engine()
+    if state is not None:
+        engine.load_state_dict(state)
+    losses = []
+    for batch in engine.batches(loader):
+        losses.append(engine.step(batch))
+        if engine.num_steps == until:
+            break
+    return losses, engine.state_dict()
+
+
+def test_training_goes_on_in_mid_epoch_at_another_world_size(world: World) -> None:
+    [(first, state), _] = world.run(resume_elsewhere, None, 7, num_ranks=2)
+    results = world.run(resume_elsewhere, state, STEPS, num_ranks=3)
+    for rest, _ in results:
+        assert first + rest == pytest.approx(reference(), abs=1e-5)
+
+
+def by_hand() -> list[float]:
+    """forward, backward and apply, as in a loop of one's own."""
+    engine, loader = make_engine()
+    losses = []
+    for batch in engine.batches(loader):
+        loss = engine.forward(batch)
+        engine.backward(loss)
+        engine.apply()
+        losses.append(engine.strategy.mean_loss(loss).wait())
+    return losses
+
+
+def test_a_loop_of_ones_own_gives_the_same(world: World) -> None:
+    for losses in world.run(by_hand):
+        assert losses == pytest.approx(reference(), abs=1e-5)
+
+
+def evaluate() -> tuple[float, float]:
+    engine, _ = make_engine()
+    _, _, held_out = build(batch_size=10, num_samples=51)
+    model, _, _ = build()
+    points, labels = (torch.stack(column) for column in zip(*held_out.dataset, strict=True))
+    return engine.evaluate(held_out), functional.cross_entropy(model(points), labels).item()
+
+
+def test_evaluation_looks_at_every_sample_once(world: World) -> None:
+    """51 samples in batches of 10 over 3 ranks: the last batch has one sample, so two ranks have no share of it."""
+    for ours, plain in world.run(evaluate, num_ranks=3):
+        assert ours == pytest.approx(plain, abs=1e-5)
+
+
+def losses_in_bf16() -> list[float]:
+    model, optimizer, loader = build()
+    plan = Plan.from_dict({"precision": {"dtype": "bf16"}, "training": {"steps": STEPS}})
+    engine = parallelize(model, optimizer, plan, loss_fn=functional.cross_entropy)
+    dtypes = []
+    model[0].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    losses = [engine.step(batch) for batch in engine.batches(loader)]
+    assert set(dtypes) == {torch.bfloat16}
+    return losses
+
+
+def test_bf16_computes_in_bf16_and_stays_close(world: World) -> None:
+    for losses in world.run(losses_in_bf16):
+        assert losses == pytest.approx(reference(), abs=0.02)
+
+
+class LossInside(nn.Module):
+    """As Hugging Face models do: the model takes the batch and returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()[0]
+
+    def forward(self, points: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(self.inner(points), labels)}
+
+
+def loss_from_the_model() -> list[float]:
+    _, _, loader = build()
+    model = LossInside()
+    engine = parallelize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Plan(training=TrainingConfig(steps=STEPS))
+    )
+    return [engine.step(batch) for batch in engine.batches(loader)]
+
+
+def test_a_model_may_return_its_loss(world: World) -> None:
+    for losses in world.run(loss_from_the_model):
+        assert losses == pytest.approx(reference(), abs=1e-5)
+
+
+def steps_seen() -> list[events.StepEvent]:
+    seen: list[events.StepEvent] = []
+    buckets: list[events.BucketEvent] = []
+    events.subscribe(seen.append, events.StepEvent)  # type: ignore[arg-type]
+    events.subscribe(buckets.append, events.BucketEvent)  # type: ignore[arg-type]
+    engine, loader = make_engine(gradient_clipping=1.0)
+    for batch in engine.batches(loader):
+        engine.step(batch)
+    parameters = sum(param.numel() for param in engine.unwrapped.parameters())
+    assert sum(bucket.num_bytes for bucket in buckets) == STEPS * parameters * 4
+    return seen
+
+
+def test_every_step_is_an_event_with_measured_numbers(world: World) -> None:
+    for seen in world.run(steps_seen):
+        assert [event.step for event in seen] == list(range(1, STEPS + 1))
+        for event in seen:
+            assert event.num_samples == 12
+            assert event.comm_s is not None
+            assert 0 < event.comm_s < event.duration_s
+            assert event.grad_norm is not None
+            assert event.grad_norm > 0
+
+
+def refused(case: str) -> str:
+    model, optimizer, loader = build()
+    try:
+        if case == "tensor parallel":
+            parallelize(model, optimizer, Plan(dp=1, tp=2))
+        elif case == "mesh":
+            parallelize(model, optimizer, Plan(dp=3))
+        elif case == "foreign optimizer":
+            parallelize(model, torch.optim.SGD(build()[0].parameters(), lr=0.1))
+        elif case == "frozen":
+            parallelize(model.requires_grad_(False), optimizer)
+        elif case == "vector loss":
+            engine = parallelize(model, optimizer, loss_fn=lambda out, labels: out.sum(1))
+            engine.step(next(iter(loader)))
+        elif case == "single":
+            engine = parallelize(model, optimizer, loss_fn=functional.cross_entropy)
+            engine.step(torch.zeros(2, 6))
+        elif case == "no batch":
+            engine = parallelize(model, optimizer, loss_fn=functional.cross_entropy)
+            next(engine.batches([(torch.zeros(1, 6), torch.zeros(1, dtype=torch.long))]))
+    except (ConfigurationError, InvalidArgument) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mesh", "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks"),
+        ("tensor parallel", "tp"),
+        ("foreign optimizer", "holds none of the model's parameters"),
+        ("frozen", "no parameter that requires a gradient"),
+        ("vector loss", "must be a tensor with one value"),
+        ("single", "must be a pair (inputs, targets)"),
+        ("no batch", "no batch that every rank can have a share of"),
+    ],
+)
+def test_mistakes_are_refused_on_every_rank_before_they_cost(world: World, case: str, message: str) -> None:
+    for answer in world.run(refused, case):
+        assert message in answer
+
+
+def test_parallelize_needs_the_group() -> None:
+    model, optimizer, _ = build()
+    with pytest.raises(BackendNotInitialized, match=r"torsh_distributed\.init"):
+        parallelize(model, optimizer)
