@@ -1,0 +1,261 @@
+"""The server of TCP stores: a table in an event loop, on a thread of its own.
+
+torch's TCPStore cannot keep the contract (no expiry, no conditional delete, a compare-and-set that does not say
+who won; see docs/decisions/0003-stores.md), so clients of ours are served from the table. Plain torch clients that
+connect to the same port are passed on to a TCPStore inside: a script that knows only torch meets its peers there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.store import wire
+from torsh_distributed.comm.store.table import Table
+from torsh_distributed.errors import InvalidArgument, IoError
+
+_log = logging.getLogger(__name__)
+
+_GREETING_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
+_BUFFER_BYTES = 2**20
+_BACKLOG = 2048
+
+
+class TcpStoreServer:
+    """Listens on construction and serves until closed.
+
+    `host` is loopback unless the caller says otherwise; port 0 takes a free one, see `.port`. With a token, only
+    clients that have it are served, and plain torch clients, which cannot show one, are refused.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> None:
+        listener = _listen(host, port)
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+        self._token = token
+        if token is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            _log.warning("the store at %s can be reached from other nodes and asks for no token", self.url)
+        self._table = Table()
+        # An event lives as long as someone waits for its key.
+        self._arrivals: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._torch_store: dist.TCPStore | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=f"torsh-store-{self.port}", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where clients find this server; a wildcard address is shown as it is."""
+        return tcp_url(self.host, self.port)
+
+    def close(self) -> None:
+        """Stop serving: waiting clients see the connection end. The keys are gone."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+            self._torch_store = None
+
+    async def _serve(self) -> None:
+        clients: set[asyncio.Task[None]] = set()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._welcome(reader, writer))
+            clients.add(task)
+            task.add_done_callback(clients.discard)
+
+        server = await asyncio.start_server(accept, sock=self._listener, limit=_BUFFER_BYTES)
+        await self._stop.wait()
+        server.close()
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection from its first byte to its end."""
+        sock: socket.socket = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        try:
+            async with asyncio.timeout(_GREETING_TIMEOUT_S):
+                first = await reader.readexactly(1)
+                is_ours = first == wire.MAGIC[:1] and await self._greet(reader, writer)
+            if is_ours:
+                await self._answer(reader, writer)
+            elif first != wire.MAGIC[:1]:
+                await self._pass_on(first, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            _log.debug("a client of %s left: %r", self.url, error)
+        except ValueError as error:
+            _log.warning("a client of %s was sent away: %s", self.url, error)
+        finally:
+            writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        rest = await reader.readexactly(len(wire.MAGIC) - 1 + wire.NONCE_BYTES)
+        if not rest.startswith(wire.MAGIC[1:]):
+            raise ValueError("it speaks another protocol or version")
+        ours = secrets.token_bytes(wire.NONCE_BYTES)
+        nonces = rest[len(wire.MAGIC) - 1 :] + ours
+        writer.write(wire.MAGIC + ours + wire.proof(self._token, "server", nonces))
+        answer = await reader.readexactly(wire.PROOF_BYTES)
+        if not hmac.compare_digest(answer, wire.proof(self._token, "client", nonces)):
+            raise ValueError("it does not have the token")
+        return True
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            (num_bytes,) = wire.FRAME_HEADER.unpack(await reader.readexactly(wire.FRAME_HEADER.size))
+            if num_bytes > wire.MAX_FRAME_BYTES:
+                raise ValueError(f"it announced a frame of {num_bytes} bytes")
+            op, *args = wire.decode(await reader.readexactly(num_bytes))
+            try:
+                if op == b"wait":
+                    reply = await self._wait(args)
+                else:
+                    reply = self._apply(op, args)
+                writer.write(wire.encode([b"ok", *reply]))
+            except InvalidArgument as error:
+                writer.write(wire.encode([b"invalid", error.message.encode(), (error.hint or "").encode()]))
+            await writer.drain()
+
+    def _apply(self, op: wire.Part, args: list[wire.Part]) -> list[wire.Part]:
+        """Do one operation on the table, at once."""
+        table = self._table
+        match op, args:
+            case b"get", [bytes(key)]:
+                return [table.get(key.decode())]
+            case b"set", [bytes(key), bytes(value), ttl_s]:
+                return self._write(key, lambda name: table.set(name, value, _seconds(ttl_s)))
+            case b"delete", [bytes(key)]:
+                return [wire.number(int(table.delete(key.decode())))]
+            case b"cas", [bytes(key), expected, bytes(desired), ttl_s]:
+                swap = table.compare_and_swap(key.decode(), expected, desired, _seconds(ttl_s))
+                if swap:
+                    self._wake(key.decode())
+                return [wire.number(int(swap.swapped)), swap.value]
+            case b"add", [bytes(key), bytes(delta)]:
+                return self._write(key, lambda name: table.add(name, int(delta)))
+            case b"append", [bytes(key), bytes(suffix)]:
+                return self._write(key, lambda name: table.append(name, suffix))
+            case b"count", [bytes(prefix)]:
+                return [wire.number(table.count(prefix.decode()))]
+        raise ValueError(f"it asked for {op!r} with {len(args)} arguments")
+
+    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[wire.Part]:
+        name = key.decode()
+        result = action(name)
+        self._wake(name)
+        return [wire.number(result)]
+
+    def _wake(self, key: str) -> None:
+        arrival = self._arrivals.pop(key, None)
+        if arrival is not None:
+            arrival.set()
+
+    async def _wait(self, args: list[wire.Part]) -> list[wire.Part]:
+        """The keys still missing once all are there or the time is up."""
+        timeout_s, *names = args
+        keys = [name.decode() for name in names if name is not None]
+        deadline = time.monotonic() + (_seconds(timeout_s) or 0.0)
+        while missing := self._table.missing(keys):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            arrival = self._arrivals.setdefault(missing[0], asyncio.Event())
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await arrival.wait()
+            except TimeoutError:
+                continue  # the loop looks once more and then gives up
+        return [key.encode() for key in missing]
+
+    async def _pass_on(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect a plain torch client with the TCPStore inside, until either side ends."""
+        if self._token is not None:
+            raise ValueError("it is a plain client, which cannot show the token that this store asks for")
+        if self._torch_store is None:
+            self._torch_store = _start_torch_store()
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._torch_store.port)
+        try:
+            inner_writer.write(first)
+            ways = [asyncio.create_task(_pump(reader, inner_writer)), asyncio.create_task(_pump(inner_reader, writer))]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        finally:
+            inner_writer.close()
+
+
+def tcp_url(host: str, port: int) -> str:
+    """The address as `open_store` takes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _seconds(part: wire.Part) -> float | None:
+    return None if part is None else float(part)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_BUFFER_BYTES):
+        writer.write(data)
+        await writer.drain()
+
+
+def _start_torch_store() -> dist.TCPStore:
+    # torch's own listener would take every interface; this one is for the server alone.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_GREETING_TIMEOUT_S),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address[0], port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise IoError(
+            f"the store cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another port (0 takes a free one) and an address of this node",
+            host=host,
+            port=port,
+            errno=error.errno,
+        ) from error
