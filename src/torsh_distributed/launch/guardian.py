@@ -24,6 +24,7 @@ from pathlib import Path
 
 MARK_VARIABLE = "TORSH_JOB_MARKS"
 _EXIT_WAIT_S = 2.0
+_ROUND_S = 2.0
 
 
 def find_members(mark: str, sessions: Iterable[int]) -> dict[int, str]:
@@ -69,39 +70,49 @@ def kill_members(mark: str, sessions: Iterable[int], *, timeout_s: float) -> tup
     Repeated, for a process may fork while the list is being read.
     """
     deadline = time.monotonic() + timeout_s
-    sessions = tuple(sessions)
+    known = frozenset(sessions)
     ended: dict[int, str] = {}
     while True:
-        members = find_members(mark, sessions)
+        members = find_members(mark, known)
         if not members or time.monotonic() >= deadline:
             return ended, members
-        for pid, command in members.items():
-            if _kill(pid, mark, sessions, deadline):
-                ended[pid] = command
+        for pid in _kill_all(members, mark, known, deadline):
+            ended[pid] = members[pid]
 
 
-def _kill(pid: int, mark: str, sessions: tuple[int, ...], deadline: float) -> bool:
-    """Whether the process is gone by the deadline. The pidfd pins its identity: a reused pid is not hit."""
+def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline: float) -> set[int]:
+    """Kill the processes, wait for them at most until the deadline, and return those that are gone.
+
+    A pidfd pins a process: if its number went to a stranger since the list was read, the second look tells.
+    """
+    waiting: dict[int, int] = {}
+    gone: set[int] = set()
     try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if _member_command(pid, mark, frozenset(sessions)) is None:
-            return False
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pid in pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+                waiting[pidfd] = pid
+                if _member_command(pid, mark, sessions) is not None:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except OSError:
+                # Ended just now, or another user's: the next look at the list says which.
+                continue
         poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        remaining_s = min(_EXIT_WAIT_S, deadline - time.monotonic())
-        return bool(poller.poll(max(0.0, remaining_s) * 1000))
-    except OSError:
-        return False
+        for pidfd in waiting:
+            poller.register(pidfd, select.POLLIN)
+        round_end = min(deadline, time.monotonic() + _ROUND_S)
+        while len(gone) < len(waiting) and (remaining_s := round_end - time.monotonic()) > 0:
+            for pidfd, _ in poller.poll(remaining_s * 1000):
+                poller.unregister(pidfd)
+                gone.add(waiting[pidfd])
     finally:
-        os.close(pidfd)
+        for pidfd in waiting:
+            os.close(pidfd)
+    return gone
 
 
 class Guardian:
-    """The launcher's handle on its guardian. One that was killed is replaced and told all over again."""
+    """The launcher's handle on its guardian. The loop watches `pidfd` and calls `revive` should it be killed."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -119,6 +130,7 @@ class Guardian:
             )
         finally:
             os.close(theirs)
+        self.pidfd = os.pidfd_open(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -135,10 +147,14 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         self._lines.append(line)
+        self._write(line)
+
+    def _write(self, line: str) -> None:
         try:
-            self._write(line)
+            os.write(self._pipe, f"{line}\n".encode())
         except BrokenPipeError:
-            self.revive()
+            # It was killed a moment ago; its successor is told every line again.
+            return
 
     def revive(self) -> None:
         """Replace a guardian that is gone."""
@@ -147,11 +163,9 @@ class Guardian:
         for line in self._lines:
             self._write(line)
 
-    def _write(self, line: str) -> None:
-        os.write(self._pipe, f"{line}\n".encode())
-
     def _collect(self) -> None:
         os.close(self._pipe)
+        os.close(self.pidfd)
         try:
             self._process.wait(timeout=_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -160,8 +174,7 @@ class Guardian:
 
     def close(self) -> None:
         """Dismiss the guardian: all is well."""
-        if self._process.poll() is None:
-            self._write("done")
+        self._write("done")
         self._collect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shlex
@@ -11,11 +12,14 @@ from pathlib import Path
 
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.entry import check_entry, command_line
+from torsh_distributed.launch.follower import Follower
 from torsh_distributed.launch.guardian import MARK_VARIABLE
 from torsh_distributed.launch.leader import Leader
+from torsh_distributed.launch.listening import is_loopback
 from torsh_distributed.launch.loop import Loop
 from torsh_distributed.launch.messages import FromLeader, Welcome
 from torsh_distributed.launch.node import Node
+from torsh_distributed.launch.reception import Reception
 from torsh_distributed.launch.report import Voice
 from torsh_distributed.launch.signals import SignalInbox
 from torsh_distributed.launch.spec import JobSpec
@@ -38,11 +42,34 @@ def launch_job(spec: JobSpec) -> int:
             stack.enter_context(JsonlSink(events_dir))
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
-        token = spec.token or secrets.token_hex(16)
-        node = stack.enter_context(Node(spec, loop, Voice(), mark=secrets.token_hex(8), token=token))
+        voice = Voice()
+        token = _choose_token(spec, voice)
+        node = stack.enter_context(Node(spec, loop, voice, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
-        _lead(Leader(spec), node, loop, spec)
+        if spec.is_leader:
+            log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
+            leader = Leader(spec, loop)
+            if spec.nnodes > 1:
+                stack.enter_context(Reception(spec, loop, voice, leader, token=token, log_name=log_name))
+            node.obey(Welcome(log_name=log_name))
+            _connect(leader, node, loop)
+        else:
+            stack.enter_context(Follower(spec, loop, voice, node, token=token))
         return loop.run()
+
+
+def _choose_token(spec: JobSpec, voice: Voice) -> str:
+    """The job's secret: the user's; random on one node; otherwise one that every node can work out alone."""
+    if spec.token is not None:
+        return spec.token
+    if spec.nnodes == 1:
+        return secrets.token_hex(16)
+    if not is_loopback(spec.master_addr):
+        voice.warn(
+            "no job token: anyone who reaches the master port can join or end this job; "
+            "set TORSH_JOB_TOKEN or --token-file on every node"
+        )
+    return hashlib.sha256(f"torsh run {spec.run_id}".encode()).hexdigest()
 
 
 def describe_job(spec: JobSpec) -> list[str]:
@@ -68,12 +95,11 @@ def _take_signals(inbox: SignalInbox, node: Node) -> None:
         node.interrupt(number)
 
 
-def _lead(leader: Leader, node: Node, loop: Loop, spec: JobSpec) -> None:
+def _connect(leader: Leader, node: Node, loop: Loop) -> None:
     """Join the leader and the node of this process; records pass through the loop, as from afar."""
 
     def obey(message: FromLeader) -> None:
         loop.call_later(0, lambda: node.obey(message))
 
-    node.tell = lambda message: leader.hear(spec.node_rank, message)
-    node.obey(Welcome(log_name=f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    leader.join(spec.node_rank, obey)
+    node.tell = lambda message: leader.hear(0, message)
+    leader.join(0, obey)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
-from torsh_distributed.launch.coordinator import Begin, Coordinator, Decision
+from torsh_distributed.launch.coordinator import Begin, Coordinator, Decision, Phase
 from torsh_distributed.launch.listening import serve_store
+from torsh_distributed.launch.loop import Loop
 from torsh_distributed.launch.messages import (
     End,
     Failed,
@@ -20,14 +22,16 @@ from torsh_distributed.launch.messages import (
     Stop,
     Stopped,
 )
+from torsh_distributed.launch.report import join_numbers
 from torsh_distributed.launch.spec import JobSpec
 
 
 class Leader:
     """Runs on node 0. Every attempt gets a store of its own, served here, so that no key of an earlier one is met."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, loop: Loop) -> None:
         self._spec = spec
+        self._loop = loop
         self._store: dist.TCPStore | None = None
         self._tell: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
@@ -51,7 +55,8 @@ class Leader:
 
     def lose(self, failure: Failure) -> None:
         """A node is gone."""
-        self._tell.pop(failure.node_rank, None)
+        if failure.node_rank != 0:
+            self._tell.pop(failure.node_rank, None)
         self._carry_out(self.coordinator.lost(failure))
 
     def _carry_out(self, decisions: list[Decision]) -> None:
@@ -59,10 +64,20 @@ class Leader:
             match decision:
                 case Begin():
                     message: FromLeader = self._open(decision.attempt)
-                case Stop() | End():
+                case Stop():
+                    message = decision
+                    limit_s = self._spec.shutdown_timeout_s + self._spec.heartbeat_timeout_s
+                    self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
+                case End():
                     message = decision
             for tell in list(self._tell.values()):
                 tell(message)
+
+    def _check_stopped(self, attempt: int, limit_s: float) -> None:
+        coordinator = self.coordinator
+        if coordinator.phase is Phase.STOPPING and coordinator.attempt == attempt:
+            cause = f"node {join_numbers(coordinator.unstopped)} did not end its workers within {limit_s:g} s"
+            self.lose(Failure(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
 
     def _open(self, attempt: int) -> Start:
         """A fresh store for the attempt; the one before ends first, for it may hold the port."""

@@ -33,6 +33,8 @@ from torsh_distributed.launch.signals import PASSED_ON
 from torsh_distributed.launch.spec import JobSpec
 from torsh_distributed.launch.worker_env import AttemptEndpoint, sets_omp_threads
 
+_MAX_REVIVALS = 3
+
 
 class Node:
     """The workers of this node under the leader's command; leaving the context ends whatever it started."""
@@ -55,6 +57,9 @@ class Node:
         self._loop = loop
         self._voice = voice
         self._attempt: LocalAttempt | None = None
+        self._attempt_number = 0
+        self._num_revived = 0
+        loop.watch(self._guardian.pidfd, self._revive_guardian)
         self._log_name = spec.run_id
         self._is_interrupted = False
         self._is_ending = False
@@ -77,6 +82,7 @@ class Node:
         if message.attempt == 0 and sets_omp_threads(self._spec, os.environ):
             self._voice.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
+        self._attempt_number = message.attempt
         self._attempt = LocalAttempt(
             self._ground,
             AttemptEndpoint(attempt=message.attempt, master_addr=message.master_addr, master_port=message.master_port),
@@ -126,6 +132,9 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
+        if exit_code:
+            attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
+            self._voice.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")
         self._loop.stop(exit_code)
 
@@ -152,14 +161,26 @@ class Node:
             self.tell(Interrupted(signal=number))
 
     def _report(self, failure: Failure) -> None:
-        attempt = self._attempt.number if self._attempt is not None else 0
-        self._voice.show_failure(failure, attempt=attempt, is_multi_node=self._spec.nnodes > 1)
+        self._voice.show_failure(failure, attempt=self._attempt_number, is_multi_node=self._spec.nnodes > 1)
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"
         self._emit("lost", detail=f"{who}: {failure.cause}")
 
     def _emit(self, action: str, *, detail: str | None = None) -> None:
-        attempt = self._attempt.number if self._attempt is not None else 0
-        emit(MembershipEvent(action=action, world_size=self._spec.world_size, attempt=attempt, detail=detail))
+        emit(
+            MembershipEvent(
+                action=action, world_size=self._spec.world_size, attempt=self._attempt_number, detail=detail
+            )
+        )
+
+    def _revive_guardian(self) -> None:
+        """Someone killed the guardian: start another, unless that keeps happening."""
+        self._loop.unwatch(self._guardian.pidfd)
+        if self._num_revived >= _MAX_REVIVALS:
+            self._voice.warn("the guardian was killed again; if this launcher is killed too, workers may survive it")
+            return
+        self._num_revived += 1
+        self._guardian.revive()
+        self._loop.watch(self._guardian.pidfd, self._revive_guardian)
 
     def _close_attempt(self) -> None:
         if self._attempt is not None:
@@ -170,6 +191,7 @@ class Node:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 
     def __enter__(self) -> Self:

@@ -39,7 +39,9 @@ class Voice:
 def failure_lines(failure: Failure, *, attempt: int, is_multi_node: bool) -> list[str]:
     """The report: who failed first and how, then the facts that help, one per line."""
     where = f" on node {failure.node_rank} ({failure.node_name})" if is_multi_node else ""
-    if failure.rank is None:
+    if failure.rank is None and not failure.node_name:
+        head = failure.cause
+    elif failure.rank is None:
         head = f"node {failure.node_rank} ({failure.node_name}): {failure.cause}"
     else:
         head = f"rank {failure.rank}{where} failed first: {failure.cause}"
@@ -48,7 +50,7 @@ def failure_lines(failure: Failure, *, attempt: int, is_multi_node: bool) -> lis
     width = max(map(len, facts), default=0)
     lines += [f"  {name + ':':<{width + 1}} {value}" for name, value in facts.items()]
     if failure.last_lines:
-        lines.append("  last lines of its stderr:")
+        lines.append("  last lines of its stderr:" if failure.rank is not None else "  before that:")
         lines += [f"    | {line}" for line in failure.last_lines[-_SHOWN_LINES:]]
     return lines
 
@@ -59,8 +61,8 @@ def _facts(failure: Failure, attempt: int) -> Iterable[tuple[str, str]]:
     if failure.pid is not None:
         ran = f", ran {failure.ran_s:.1f} s" if failure.ran_s is not None else ""
         yield "process", f"pid {failure.pid}, attempt {attempt}{ran}"
-    if failure.rank is not None:
-        step = "none known" if failure.step is None else str(failure.step)
+    if failure.step is not None or failure.checkpoint_step is not None:
+        step = "unknown" if failure.step is None else str(failure.step)
         saved = "none" if failure.checkpoint_step is None else f"step {failure.checkpoint_step}"
         yield "last step", f"{step}; last checkpoint: {saved}"
     for rank, seconds in failure.finished_before:

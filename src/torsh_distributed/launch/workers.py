@@ -124,12 +124,15 @@ class Workers:
 
         Returns the processes that could not be ended, by pid: in uninterruptible sleep, or another user's.
         """
+        self.send_signal(signal.SIGKILL)
         sessions = [worker.pid for worker in self.all]
         _, remaining = kill_members(self._mark, sessions, timeout_s=_REAP_TIMEOUT_S)
         for worker in self.all:
             self._loop.unwatch(worker.pidfd)
             os.close(worker.pidfd)
-            if worker.pid not in remaining:
-                worker.process.wait(timeout=_REAP_TIMEOUT_S)
+            try:
+                worker.process.wait(timeout=0 if worker.pid in remaining else _REAP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                remaining.setdefault(worker.pid, f"rank {worker.place.rank}")
         self.all = []
         return remaining
