@@ -1,0 +1,72 @@
+"""The command line: help that starts, errors in words, exit codes that tell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from torsh_distributed.errors import error_codes
+
+
+def torsh(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torsh_distributed.cli.app", *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **env},
+    )
+
+
+def test_help_names_every_command() -> None:
+    done = torsh("--help")
+    assert done.returncode == 0
+    for command in ("run", "train", "plan", "explain", "env", "store"):
+        assert command in done.stdout
+
+
+def test_an_error_is_a_paragraph_without_a_traceback() -> None:
+    done = torsh("explain", "BackendEror")
+    assert done.returncode == 1
+    assert "error InvalidArgument: no error has this code" in done.stderr
+    assert "hint: did you mean BackendError?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_error_can_be_explained() -> None:
+    from typer.testing import CliRunner
+
+    from torsh_distributed.cli.app import app
+
+    for code, kind in error_codes().items():
+        result = CliRunner().invoke(app, ["explain", code])
+        assert result.exit_code == 0
+        assert code in result.output
+        assert f"Retryable: {'yes' if kind.retryable else 'no'}" in result.output
+
+
+def test_env_shows_the_place_and_hides_the_secret() -> None:
+    done = torsh("env", RANK="1", WORLD_SIZE="2", TORSH_JOB_TOKEN="hush-hush")
+    assert done.returncode == 0
+    assert "rank 1 of 2" in done.stdout
+    assert "hush-hush" not in done.stdout
+    assert "(set, hidden)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "--demo", "llama"], "'gpt', 'mlp'"),
+        (["train", "--plan", "no-such-plan.toml"], "no-such-plan.toml"),
+        (["train", "--steps", "0"], "range x>=1"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_right_ones(args: list[str], message: str) -> None:
+    done = torsh(*args)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

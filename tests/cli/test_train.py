@@ -1,0 +1,36 @@
+"""`torsh train`: two real workers, a falling loss, a summary and a picture."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.cli.test_app import torsh
+
+
+def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
+    done = torsh("train", "--demo", "mlp", "--steps", "60", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"loss +([0-9.]+) ", done.stdout)]
+    assert len(losses) >= 7
+    assert losses[-1] < 0.6 * losses[0]
+    assert "2 ranks on" in done.stdout
+    assert re.search(r"communicating +│ [0-9.]+% of the time", done.stdout)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\ngradient_accumulation = 2\n")
+    done = torsh("train", "--demo", "gpt", "--plan", str(plan), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "batch 8" in done.stdout
+    assert "step     3/3" in done.stdout
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[mesh]\ndp = 3\n")
+    done = torsh("train", "--plan", str(plan))
+    assert done.returncode == 1
+    assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
