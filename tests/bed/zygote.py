@@ -310,7 +310,8 @@ def main() -> None:
     """Serve requests until the test process goes away."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torsh_distributed"):
+    # torch._dynamo: the first optimizer step of a process imports it, which takes over a second.
+    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torsh_distributed"):
         importlib.import_module(module)
     zygote = os.getpid()
     while True:
