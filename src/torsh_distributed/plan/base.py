@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from torsh_distributed.plan.problems import COMBINATION, Problem, configuration_error, problems_of
+from torsh_distributed.plan.problems import FOUND, Problem, configuration_error, problems_of
 
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 """A list of text: files give a list, the plan keeps a tuple."""
@@ -41,15 +41,15 @@ class Section(BaseModel):
     # place, and its problems keep their key path. Without the mark they would arrive as one opaque ValueError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark pydantic reads, not in its stubs
 
-    def combination_problems(self) -> Iterator[Problem]:
-        """Values, each right alone, that do not go together. Sections override this; keys are their own."""
+    def find_problems(self) -> Iterator[Problem]:
+        """What type and range cannot say, such as values that do not go together. Sections override this."""
         yield from ()
 
     @model_validator(mode="after")
-    def _refuse_impossible_combinations(self) -> Self:
-        found = list(self.combination_problems())
+    def _refuse_what_does_not_work(self) -> Self:
+        found = list(self.find_problems())
         if found:
-            raise PydanticCustomError(COMBINATION, "values do not go together", {"problems": found})
+            raise PydanticCustomError(FOUND, "found by find_problems", {"problems": found})
         return self
 
     def replace(self, **changes: Any) -> Self:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from torsh_distributed.plan.allowed import Allowed
 from torsh_distributed.plan.base import Section, Words
-from torsh_distributed.plan.problems import Problem
+from torsh_distributed.plan.problems import Problem, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +89,11 @@ class CompressionConfig(Section):
         return float(given) if given else wanted.default
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         name, colon, given = self.method.partition(":")
         if name not in METHODS:
-            yield Problem("method", f"method {name!r} is unknown", f"take one of {', '.join(METHODS)}")
+            known = f"known methods: {', '.join(METHODS)}"
+            yield Problem("method", f"method {name!r} is unknown", did_you_mean(name, METHODS) or known)
             return
         wanted = METHODS[name]
         if wanted is None:
@@ -102,7 +103,7 @@ class CompressionConfig(Section):
             kind = "an integer" if wanted.integer else "a number"
             yield Problem(
                 "method",
-                f"method {self.method!r}: the number must be {kind} from {wanted.least:g} to {wanted.most:g}"
+                f"method {self.method!r}: after the colon goes {kind} from {wanted.least:g} to {wanted.most:g}"
                 f" ({wanted.meaning})",
                 f'the default is "{name}:{wanted.default:g}"',
             )

@@ -41,7 +41,7 @@ class BucketConfig(Section):
     """Copy buffers, such as the running means of batch normalisation, from rank 0 at every forward."""
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         if self.min_bucket_size_mb > self.max_bucket_size_mb:
             yield Problem(
                 "min_bucket_size_mb",

@@ -37,7 +37,7 @@ class ElasticConfig(Section):
     """Time between two looks for ranks that want to join."""
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         if self.min_workers > self.max_workers:
             yield Problem(
                 "min_workers",

@@ -37,7 +37,7 @@ class ExpertParallelismConfig(Section):
     """Move experts between ranks once the coefficient of variation of their load exceeds this; 0.3 is a fair start."""
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         if self.num_experts_per_token > self.num_experts:
             yield Problem(
                 "num_experts_per_token",

@@ -30,7 +30,7 @@ class Explanation:
         return iter(self.rows)
 
     def __getitem__(self, key: str) -> Row:
-        return next(row for row in self.rows if row.key == key)
+        return {row.key: row for row in self.rows}[key]
 
     @override
     def __str__(self) -> str:

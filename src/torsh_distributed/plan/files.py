@@ -22,11 +22,12 @@ Document = dict[str, Any]
 
 
 class _MalformedError(Exception):
-    """What the parser found, and where (line and column from 1)."""
+    """What the parser found, and where (line and column from 1), if it knows."""
 
-    def __init__(self, reason: str, line: int, column: int) -> None:
+    def __init__(self, reason: str, place: tuple[int, int] | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.line, self.column = reason, line, column
+        self.reason = reason
+        self.where = f", line {place[0]}, column {place[1]}" if place else ""
 
 
 # PyYAML follows YAML 1.1, where 1e-3 is text: a learning rate would arrive as a string. Both classes below read
@@ -51,9 +52,15 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """Safe dumping whose plain numbers are those that `_YamlLoader` reads as numbers."""
+    """Safe dumping that `_YamlLoader` reads back exactly: same numbers, and text with line breaks escaped."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Double quotes escape what plain and single-quoted text would lose, such as U+0085."""
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+_YamlDumper.add_representer(str, _YamlDumper.represent_text)
 for _kind in (_YamlLoader, _YamlDumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
@@ -76,8 +83,8 @@ def read(path: Path) -> Document:
         document = parse(_decode(raw))
     except _MalformedError as error:
         raise ConfigurationError(
-            f"{path}, line {error.line}, column {error.column}: not valid {path.suffix[1:].upper()}: {error.reason}",
-            hint="mend the file at that place, or start from a plan in examples/plans",
+            f"{path}{error.where}: not valid {path.suffix[1:].upper()}: {error.reason}",
+            hint="mend the file there, or start from a plan in examples/plans",
         ) from None
     if document is None:
         return {}
@@ -138,8 +145,8 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, column = _position(raw[: error.start].decode("utf-8", errors="replace"))
-        raise _MalformedError(f"byte 0x{raw[error.start]:02x} is not UTF-8", line, column) from error
+        place = _position(raw[: error.start].decode("utf-8", errors="replace"))
+        raise _MalformedError(f"byte 0x{raw[error.start]:02x} is not UTF-8", place) from error
 
 
 def _position(text_before: str) -> tuple[int, int]:
@@ -150,19 +157,22 @@ def _parse_toml(text: str) -> object:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        reason, _, place = str(error).rpartition(" (at ")
-        found = re.match(r"line (\d+), column (\d+)\)", place)
-        line, column = (int(found.group(1)), int(found.group(2))) if found else _position(text)
-        raise _MalformedError(reason or str(error), line, column) from error
+        reason, _, where = str(error).rpartition(" (at ")
+        found = re.match(r"line (\d+), column (\d+)\)", where)
+        # Without line and column the message says "end of document".
+        place = (int(found.group(1)), int(found.group(2))) if found else _position(text)
+        raise _MalformedError(reason or str(error), place) from error
+    except RecursionError as error:
+        raise _MalformedError("nested too deeply") from error
 
 
 def _parse_json(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise _MalformedError(error.msg, error.lineno, error.colno) from error
+        raise _MalformedError(error.msg, (error.lineno, error.colno)) from error
     except RecursionError as error:
-        raise _MalformedError("nested too deeply", 1, 1) from error
+        raise _MalformedError("nested too deeply") from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,12 +180,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise json.JSONDecodeError(f"the key {twice} is given twice", "", 0)
+        raise _MalformedError(f"the key {twice} is given twice")
     return found
 
 
 def _refuse_constant(name: str) -> object:
-    raise json.JSONDecodeError(f"{name} is not a JSON number", "", 0)
+    raise _MalformedError(f"{name} is not a JSON number")
 
 
 def _parse_yaml(text: str) -> object:
@@ -183,13 +193,14 @@ def _parse_yaml(text: str) -> object:
         return yaml.load(text, Loader=_YamlLoader)  # noqa: S506  # _YamlLoader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
-        raise _MalformedError(error.problem or "malformed", line, column) from error
+        place = (mark.line + 1, mark.column + 1) if mark is not None else None
+        raise _MalformedError(error.problem or "malformed", place) from error
     except yaml.reader.ReaderError as error:
-        line, column = _position(text[: error.position])
-        raise _MalformedError(error.reason, line, column) from error
-    except (RecursionError, ValueError) as error:
-        raise _MalformedError(str(error) or "nested too deeply", 1, 1) from error
+        raise _MalformedError(error.reason, _position(text[: error.position])) from error
+    except RecursionError as error:
+        raise _MalformedError("nested too deeply") from error
+    except ValueError as error:  # a date that is none, for one
+        raise _MalformedError(str(error)) from error
 
 
 def _render_json(document: Mapping[str, Any]) -> str:

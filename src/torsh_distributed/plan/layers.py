@@ -32,7 +32,9 @@ class Layer:
 
     def put(self, section: str, key: str, value: Any, source: str) -> None:
         """Set one key."""
-        self.values.setdefault(section, {})[key] = value
+        keys = self.values.setdefault(section, {})
+        if isinstance(keys, dict):  # else the whole section is wrong, which validation reports
+            keys[key] = value
         self.sources[f"{section}.{key}"] = source
 
 
@@ -57,6 +59,7 @@ def document_layer(document: Mapping[Any, Any], model: type[Section], *, source:
     """The values of a parsed file: sections of keys, old spellings replaced with a notice in the log."""
     layer = Layer()
     known = frozenset(keys_of(model))
+    given = {f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys}
     for section, keys in document.items():
         if keys is None and section in model.model_fields:
             continue  # in YAML, a section with nothing under it
@@ -68,7 +71,7 @@ def document_layer(document: Mapping[Any, Any], model: type[Section], *, source:
             full = f"{section}.{key}"
             meant = aliases.expand(full, value, known=known)
             for new, converted in (meant or {full: value}).items():
-                if meant and new in layer.sources | _full_keys(document):
+                if meant and (new in given or new in layer.sources):
                     layer.problems.append(aliases.twice(full, new))
                     continue
                 home, _, name = new.partition(".")
@@ -76,10 +79,6 @@ def document_layer(document: Mapping[Any, Any], model: type[Section], *, source:
             if meant:
                 _log.warning("%s: %s is accepted for %s; please write the latter", source, full, " and ".join(meant))
     return layer
-
-
-def _full_keys(document: Mapping[Any, Any]) -> dict[str, str]:
-    return {f"{section}.{key}": "" for section, keys in document.items() if isinstance(keys, Mapping) for key in keys}
 
 
 def environment_layer(environ: Mapping[str, str], model: type[Section]) -> Layer:

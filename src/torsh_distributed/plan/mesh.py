@@ -17,7 +17,9 @@ from torsh_distributed.plan.problems import Problem
 FILL = -1
 """The degree that takes up the ranks the other axes leave."""
 
-Degree = Annotated[int, Field(ge=FILL), Allowed("a number of ranks, at least 1, or -1 to fill the world")]
+_ALLOWED = Allowed("a number of ranks, at least 1, or -1 to fill the world")
+
+Degree = Annotated[int, Field(ge=FILL), _ALLOWED]
 
 
 class MeshConfig(Section):
@@ -53,10 +55,10 @@ class MeshConfig(Section):
         return values
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
-        for axis in self.degrees:
-            if self.degrees[axis] == 0:
-                yield Problem(axis, f"{axis} must be at least 1, or -1 to fill the world; got 0")
+    def find_problems(self) -> Iterator[Problem]:
+        for axis, degree in self.degrees.items():
+            if degree == 0:
+                yield Problem(axis, f"{axis} must be {_ALLOWED.text}; got 0")
         filling = [axis for axis, degree in self.degrees.items() if degree == FILL]
         if len(filling) > 1:
             yield Problem(

@@ -49,7 +49,7 @@ class OffloadConfig(Section):
     """How early memory pressure is answered: at 90, 75, 60 or 40 % of the budget."""
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         if self.enabled and not (self.offload_params or self.offload_grads or self.offload_optimizer_states):
             yield Problem(
                 "enabled",

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-if TYPE_CHECKING:
-    from torsh_distributed.plan.base import Section
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
@@ -30,10 +26,12 @@ def field_at(path: Sequence[str], model: type[BaseModel]) -> FieldInfo | None:
     return section_at(path[:-1], model).model_fields.get(path[-1]) if path else None
 
 
-def keys_of(model: type[Section]) -> tuple[str, ...]:
+def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Name to model of every section of a plan."""
+    found = ((name, section_of(field)) for name, field in model.model_fields.items())
+    return {name: section for name, section in found if section is not None}
+
+
+def keys_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Every full key of a plan, in the order of its sections."""
-    found: list[str] = []
-    for name, field in model.model_fields.items():
-        section = section_of(field)
-        found += [f"{name}.{key}" for key in section.model_fields] if section else []
-    return tuple(found)
+    return tuple(f"{name}.{key}" for name, section in sections_of(model).items() for key in section.model_fields)

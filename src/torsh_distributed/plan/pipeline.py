@@ -50,7 +50,7 @@ class PipelineConfig(Section):
     """Names of the modules that begin a new stage, for `balance = "manual"`."""
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         least, most = STAGES_PER_RANK[self.schedule]
         if self.stages_per_rank < least or (most is not None and self.stages_per_rank > most):
             wanted = f"exactly {least}" if least == most else f"at least {least}"

@@ -135,6 +135,7 @@ class Plan(Section):
     """Where events and metrics go."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _name: str = PrivateAttr(default="plan")  # what errors call it: its file, where it has one
 
     def __init__(self, **values: Unpack[PlanArguments]) -> None:
         given = _without_short_form(dict(values))
@@ -144,7 +145,7 @@ class Plan(Section):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # see Section
 
     @override
-    def combination_problems(self) -> Iterator[Problem]:
+    def find_problems(self) -> Iterator[Problem]:
         mesh, experts = self.mesh, self.expert.num_experts
         if mesh.ep > 1 and experts % mesh.ep:
             yield Problem(
@@ -211,7 +212,7 @@ class Plan(Section):
             problems += problems_of(error, cls)
         if problems or plan is None:
             raise configuration_error((_with_source(problem, layer.sources) for problem in problems), where=where)
-        plan._sources = dict(layer.sources)
+        plan._sources, plan._name = dict(layer.sources), where
         return plan
 
     @override
@@ -221,9 +222,10 @@ class Plan(Section):
         sections: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
         for name, value in given.items():
             merges = isinstance(value, Mapping) and name in type(self).model_fields
-            sections[name] = getattr(self, name).replace(**value) if merges else value
+            sections[name] = {**getattr(self, name).model_dump(exclude_unset=True), **value} if merges else value
         changed = type(self)(**sections)
         changed._sources = self._sources | dict.fromkeys(_keys_given(given), "argument")
+        changed._name = self._name
         return changed
 
     # --- what they give ----------------------------------------------------------------------------------------
@@ -272,12 +274,12 @@ class Plan(Section):
         """Raise ConfigurationError if a key asks for what this version cannot do."""
         problems = list(self._support_problems())
         if problems:
-            raise configuration_error(problems, where="plan")
+            raise configuration_error(problems, where=self._name)
 
     def resolve(self, world_size: int) -> Self:
         """This plan for a world of `world_size` ranks: no degree of its mesh is -1."""
         resolved = self.replace(mesh=self.mesh.resolve(world_size))
-        resolved._sources = dict(self._sources)
+        resolved._sources = dict(self._sources)  # a number put in for -1 is no argument of the user's
         return resolved
 
     def local_batch_size(self, world_size: int) -> int:
@@ -303,7 +305,7 @@ class Plan(Section):
             except ConfigurationError as error:
                 problems.append(Problem("mesh", error.message, error.hint or ""))
         if problems:
-            raise configuration_error(problems, where="plan")
+            raise configuration_error(problems, where=self._name)
 
     def _support_problems(self) -> Iterator[Problem]:
         for key in self.unsupported():
@@ -315,6 +317,16 @@ class Plan(Section):
     @override
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, Plan) else NotImplemented
+
+    @override
+    def __repr__(self) -> str:
+        set_apart: dict[str, dict[str, object]] = {}
+        for key, mine, _ in self.diff(_DEFAULTS):
+            section, _, name = key.partition(".")
+            set_apart.setdefault(section, {})[name] = mine
+        return f"Plan({', '.join(f'{section}={keys!r}' for section, keys in set_apart.items())})"
+
+    __str__ = __repr__
 
     @override
     def __hash__(self) -> int:

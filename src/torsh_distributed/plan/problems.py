@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import reprlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from torsh_distributed.plan.paths import field_at, keys_of, section_at, section_
 if TYPE_CHECKING:
     from torsh_distributed.plan.base import Section
 
-COMBINATION = "plan_combination"
-"""The kind of pydantic error under which a section reports values that do not go together."""
+FOUND = "plan_problem"
+"""The kind of pydantic error that carries what `Section.find_problems` found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def problems_of(error: ValidationError, model: type[Section]) -> list[Problem]:
     """What pydantic found, in our words."""
     found: list[Problem] = []
     for detail in error.errors(include_url=False):
-        if detail["type"] == COMBINATION:
+        if detail["type"] == FOUND:
             prefix = "".join(f"{part}." for part in detail["loc"])
             found += [
                 Problem(prefix + problem.key, prefix + problem.text, problem.hint)
@@ -65,11 +66,13 @@ def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
     field = field_at(path, model)
     if field is None or section_of(field) is not None:
         names = ", ".join(section_at(path, model).model_fields)
-        return Problem(key, f"{key} must be a section with keys of its own ({names}); got {detail['input']!r}")
-    text = f"{key} must be {describe(field)}; got {detail['input']!r}"
-    if detail["type"] == "value_error":
-        text += f": {detail['ctx']['error']}"
-    return Problem(key, text, _did_you_mean(str(detail["input"]), choices(field)))
+        return Problem(
+            key, f"{key} must be a section with keys of its own ({names}); got {reprlib.repr(detail['input'])}"
+        )
+    last = detail["loc"][-1]
+    got = f"element {last} is" if isinstance(last, int) else "got"
+    text = f"{key} must be {describe(field)}; {got} {reprlib.repr(detail['input'])}"
+    return Problem(key, text, did_you_mean(str(detail["input"]), choices(field)))
 
 
 def unknown_key(path: list[str], model: type[Section]) -> Problem:
@@ -81,15 +84,23 @@ def unknown_key(path: list[str], model: type[Section]) -> Problem:
     if len(homes) == 1:
         hint = f"{name} belongs in [{homes[0]}]"
     else:
-        hint = _did_you_mean(name, parent.model_fields) or _did_you_mean(key, keys_of(model))
+        elsewhere = {full.partition(".")[2]: full for full in keys_of(model)}
+        near = _nearest(name, elsewhere, cutoff=0.75)
+        hint = did_you_mean(name, parent.model_fields) or (f"did you mean {elsewhere[near]}?" if near else "")
     return Problem(key, f"{key} is not a key of {inside}", hint or "known keys: " + ", ".join(parent.model_fields))
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that proposes the nearest of the known words; empty where none is near."""
+    near = _nearest(name, known, cutoff=0.6)
+    return f"did you mean {near}?" if near else ""
+
+
+def _nearest(name: str, known: Iterable[str], *, cutoff: float) -> str:
     def likeness(word: str) -> tuple[float, bool]:
         """Equal ratios are common among short names (dpp: dp, pp); the first letter then decides."""
         ratio = difflib.SequenceMatcher(None, name.lower(), word.lower()).ratio()
         return ratio, word[:1].lower() == name[:1].lower()
 
     nearest = max(known, key=likeness, default="")
-    return f"did you mean {nearest}?" if likeness(nearest)[0] >= 0.6 else ""
+    return nearest if likeness(nearest)[0] >= cutoff else ""

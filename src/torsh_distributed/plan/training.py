@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from torsh_distributed.plan.base import Section
+from torsh_distributed.plan.problems import Problem
 
 
 class TrainingConfig(Section):
@@ -39,3 +42,18 @@ class TrainingConfig(Section):
 
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of progress."""
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        if self.batch_size % self.gradient_accumulation:
+            yield Problem(
+                "batch_size",
+                f"batch_size {self.batch_size} does not divide by gradient_accumulation {self.gradient_accumulation}",
+                f"take a multiple of {self.gradient_accumulation}",
+            )
+        if self.warmup_steps > self.steps:
+            yield Problem(
+                "warmup_steps",
+                f"warmup_steps {self.warmup_steps} is above steps {self.steps}",
+                "the learning rate would never reach its value; warm up for fewer steps",
+            )

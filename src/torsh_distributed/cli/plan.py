@@ -1,0 +1,99 @@
+"""`torsh plan`: show, check and document plans."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import Plan
+from torsh_distributed.plan.explanation import Row
+from torsh_distributed.plan.explanation import show as as_text
+from torsh_distributed.plan.files import write_atomically
+from torsh_distributed.plan.reference import render
+
+app = typer.Typer(name="plan", help="Show, check and document plans.", no_args_is_help=True)
+
+PlanFile = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="A .toml, .json, .yaml or .yml plan; else $TORSH_PLAN.")
+]
+WorldSize = Annotated[int | None, typer.Option("--world", min=1, metavar="N", help="Number of ranks to check against.")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as mesh.dp=2. Repeatable.")
+]
+
+
+@app.command("show")
+def show(
+    file: PlanFile = None,
+    world: WorldSize = None,
+    assignments: Assignments = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="Also the keys at their defaults.")] = False,
+) -> None:
+    """Print the keys of a plan: value, where it came from, and whether this version honours it."""
+    plan = Plan.compose(file, environ=os.environ, command_line=assignments or ())
+    rows = [row for row in plan.explain() if everything or row.source != "default"]
+    console = Console()
+    if rows:
+        console.print(_table(rows))
+    hidden = len(plan.explain().rows) - len(rows)
+    if hidden:
+        console.print(f"{hidden} keys are at their defaults (--all shows them).")
+    if world is not None:
+        console.print(_fit(plan, world), highlight=False)
+
+
+@app.command("validate")
+def validate(file: PlanFile = None, world: WorldSize = None, assignments: Assignments = None) -> None:
+    """Say everything that is wrong with a plan; end with status 1 if anything is."""
+    chosen = file or os.environ.get("TORSH_PLAN")
+    if not chosen:
+        raise ConfigurationError("there is no plan to check", hint="name a file, or set TORSH_PLAN")
+    plan = Plan.compose(chosen, environ=os.environ, command_line=assignments or ())
+    plan.validate(world)
+    typer.echo(f"{chosen} is valid")
+    if world is not None:
+        typer.echo(_fit(plan, world))
+
+
+@app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of a plan, for editors and other tools."""
+    typer.echo(json.dumps(Plan.model_json_schema(), indent=2))
+
+
+@app.command("reference")
+def reference(
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")] = None,
+) -> None:
+    """Print the reference page of all keys, or write it to a file."""
+    if output is None:
+        typer.echo(render(), nl=False)
+    else:
+        write_atomically(output, render())
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("Key", "Value", "Source", "Status")
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(row.key, escape(as_text(row.value)), escape(row.source), row.status)
+    return table
+
+
+def _fit(plan: Plan, world_size: int) -> str:
+    resolved = plan.resolve(world_size)
+    samples = resolved.local_batch_size(world_size)
+    passes = resolved.training.gradient_accumulation
+    return (
+        f"{resolved.mesh.equation} ranks; each step takes {resolved.training.batch_size} samples:"
+        f" {passes} × {samples} on each rank"
+    )

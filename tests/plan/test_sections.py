@@ -1,0 +1,158 @@
+"""Sections: values that do not go together are refused with the numbers and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torsh_distributed.comm.backend import BackendType
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import CompressionConfig, DistributedConfig, Plan
+from torsh_distributed.plan.compression import METHODS
+from torsh_distributed.plan.distributed import BACKENDS
+
+DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"ddp": {"min_bucket_size_mb": 30}},
+        "ddp.min_bucket_size_mb 30 is above max_bucket_size_mb 25",
+        "lower the first or raise the second",
+    ),
+    (
+        {"ddp": {"static_graph": True, "find_unused_parameters": True}},
+        "ddp.find_unused_parameters and static_graph exclude each other",
+        "keep static_graph if every step uses the same parameters: it finds the unused ones once",
+    ),
+    (
+        {"pipeline": {"schedule": "zbv_zero_bubble"}},
+        "pipeline.stages_per_rank is 1, but the schedule zbv_zero_bubble holds exactly 2 on each rank",
+        "set stages_per_rank = 2, or choose another schedule",
+    ),
+    (
+        {"pipeline": {"schedule": "interleaved_one_f_one_b"}},
+        "pipeline.stages_per_rank is 1, but the schedule interleaved_one_f_one_b holds at least 2 on each rank",
+        "set stages_per_rank = 2, or choose another schedule",
+    ),
+    (
+        {"pipeline": {"stages_per_rank": 2}},
+        "pipeline.stages_per_rank is 2, but the schedule one_f_one_b holds exactly 1 on each rank",
+        "set stages_per_rank = 1, or choose another schedule",
+    ),
+    (
+        {"pipeline": {"split_points": ["layers.4"]}},
+        'pipeline.split_points and balance = "manual" go together; one is set without the other',
+        "set both, or neither",
+    ),
+    (
+        {"expert": {"num_experts": 2, "num_experts_per_token": 4}},
+        "expert.num_experts_per_token 4 is above num_experts 2",
+        "a token cannot go to more experts than there are",
+    ),
+    (
+        {"expert": {"num_experts": 6}, "mesh": {"ep": 4}},
+        "expert.num_experts 6 does not spread evenly over mesh.ep 4",
+        "take a multiple of 4, or another mesh.ep",
+    ),
+    (
+        {
+            "offload": {
+                "enabled": True,
+                "offload_params": False,
+                "offload_grads": False,
+                "offload_optimizer_states": False,
+            }
+        },
+        "offload.enabled is true, but offload_params, offload_grads and offload_optimizer_states are all false",
+        "choose at least one of them, or set enabled = false",
+    ),
+    (
+        {"elastic": {"min_workers": 4, "max_workers": 2}},
+        "elastic.min_workers 4 is above max_workers 2",
+        "lower the first or raise the second",
+    ),
+    (
+        {"training": {"batch_size": 10, "gradient_accumulation": 4}},
+        "training.batch_size 10 does not divide by gradient_accumulation 4",
+        "take a multiple of 4",
+    ),
+    (
+        {"training": {"steps": 10, "warmup_steps": 20}},
+        "training.warmup_steps 20 is above steps 10",
+        "the learning rate would never reach its value; warm up for fewer steps",
+    ),
+    (
+        {"fsdp": {"strategy": "no_shard"}, "mesh": {"shard": 2}},
+        'fsdp.strategy is "no_shard", but mesh.shard is 2',
+        "set mesh.shard = 1 (and mesh.dp for replicas), or choose another strategy",
+    ),
+    (
+        {"fsdp": {"strategy": "hybrid_shard"}, "mesh": {"shard": -1}},
+        'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is 1 and mesh.shard -1',
+        "give both mesh.dp and mesh.shard a degree above 1",
+    ),
+    (
+        {"distributed": {"backend": "glooo"}},
+        (
+            "distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device such as cpu:gloo,cuda:nccl;"
+            " got 'glooo'"
+        ),
+        "did you mean gloo?",
+    ),
+    (
+        {"compress": {"method": "powersdg:4"}},
+        "compress.method 'powersdg' is unknown",
+        "did you mean powersgd?",
+    ),
+    (
+        {"compress": {"method": "topk:7"}},
+        "compress.method 'topk:7': after the colon goes a number from 1e-06 to 1 (share of the elements that travels)",
+        'the default is "topk:0.1"',
+    ),
+    (
+        {"compress": {"method": "powersgd:1.5"}},
+        "compress.method 'powersgd:1.5': after the colon goes an integer from 1 to 1024 (rank of the factors)",
+        'the default is "powersgd:4"',
+    ),
+    (
+        {"compress": {"method": "fp16:2"}},
+        "compress.method fp16 takes no number; got 'fp16:2'",
+        'write "fp16"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "message", "hint"), DOES_NOT_WORK)
+def test_what_does_not_work_is_refused_with_the_numbers(document: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Plan.from_dict(document)
+    assert caught.value.message == f"plan: {message}"
+    assert caught.value.hint == hint
+
+
+def test_a_plan_knows_every_backend_that_exists() -> None:
+    assert {kind.value for kind in BackendType} <= set(BACKENDS)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS, "cpu:gloo", "cpu:gloo,cuda:nccl"])
+def test_a_backend_may_be_given_for_each_device(backend: str) -> None:
+    assert DistributedConfig(backend=backend).backend == backend
+
+
+@pytest.mark.parametrize("backend", ["", "gloo,", "tpu:gloo", ":gloo", "cpu:gloo;cuda:nccl", "cpu:auto"])
+def test_a_backend_that_is_none_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigurationError, match="backend must be auto, gloo"):
+        DistributedConfig(backend=backend)
+
+
+def test_a_method_carries_its_number_or_the_default() -> None:
+    assert CompressionConfig(method="powersgd:2").name == "powersgd"
+    assert CompressionConfig(method="powersgd:2").parameter == 2
+    assert CompressionConfig(method="topk").parameter == 0.1
+    assert CompressionConfig(method="fp16").parameter is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_number_of_a_method_is_allowed(method: str) -> None:
+    number = METHODS[method]
+    spelled = method if number is None else f"{method}:{number.default:g}"
+    assert CompressionConfig(method=spelled).parameter == CompressionConfig(method=method).parameter

@@ -1,0 +1,76 @@
+"""What this version honours: known keys only, and nothing else passes unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import CheckpointConfig, MixedPrecisionConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.plan.paths import keys_of
+from torsh_distributed.plan.support import GATES, HONOURED
+
+
+def test_the_tables_name_existing_keys_and_values() -> None:
+    assert set(HONOURED) <= set(keys_of(Plan))
+    default = Plan()
+    for section, (gate, off) in GATES.items():
+        assert section in Plan.model_fields
+        assert default.value(gate) == off, "a section is off by default"
+    for key, values in HONOURED.items():
+        assert values is None or default.value(key) in values, "a default is always honoured"
+
+
+def test_the_default_plan_is_supported() -> None:
+    assert Plan().unsupported() == ()
+    Plan().require_supported()
+
+
+def test_what_is_honoured_today_is_supported() -> None:
+    plan = Plan(dp=2, precision=MixedPrecisionConfig(dtype="bf16"), training=TrainingConfig(gradient_clipping=1.0))
+    assert plan.unsupported() == ()
+    assert plan.explain()["precision.dtype"].status == "honoured"
+
+
+def test_what_is_not_built_yet_is_refused_by_name() -> None:
+    plan = Plan(tp=2, precision=MixedPrecisionConfig(dtype="fp16"))
+    assert plan.unsupported() == ("mesh.tp", "precision.dtype")
+    assert plan.explain()["mesh.tp"].status == "not yet"
+    with pytest.raises(ConfigurationError) as caught:
+        plan.require_supported()
+    assert str(caught.value).splitlines()[:3] == [
+        "plan has 2 problems:",
+        "  mesh.tp = 2 is not supported by this version yet (leave it at its default, 1)",
+        "  precision.dtype = fp16 is not supported by this version yet (leave it at its default, fp32)",
+    ]
+
+
+def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
+    plan = Plan(tensor=TensorParallelConfig(sequence_parallel=True), checkpoint=CheckpointConfig(max_checkpoints=2))
+    assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
+    assert plan.explain()["checkpoint.max_checkpoints"].status == "off by checkpoint.enabled"
+    assert plan.unsupported() == ()
+    assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
+
+
+def test_validate_tells_support_and_world_together() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Plan(dp=2, tp=2).validate(6)
+    assert str(caught.value).splitlines()[1:3] == [
+        "  mesh.tp = 2 is not supported by this version yet (leave it at its default, 1)",
+        (
+            "  dp 2 × tp 2 × pp 1 = 4, but the world has 6 ranks"
+            " (start 4 ranks, or set one degree of [mesh] to -1 to fill the world)"
+        ),
+    ]
+    Plan(dp=2).validate()
+    Plan(dp=2).validate(2)
+
+
+def test_the_explanation_has_a_row_for_every_key_and_prints_them() -> None:
+    explanation = Plan(dp=2).explain()
+    assert [row.key for row in explanation] == list(keys_of(Plan))
+    lines = str(explanation).splitlines()
+    assert len(lines) == len(keys_of(Plan))
+    assert lines[0].split() == ["mesh.dp", "2", "argument", "honoured"]
+    with pytest.raises(KeyError):
+        explanation["mesh.dq"]
