@@ -36,6 +36,8 @@ def test_an_argument_beats_them_all(file: Path) -> None:
     assert plan.explain()["training.seed"].source == "argument"
     assert plan.explain()["training.steps"].source == f"file {file}"
     assert Plan(dp=2).explain()["mesh.dp"].source == "argument"
+    # A section replaced whole keeps nothing of the old one, its sources included.
+    assert plan.replace(training=TrainingConfig(seed=5)).explain()["training.steps"].source == "default"
 
 
 def test_the_environment_names_a_file_and_changes_its_keys(file: Path) -> None:

@@ -93,7 +93,8 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
     (
         {"distributed": {"backend": "glooo"}},
         (
-            "distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device such as cpu:gloo,cuda:nccl;"
+            "distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device"
+            " such as cpu:gloo,cuda:nccl;"
             " got 'glooo'"
         ),
         "did you mean gloo?",

@@ -224,7 +224,9 @@ class Plan(Section):
             merges = isinstance(value, Mapping) and name in type(self).model_fields
             sections[name] = {**getattr(self, name).model_dump(exclude_unset=True), **value} if merges else value
         changed = type(self)(**sections)
-        changed._sources = self._sources | dict.fromkeys(_keys_given(given), "argument")
+        whole = tuple(f"{name}." for name, value in given.items() if not isinstance(value, Mapping))
+        kept = {key: source for key, source in self._sources.items() if not key.startswith(whole)}
+        changed._sources = kept | dict.fromkeys(_keys_given(given), "argument")
         changed._name = self._name
         return changed
 

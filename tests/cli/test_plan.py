@@ -1,0 +1,281 @@
+"""`torsh plan`: what it prints, and what it says about broken plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from torsh_distributed.cli.plan import app
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan import Plan
+from torsh_distributed.plan.reference import render
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples/plans").glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORSH_PLAN", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def torsh_plan(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: str | Path) -> str:
+    """What the command says before it ends with status 1."""
+    result = torsh_plan(*arguments)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigurationError)
+    return str(result.exception)
+
+
+# Name, content, ranks, and the whole message; FILE stands for the path.
+BROKEN = {
+    "unknown key": (
+        "plan.toml",
+        "[mesh]\ndpp = 2\n",
+        "2",
+        "FILE: mesh.dpp is not a key of [mesh]\n  got:  key=mesh.dpp\n  hint: did you mean dp?",
+    ),
+    "key of another section": (
+        "plan.toml",
+        "dp = 2\n",
+        "2",
+        "FILE: dp is not a key of a plan\n  got:  key=dp\n  hint: dp belongs in [mesh]",
+    ),
+    "unknown section": (
+        "plan.json",
+        '{"trainin": {"steps": 3}}',
+        "2",
+        "FILE: trainin is not a key of a plan\n  got:  key=trainin\n  hint: did you mean training?",
+    ),
+    "wrong type": (
+        "plan.yaml",
+        "training:\n  steps: ten\n",
+        "2",
+        (
+            "FILE: training.steps must be an integer, at least 1; got 'ten'\n  got:  key=training.steps\n"
+            "  hint: run `torsh plan validate FILE`: it reports every problem at once"
+        ),
+    ),
+    "value out of range": (
+        "plan.toml",
+        "[training]\nlearning_rate = -1.0\n",
+        "2",
+        (
+            "FILE: training.learning_rate must be a number, above 0; got -1.0\n  got:  key=training.learning_rate\n"
+            "  hint: run `torsh plan validate FILE`: it reports every problem at once"
+        ),
+    ),
+    "unknown choice": (
+        "plan.toml",
+        '[precision]\ndtype = "bfloat16"\n',
+        "2",
+        (
+            "FILE: precision.dtype must be one of fp32, bf16, fp16, fp8; got 'bfloat16'\n  got:  key=precision.dtype\n"
+            "  hint: did you mean bf16?"
+        ),
+    ),
+    "unknown backend": (
+        "plan.toml",
+        '[distributed]\nbackend = "glo"\n',
+        "2",
+        (
+            "FILE: distributed.backend must be auto, gloo, nccl, torsh, shm, mpi4py, ucc, fake, or one per device such"
+            " as cpu:gloo,cuda:nccl; got 'glo'\n  got:  key=distributed.backend\n  hint: did you mean gloo?"
+        ),
+    ),
+    "section that is a value": (
+        "plan.toml",
+        "mesh = 4\n",
+        "2",
+        (
+            "FILE: mesh must be a section with keys of its own (dp, shard, tp, pp, ep, cp); got 4\n  got:  key=mesh\n"
+            "  hint: run `torsh plan validate FILE`: it reports every problem at once"
+        ),
+    ),
+    "values that exclude each other": (
+        "plan.toml",
+        "[ddp]\nstatic_graph = true\nfind_unused_parameters = true\n",
+        "2",
+        (
+            "FILE: ddp.find_unused_parameters and static_graph exclude each other\n"
+            "  got:  key=ddp.find_unused_parameters\n"
+            "  hint: keep static_graph if every step uses the same parameters: it finds the unused ones once"
+        ),
+    ),
+    "two axes that fill": (
+        "plan.toml",
+        "[mesh]\ndp = -1\nshard = -1\n",
+        "2",
+        (
+            "FILE: mesh.dp and shard are both -1, but only one axis can fill the world\n  got:  key=mesh.shard\n"
+            "  hint: give all but one of them a number"
+        ),
+    ),
+    "both spellings of a key": (
+        "plan.toml",
+        "[ddp]\nmax_bucket_size_mb = 5.0\nbucket_size_mb = 6.0\n",
+        "2",
+        (
+            "FILE: ddp.bucket_size_mb and ddp.max_bucket_size_mb are both given, and mean the same\n"
+            "  got:  key=ddp.bucket_size_mb\n  hint: keep ddp.max_bucket_size_mb"
+        ),
+    ),
+    "mesh that is not the world": (
+        "plan.toml",
+        "[mesh]\ndp = 4\n",
+        "6",
+        (
+            "FILE: dp 4 × tp 1 × pp 1 = 4, but the world has 6 ranks\n  got:  key=mesh\n"
+            "  hint: start 4 ranks, or set one degree of [mesh] to -1 to fill the world"
+        ),
+    ),
+    "batch that does not divide": (
+        "plan.toml",
+        "[training]\nbatch_size = 10\n",
+        "4",
+        (
+            "FILE: training.batch_size 10 does not divide by data-parallel degree 4 × gradient_accumulation 1 = 4\n"
+            "  got:  key=mesh\n  hint: take a multiple of 4"
+        ),
+    ),
+    "not supported yet": (
+        "plan.toml",
+        "[checkpoint]\nenabled = true\n",
+        "2",
+        (
+            "FILE: checkpoint.enabled = true is not supported by this version yet\n  got:  key=checkpoint.enabled\n"
+            "  hint: leave it at its default, false"
+        ),
+    ),
+    "malformed TOML": (
+        "plan.toml",
+        "[mesh]\ndp = = 2\n",
+        "2",
+        (
+            "FILE, line 2, column 6: not valid TOML: Invalid value\n"
+            "  hint: mend the file there, or start from a plan in examples/plans"
+        ),
+    ),
+    "malformed JSON": (
+        "plan.json",
+        '{"mesh": {"dp" 2}}',
+        "2",
+        (
+            "FILE, line 1, column 16: not valid JSON: Expecting ':' delimiter\n"
+            "  hint: mend the file there, or start from a plan in examples/plans"
+        ),
+    ),
+    "malformed YAML": (
+        "plan.yaml",
+        "mesh: {dp: 2\n",
+        "2",
+        (
+            "FILE, line 2, column 1: not valid YAML: expected ',' or '}', but got '<stream end>'\n"
+            "  hint: mend the file there, or start from a plan in examples/plans"
+        ),
+    ),
+    "list in place of sections": (
+        "plan.json",
+        "[1, 2]",
+        "2",
+        (
+            "FILE: a plan is a table of sections, but this file holds a list\n"
+            "  hint: write sections such as [mesh] and [training] with keys under them"
+        ),
+    ),
+    "unknown suffix": (
+        "plan.ini",
+        "[mesh]\n",
+        "2",
+        (
+            "FILE: the format of a plan is told by its suffix, and .ini is not one of .toml, .json, .yaml, .yml\n"
+            "  hint: rename the file, for instance to plan.toml"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_validate_refuses_a_broken_plan(tmp_path: Path, kind: str) -> None:
+    name, content, world, message = BROKEN[kind]
+    path = tmp_path / name
+    path.write_text(content)
+    said = refusal("validate", path, "--world", world)
+    assert said.replace(str(path), "FILE") == message
+
+
+def test_validate_refuses_a_missing_file_and_none_at_all(tmp_path: Path) -> None:
+    assert refusal("validate", tmp_path / "absent.toml").startswith(f"there is no plan file {tmp_path}/absent.toml")
+    assert refusal("validate") == "there is no plan to check\n  hint: name a file, or set TORSH_PLAN"
+
+
+def test_validate_lists_every_problem_of_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[mesh]\ndpp = 2\n[training]\nsteps = 0\n[precision]\ndtype = "fp64"\n')
+    assert refusal("validate", path).splitlines()[0] == f"{path} has 3 problems:"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_valid_for_two_ranks_and_says_what_it_is_for(path: Path) -> None:
+    result = torsh_plan("validate", path, "--world", "2")
+    assert result.exit_code == 0, result.exception
+    assert result.output.startswith(f"{path} is valid\ndp 2 × tp 1 × pp 1 = 2 ranks; each step takes ")
+    assert path.read_text().startswith("# ")
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 4
+
+
+def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[mesh]\ntp = 2\n[fsdp]\nwrap_classes = ["Block"]\n')
+    monkeypatch.setenv("TORSH_PLAN__TRAINING__SEED", "3")
+    result = torsh_plan("show", path, "--set", "training.steps=5", "--world", "4")
+    assert result.exit_code == 0, result.exception
+    rows = [
+        [cell.strip() for cell in line.strip("│\n ").split("│")]
+        for line in result.output.splitlines()
+        if line.startswith("│")
+    ]
+    assert rows == [
+        ["mesh.tp", "2", f"file {path}", "not yet"],
+        ["fsdp.wrap_classes", "[Block]", f"file {path}", "off by mesh.shard"],
+        ["training.steps", "5", "command line", "honoured"],
+        ["training.seed", "3", "environment TORSH_PLAN__TRAINING__SEED", "honoured"],
+    ]
+    assert result.output.splitlines()[-2:] == [
+        "96 keys are at their defaults (--all shows them).",
+        "dp 2 × tp 2 × pp 1 = 4 ranks; each step takes 32 samples: 1 × 16 on each rank",
+    ]
+
+
+def test_show_takes_the_plan_of_the_environment_and_shows_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Plan(dp=2).save(tmp_path / "plan.toml")
+    monkeypatch.setenv("TORSH_PLAN", str(tmp_path / "plan.toml"))
+    output = torsh_plan("show", "--all").output
+    for row in Plan().explain():
+        assert f" {row.key} " in output
+
+
+def test_schema_describes_every_section() -> None:
+    schema = json.loads(torsh_plan("schema").output)
+    assert list(schema["properties"]) == list(Plan.model_fields)
+    steps = schema["$defs"]["TrainingConfig"]["properties"]["steps"]
+    assert steps["default"] == 1000
+    assert steps["description"] == "Optimizer updates in a run."
+
+
+def test_reference_prints_the_page_or_writes_it(tmp_path: Path) -> None:
+    assert torsh_plan("reference").output == render()
+    assert torsh_plan("reference", "--output", tmp_path / "plan.md").exit_code == 0
+    assert (tmp_path / "plan.md").read_text() == render()
