@@ -138,13 +138,13 @@ BROKEN = {
             "  hint: start 4 ranks, or set one degree of [mesh] to -1 to fill the world"
         ),
     ),
-    "batch that does not divide": (
+    "batch that is too small": (
         "plan.toml",
-        "[training]\nbatch_size = 10\n",
+        "[training]\nbatch_size = 3\n",
         "4",
         (
-            "FILE: training.batch_size 10 does not divide by data-parallel degree 4 × gradient_accumulation 1 = 4\n"
-            "  got:  key=mesh\n  hint: take a multiple of 4"
+            "FILE: training.batch_size 3 is below data-parallel degree 4 × gradient_accumulation 1 = 4\n"
+            "  got:  key=training.batch_size\n  hint: every pass of every rank needs a sample at least"
         ),
     ),
     "not supported yet": (
@@ -228,7 +228,7 @@ def test_validate_lists_every_problem_of_a_plan(tmp_path: Path) -> None:
 def test_every_example_is_valid_for_two_ranks_and_says_what_it_is_for(path: Path) -> None:
     result = torsh_plan("validate", path, "--world", "2")
     assert result.exit_code == 0, result.exception
-    assert result.output.startswith(f"{path} is valid\ndp 2 × tp 1 × pp 1 = 2 ranks; each step takes ")
+    assert result.output.startswith(f"{path} is valid\ndp 2 × tp 1 × pp 1 = 2 ranks; a step takes ")
     assert path.read_text().startswith("# ")
 
 
@@ -240,7 +240,8 @@ def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "plan.toml"
     path.write_text('[mesh]\ntp = 2\n[fsdp]\nwrap_classes = ["Block"]\n')
     monkeypatch.setenv("TORSH_PLAN__TRAINING__SEED", "3")
-    result = torsh_plan("show", path, "--set", "training.steps=5", "--world", "4")
+    settings = ["--set", "training.batch_size=33", "--set", "training.gradient_accumulation=2"]
+    result = torsh_plan("show", path, *settings, "--world", "4")
     assert result.exit_code == 0, result.exception
     rows = [
         [cell.strip() for cell in line.strip("│\n ").split("│")]
@@ -250,12 +251,13 @@ def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.
     assert rows == [
         ["mesh.tp", "2", f"file {path}", "not yet"],
         ["fsdp.wrap_classes", "[Block]", f"file {path}", "off by mesh.shard"],
-        ["training.steps", "5", "command line", "honoured"],
+        ["training.batch_size", "33", "command line", "honoured"],
+        ["training.gradient_accumulation", "2", "command line", "honoured"],
         ["training.seed", "3", "environment TORSH_PLAN__TRAINING__SEED", "honoured"],
     ]
     assert result.output.splitlines()[-2:] == [
-        "96 keys are at their defaults (--all shows them).",
-        "dp 2 × tp 2 × pp 1 = 4 ranks; each step takes 32 samples: 1 × 16 on each rank",
+        "95 keys are at their defaults (--all shows them).",
+        "dp 2 × tp 2 × pp 1 = 4 ranks; a step takes 33 samples: 16 or 17 on each of 2 replicas, in 2 passes",
     ]
 
 

@@ -26,7 +26,7 @@ def test_the_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_file_loads(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(blocks("toml")[0])
-    assert Plan.load(tmp_path / "plan.toml").local_batch_size(2) == 8
+    assert Plan.load(tmp_path / "plan.toml").training.gradient_accumulation == 4
 
 
 def test_the_printed_problems_are_the_real_ones(tmp_path: Path) -> None:

@@ -85,19 +85,15 @@ def test_a_degree_is_a_number_of_ranks(degree: object) -> None:
         MeshConfig(tp=degree)  # type: ignore[arg-type]
 
 
-def test_the_batch_is_shared_out_over_replicas_and_passes() -> None:
-    plan = Plan(tp=2, training=TrainingConfig(batch_size=48, gradient_accumulation=3))
-    assert [plan.local_batch_size(world_size) for world_size in (2, 4, 8)] == [16, 8, 4]
-
-
-def test_a_batch_that_does_not_divide_is_refused_with_the_numbers() -> None:
-    plan = Plan(training=TrainingConfig(batch_size=32, gradient_accumulation=2))
+def test_a_batch_with_too_few_samples_is_refused_with_the_numbers() -> None:
+    plan = Plan(training=TrainingConfig(batch_size=10, gradient_accumulation=3))
+    plan.validate(3)
     with pytest.raises(ConfigurationError) as caught:
-        plan.local_batch_size(3)
+        plan.validate(4)
     assert caught.value.message == (
-        "training.batch_size 32 does not divide by data-parallel degree 3 × gradient_accumulation 2 = 6"
+        "plan: training.batch_size 10 is below data-parallel degree 4 × gradient_accumulation 3 = 12"
     )
-    assert caught.value.hint == "take a multiple of 6"
+    assert caught.value.hint == "every pass of every rank needs a sample at least"
 
 
 def test_resolving_a_plan_keeps_everything_else() -> None:

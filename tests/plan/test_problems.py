@@ -62,7 +62,7 @@ def test_all_problems_are_told_at_once() -> None:
         ({"precision": {"dtype": "BF16"}}, "precision.dtype must be one of fp32, bf16, ", "did you mean bf16?"),
         ({"ddp": {"static_graph": 1}}, "ddp.static_graph must be true or false; got 1", ""),
         ({"training": {"steps": True}}, "training.steps must be an integer, at least 1; got True", ""),
-        ({"training": {"seed": 1.5}}, "training.seed must be an integer, at least 0; got 1.5", ""),
+        ({"training": {"seed": 1.5}}, "training.seed must be an integer, at least 0, at most 4294967295; got 1.5", ""),
         (
             {"training": {"gradient_clipping": 0}},
             "training.gradient_clipping must be a number (left out: none), above 0; got 0",

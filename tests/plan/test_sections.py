@@ -71,9 +71,9 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
         "lower the first or raise the second",
     ),
     (
-        {"training": {"batch_size": 10, "gradient_accumulation": 4}},
-        "training.batch_size 10 does not divide by gradient_accumulation 4",
-        "take a multiple of 4",
+        {"training": {"batch_size": 2, "gradient_accumulation": 4}},
+        "training.gradient_accumulation 4 is above batch_size 2",
+        "a pass needs a sample at least",
     ),
     (
         {"training": {"steps": 10, "warmup_steps": 20}},

@@ -90,10 +90,11 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _fit(plan: Plan, world_size: int) -> str:
-    resolved = plan.resolve(world_size)
-    samples = resolved.local_batch_size(world_size)
-    passes = resolved.training.gradient_accumulation
+    mesh, training = plan.mesh.resolve(world_size), plan.training
+    least, rest = divmod(training.batch_size, mesh.data_degree)
+    share = f"{least} or {least + 1}" if rest else f"{least}"
+    passes = "1 pass" if training.gradient_accumulation == 1 else f"{training.gradient_accumulation} passes"
     return (
-        f"{resolved.mesh.equation} ranks; each step takes {resolved.training.batch_size} samples:"
-        f" {passes} × {samples} on each rank"
+        f"{mesh.equation} ranks; a step takes {training.batch_size} samples:"
+        f" {share} on each of {mesh.data_degree} replicas, in {passes}"
     )

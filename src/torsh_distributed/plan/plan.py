@@ -284,26 +284,13 @@ class Plan(Section):
         resolved._sources = dict(self._sources)  # a number put in for -1 is no argument of the user's
         return resolved
 
-    def local_batch_size(self, world_size: int) -> int:
-        """Samples a rank puts through the model in one pass: its share of `training.batch_size`."""
-        mesh, training = self.mesh.resolve(world_size), self.training
-        passes = mesh.data_degree * training.gradient_accumulation
-        share, rest = divmod(training.batch_size, passes)
-        if rest:
-            raise ConfigurationError(
-                f"training.batch_size {training.batch_size} does not divide by data-parallel degree {mesh.data_degree}"
-                f" × gradient_accumulation {training.gradient_accumulation} = {passes}",
-                hint=f"take a multiple of {passes}",
-            )
-        return share
-
     @override
     def validate(self, world_size: int | None = None) -> None:  # type: ignore[override]  # pydantic 1's, deprecated
         """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given."""
         problems = list(self._support_problems())
         if world_size is not None:
             try:
-                self.local_batch_size(world_size)
+                problems += self._batch_problems(self.mesh.resolve(world_size).data_degree)
             except ConfigurationError as error:
                 problems.append(Problem("mesh", error.message, error.hint or ""))
         if problems:
@@ -314,6 +301,17 @@ class Plan(Section):
             default = show(_DEFAULTS.value(key))
             text = f"{key} = {show(self.value(key))} is not supported by this version yet"
             yield Problem(key, text, f"leave it at its default, {default}")
+
+    def _batch_problems(self, data_degree: int) -> Iterator[Problem]:
+        training = self.training
+        passes = data_degree * training.gradient_accumulation
+        if training.batch_size < passes:
+            yield Problem(
+                "training.batch_size",
+                f"training.batch_size {training.batch_size} is below data-parallel degree {data_degree}"
+                f" × gradient_accumulation {training.gradient_accumulation} = {passes}",
+                "every pass of every rank needs a sample at least",
+            )
 
     # Pydantic would compare the sources too.
     @override

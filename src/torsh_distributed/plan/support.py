@@ -29,14 +29,6 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "training.learning_rate": None,
     "training.seed": None,
     "training.log_every": None,
-    "retry.max_retries": None,
-    "retry.initial_delay_s": None,
-    "retry.multiplier": None,
-    "retry.max_delay_s": None,
-    "retry.total_timeout_s": None,
-    "retry.jitter": None,
-    "retry.exponential": None,
-    "observe.events_dir": None,
 }
 """Key to the values it may take today, or None where all of them work."""
 

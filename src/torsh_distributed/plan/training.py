@@ -37,7 +37,7 @@ class TrainingConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of initial weights and of the order of samples."""
 
     log_every: int = Field(default=10, ge=1)
@@ -45,11 +45,11 @@ class TrainingConfig(Section):
 
     @override
     def find_problems(self) -> Iterator[Problem]:
-        if self.batch_size % self.gradient_accumulation:
+        if self.gradient_accumulation > self.batch_size:
             yield Problem(
-                "batch_size",
-                f"batch_size {self.batch_size} does not divide by gradient_accumulation {self.gradient_accumulation}",
-                f"take a multiple of {self.gradient_accumulation}",
+                "gradient_accumulation",
+                f"gradient_accumulation {self.gradient_accumulation} is above batch_size {self.batch_size}",
+                "a pass needs a sample at least",
             )
         if self.warmup_steps > self.steps:
             yield Problem(
