@@ -7,7 +7,6 @@ deadline and by name, where c10d alone would hang or time out without saying who
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from torsh_distributed.comm.key_wait import wait_for_keys
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,
@@ -222,9 +222,7 @@ def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:
 
 def _read_arrival(store: dist.Store, index: int, timeout_s: float) -> Arrival | None:
     key = f"arrival/{index}"
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
+    if not wait_for_keys(store, [key], timeout_s):
         return None
     try:
         return Arrival(**json.loads(store.get(key)))
@@ -239,13 +237,12 @@ def _read_arrival(store: dist.Store, index: int, timeout_s: float) -> Arrival | 
 def _await_verdict(store: dist.Store, me: Arrival, deadline: float) -> dict[str, Any]:
     remaining = max(deadline - time.monotonic(), 0.0) + _VERDICT_GRACE_S
     try:
-        store.wait(["verdict"], timedelta(seconds=remaining))
+        if not wait_for_keys(store, ["verdict"], remaining):
+            return _verdict_without_leader(store, me)
         verdict: dict[str, Any] = json.loads(store.get("verdict"))
         if "error" in verdict:
             # Readers are told apart by order alone: duplicate ranks are one of the errors.
             store.set(f"read/{store.add('reads', 1) + 1}", b"")
-    except dist.DistStoreError:
-        return _verdict_without_leader(store, me)
     except dist.DistNetworkError as error:
         raise CommunicationError(
             "the store of the job went away while the ranks were meeting",
@@ -269,9 +266,8 @@ def _verdict_without_leader(store: dist.Store, me: Arrival) -> dict[str, Any]:
 def _await_acknowledgements(store: dist.Store) -> None:
     """Rank 0 hosts the store: stay until all who arrived have read the verdict, or a moment has passed."""
     others = [f"read/{index}" for index in range(2, store.add("arrivals", 0) + 1)]
-    # A process that died after arriving never reads: the bounded wait is all it gets.
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait(others, timedelta(seconds=_ACK_GRACE_S))
+    # A process that died after arriving never reads: whether all did in time changes nothing any more.
+    wait_for_keys(store, others, _ACK_GRACE_S)
 
 
 def _to_error(verdict: dict[str, Any]) -> TorshError:

@@ -38,6 +38,8 @@ def emit(event: Event) -> None:
 
 def wanted(kind: type[Event]) -> bool:
     """Whether anyone would receive an event of this type: ask before building a costly one."""
+    if not _subscriptions:
+        return False
     return any(not types or issubclass(kind, types) for _, types in _subscriptions)
 
 

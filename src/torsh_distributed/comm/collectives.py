@@ -1,0 +1,377 @@
+"""The collectives: typed, group-aware, with a deadline, in the flight recorder.
+
+Each takes `async_op` (return a `Work` at once), `group` (default: the world) and `timeout_s` (default: the group's).
+Every rank of the group calls the same operations in the same order. Tensors may have any layout; results that are not
+the argument itself are new tensors. Roots are ranks of the world, as in torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Unpack
+
+from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.trace import recorder
+from torsh_distributed.comm.work import Work, explain
+from torsh_distributed.errors import (
+    BackendNotInitialized,
+    InvalidArgument,
+    RankOutOfBounds,
+    TensorShapeMismatch,
+    TorshError,
+)
+
+R = TypeVar("R")
+
+
+class Where(TypedDict, total=False):
+    """On which group an operation runs, and how long it may take."""
+
+    group: dist.ProcessGroup | None
+    timeout_s: float | None
+
+
+@overload
+def all_reduce(
+    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[False] = ..., **where: Unpack[Where]
+) -> Tensor: ...
+@overload
+def all_reduce(
+    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[True], **where: Unpack[Where]
+) -> Work[Tensor]: ...
+def all_reduce(
+    tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **where: Unpack[Where]
+) -> Tensor | Work[Tensor]:
+    """Fold `tensor` over all ranks, in place; every rank gets the result."""
+    reduction = _reduction(op, tensor)
+    return run(
+        "all_reduce",
+        num_bytes(tensor),
+        lambda group, is_async: dist.all_reduce(tensor, reduction, group=group, async_op=is_async),
+        lambda: tensor,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def reduce(
+    tensor: Tensor, dst: int, op: ReduceOp | str = ..., *, async_op: Literal[False] = ..., **where: Unpack[Where]
+) -> Tensor: ...
+@overload
+def reduce(
+    tensor: Tensor, dst: int, op: ReduceOp | str = ..., *, async_op: Literal[True], **where: Unpack[Where]
+) -> Work[Tensor]: ...
+def reduce(
+    tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **where: Unpack[Where]
+) -> Tensor | Work[Tensor]:
+    """Fold `tensor` over all ranks into the one of rank `dst`, in place; elsewhere its values are then undefined."""
+    reduction = _reduction(op, tensor)
+    check_member(dst, "dst", where.get("group"))
+    return run(
+        "reduce",
+        num_bytes(tensor),
+        lambda group, is_async: dist.reduce(tensor, dst, reduction, group=group, async_op=is_async),
+        lambda: tensor,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def broadcast(tensor: Tensor, src: int, *, async_op: Literal[False] = ..., **where: Unpack[Where]) -> Tensor: ...
+@overload
+def broadcast(tensor: Tensor, src: int, *, async_op: Literal[True], **where: Unpack[Where]) -> Work[Tensor]: ...
+def broadcast(tensor: Tensor, src: int, *, async_op: bool = False, **where: Unpack[Where]) -> Tensor | Work[Tensor]:
+    """Make every rank's `tensor` equal to that of rank `src`, in place."""
+    check_member(src, "src", where.get("group"))
+    return run(
+        "broadcast",
+        num_bytes(tensor),
+        lambda group, is_async: dist.broadcast(tensor, src, group=group, async_op=is_async),
+        lambda: tensor,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def all_gather(tensor: Tensor, *, async_op: Literal[False] = ..., **where: Unpack[Where]) -> list[Tensor]: ...
+@overload
+def all_gather(tensor: Tensor, *, async_op: Literal[True], **where: Unpack[Where]) -> Work[list[Tensor]]: ...
+def all_gather(tensor: Tensor, *, async_op: bool = False, **where: Unpack[Where]) -> list[Tensor] | Work[list[Tensor]]:
+    """The tensors of all ranks, by rank; they have one shape. For shapes that differ see `all_gather_varsize`."""
+    source = tensor.contiguous()
+    gathered = [torch.empty_like(source) for _ in range(resolve_group(where.get("group")).size())]
+    return run(
+        "all_gather",
+        num_bytes(tensor) * len(gathered),
+        lambda group, is_async: dist.all_gather(gathered, source, group=group, async_op=is_async),
+        lambda: gathered,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def gather(
+    tensor: Tensor, dst: int, *, async_op: Literal[False] = ..., **where: Unpack[Where]
+) -> list[Tensor] | None: ...
+@overload
+def gather(
+    tensor: Tensor, dst: int, *, async_op: Literal[True], **where: Unpack[Where]
+) -> Work[list[Tensor] | None]: ...
+def gather(
+    tensor: Tensor, dst: int, *, async_op: bool = False, **where: Unpack[Where]
+) -> list[Tensor] | Work[list[Tensor] | None] | None:
+    """The tensors of all ranks, by rank, on rank `dst`; None elsewhere."""
+    world = resolve_group(where.get("group"))
+    check_member(dst, "dst", world)
+    source = tensor.contiguous()
+    is_root = dist.get_rank() == dst
+    gathered = [torch.empty_like(source) for _ in range(world.size())] if is_root else None
+    return run(
+        "gather",
+        num_bytes(tensor) * (world.size() if is_root else 1),
+        lambda group, is_async: dist.gather(source, gathered, dst, group=group, async_op=is_async),
+        lambda: gathered,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def scatter(
+    tensor: Tensor,
+    src: int,
+    parts: Sequence[Tensor] | None = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **where: Unpack[Where],
+) -> Tensor: ...
+@overload
+def scatter(
+    tensor: Tensor, src: int, parts: Sequence[Tensor] | None = ..., *, async_op: Literal[True], **where: Unpack[Where]
+) -> Work[Tensor]: ...
+def scatter(
+    tensor: Tensor,
+    src: int,
+    parts: Sequence[Tensor] | None = None,
+    *,
+    async_op: bool = False,
+    **where: Unpack[Where],
+) -> Tensor | Work[Tensor]:
+    """Fill `tensor` with this rank's entry of the `parts` that rank `src` gives; the others give none."""
+    world = resolve_group(where.get("group"))
+    check_member(src, "src", world)
+    is_root = dist.get_rank() == src
+    if is_root != (parts is not None) or (parts is not None and len(parts) != world.size()):
+        raise InvalidArgument(
+            "scatter takes one part for each rank, on the source rank alone",
+            hint=f"pass {world.size()} parts on rank {src} and none elsewhere",
+            src=src,
+            rank=dist.get_rank(),
+            num_parts=None if parts is None else len(parts),
+        )
+    sources = None if parts is None else [part.contiguous() for part in parts]
+    return run(
+        "scatter",
+        num_bytes(tensor),
+        lambda group, is_async: dist.scatter(tensor, sources, src, group=group, async_op=is_async),
+        lambda: tensor,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def reduce_scatter(
+    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[False] = ..., **where: Unpack[Where]
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[True], **where: Unpack[Where]
+) -> Work[Tensor]: ...
+def reduce_scatter(
+    tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **where: Unpack[Where]
+) -> Tensor | Work[Tensor]:
+    """This rank's part of the fold of `tensor` over all ranks. Dim 0 is split evenly, in order of rank."""
+    world = resolve_group(where.get("group"))
+    reduction = _reduction(op, tensor)
+    _check_splits(tensor, world.size(), "reduce_scatter")
+    source = tensor.contiguous()
+    part = source.new_empty((source.shape[0] // world.size(), *source.shape[1:]))
+    return run(
+        "reduce_scatter",
+        num_bytes(tensor),
+        lambda group, is_async: _reduce_scatter_single(part, source, reduction, group=group, async_op=is_async),
+        lambda: part,
+        async_op=async_op,
+        **where,
+    )
+
+
+@overload
+def all_to_all(
+    tensor: Tensor,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **where: Unpack[Where],
+) -> Tensor: ...
+@overload
+def all_to_all(
+    tensor: Tensor,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    *,
+    async_op: Literal[True],
+    **where: Unpack[Where],
+) -> Work[Tensor]: ...
+def all_to_all(
+    tensor: Tensor,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    **where: Unpack[Where],
+) -> Tensor | Work[Tensor]:
+    """Send rows of `tensor` to every rank and return the rows received, in order of rank.
+
+    Rows are split evenly, or by `input_splits` (rows to each rank) and `output_splits` (rows from each rank).
+    """
+    world = resolve_group(where.get("group"))
+    if (input_splits is None) != (output_splits is None):
+        raise InvalidArgument("give both input_splits and output_splits, or neither", hint="even splits need neither")
+    if input_splits is None or output_splits is None:
+        _check_splits(tensor, world.size(), "all_to_all")
+        num_rows = tensor.shape[0]
+    else:
+        for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
+            if len(splits) != world.size() or any(rows < 0 for rows in splits):
+                raise InvalidArgument(
+                    f"{name} must give a number of rows for each of the {world.size()} ranks", got=list(splits)
+                )
+        if sum(input_splits) != tensor.shape[0]:
+            raise TensorShapeMismatch(
+                f"input_splits add up to {sum(input_splits)} rows, but the tensor has {tensor.shape[0]}",
+                input_splits=list(input_splits),
+                shape=tuple(tensor.shape),
+            )
+        num_rows = sum(output_splits)
+    source = tensor.contiguous()
+    received = source.new_empty((num_rows, *source.shape[1:]))
+    sizes = (
+        None if output_splits is None else list(output_splits),
+        None if input_splits is None else list(input_splits),
+    )
+    return run(
+        "all_to_all",
+        num_bytes(tensor),
+        lambda group, is_async: dist.all_to_all_single(received, source, *sizes, group=group, async_op=is_async),
+        lambda: received,
+        async_op=async_op,
+        **where,
+    )
+
+
+def barrier(*, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    """Return when every rank of the group has called it; OperationTimeout names those that did not come."""
+    run(
+        "barrier",
+        0,
+        lambda group, is_async: dist.barrier(group=group, async_op=is_async),
+        lambda: None,
+        async_op=False,
+        group=group,
+        timeout_s=timeout_s,
+    )
+
+
+Start = Callable[[dist.ProcessGroup, bool], dist.Work | None]
+
+
+def run(
+    op: str,
+    size_bytes: int,
+    start: Start,
+    finish: Callable[[], R],
+    *,
+    async_op: bool,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    peer: int | None = None,
+) -> R | Work[R]:
+    """Record an operation, start it, and wait for it unless `async_op`; the one way to the backend.
+
+    `start(group, is_async)` calls c10d; `finish()` makes the result. Without a deadline of its own a synchronous call
+    goes to the backend as such: ours then work in the caller's thread, without a hop to another.
+    """
+    chosen = resolve_group(group)
+    record = recorder.begin(op, chosen.group_name, size_bytes, peer)
+    started = time.monotonic()
+    try:
+        pending = start(chosen, async_op or timeout_s is not None)
+    except TorshError as error:
+        recorder.end(record, error)
+        raise
+    except RuntimeError as error:
+        explained = explain(error, chosen, record, started, timeout_s)
+        recorder.end(record, explained)
+        raise explained from error
+    work = Work(pending, finish, record=record, group=chosen, timeout_s=timeout_s)
+    return work if async_op else work.wait()
+
+
+# torch 2.13 renames it and warns about the old name; 2.11 has only the old one. Drop with support for torch < 2.13.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group meant: the given one, or the world; raises on ranks that are not its members."""
+    if not dist.is_initialized():
+        raise BackendNotInitialized("a collective needs the process group")
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None
+    if not isinstance(chosen, dist.ProcessGroup):  # torch gives non-members an int in place of the group
+        raise InvalidArgument(
+            "this rank is not a member of the group", hint="only members call its collectives", rank=dist.get_rank()
+        )
+    return chosen
+
+
+def _reduction(op: ReduceOp | str, tensor: Tensor) -> dist.ReduceOp.RedOpType:
+    chosen = op if type(op) is ReduceOp else ReduceOp.parse(op)
+    chosen.check(tensor.dtype)
+    return chosen.to_torch()
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """The size of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def check_member(rank: int, name: str, group: dist.ProcessGroup | None) -> None:
+    """Raise RankOutOfBounds unless the rank of the world belongs to the group."""
+    members = dist.get_process_group_ranks(resolve_group(group))
+    if rank not in members:
+        raise RankOutOfBounds(
+            f"{name} {rank} is not a rank of the group", hint="roots are ranks of the world", rank=rank, group=members
+        )
+
+
+def _check_splits(tensor: Tensor, num_ranks: int, operation: str) -> None:
+    if tensor.dim() == 0 or tensor.shape[0] % num_ranks:
+        raise TensorShapeMismatch(
+            f"{operation} splits dim 0 evenly over {num_ranks} ranks, and it does not divide",
+            hint=f"pad dim 0 to a multiple of {num_ranks}",
+            shape=tuple(tensor.shape),
+            num_ranks=num_ranks,
+        )
