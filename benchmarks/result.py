@@ -1,0 +1,87 @@
+"""Results: what a run of a case found, as JSON that is kept beside the code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from benchmarks.machine import ROOT, Machine, describe_machine
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The rows of a case, with all that is needed to read them a year later."""
+
+    case: str
+    title: str
+    about: str
+    x_label: str
+    budget: str
+    machine: Machine
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rivals(self) -> list[str]:
+        """Every rival of any row, in order of appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.rivals))
+
+
+def run_case(name: str, case: Case, budget: Budget) -> Result:
+    """Measure a case from beginning to end."""
+    machine = describe_machine()
+    found = list(case.rows(budget))
+    return Result(
+        case=name,
+        title=case.title,
+        about=" ".join(case.about.split()),
+        x_label=case.x_label,
+        budget=budget.name,
+        machine=machine,
+        rows=tuple(row for row in found if isinstance(row, Row)),
+        notes=tuple(note.text for note in found if isinstance(note, Note)),
+    )
+
+
+def save_result(result: Result, folder: Path) -> Path:
+    """Write `<case>.json`, whole or not at all; ratios are in it for readers, and recomputed on loading."""
+    record = asdict(result)
+    for row, written in zip(result.rows, record["rows"], strict=True):
+        written["ratios"] = {name: round(ratio, 3) for name, ratio in row.ratios.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.case}.json"
+    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def load_result(path: Path) -> Result:
+    """Read what `save_result` wrote."""
+    record = json.loads(path.read_text())
+    rows = tuple(_row(written) for written in record.pop("rows"))
+    machine = Machine(**record.pop("machine"))
+    notes = tuple(record.pop("notes"))
+    return Result(**record, rows=rows, machine=machine, notes=notes)
+
+
+def load_results(folder: Path = RESULTS) -> list[Result]:
+    """All results of a folder, by name of the case."""
+    return [load_result(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _row(written: Mapping[str, Any]) -> Row:
+    return Row(
+        name=written["name"],
+        unit=Unit(written["unit"]),
+        ours=Measurement(**written["ours"]),
+        rivals={name: Measurement(**rival) for name, rival in written["rivals"].items()},
+        x=written["x"],
+    )

@@ -1,0 +1,41 @@
+"""Numbers as people read them, the same in table, page and plot."""
+
+from __future__ import annotations
+
+from benchmarks.harness import Row, Unit
+
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_LARGE = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def quantity(value: float, unit: Unit) -> str:
+    """Three significant digits with a fitting prefix: 0.0000042 s is `4.20 µs`."""
+    number, name = _scaled(value, unit)
+    return f"{_digits(number)} {name}"
+
+
+def tick(value: float, unit: Unit) -> str:
+    """The same on an axis, where values are round: `10 µs`."""
+    if value == 0:
+        return "0"
+    number, name = _scaled(value, unit)
+    return f"{number:g} {name}"
+
+
+def _scaled(value: float, unit: Unit) -> tuple[float, str]:
+    scales = _TIMES if unit is Unit.SECONDS else _LARGE
+    scale, prefix = next((each for each in scales if value >= 0.9995 * each[0]), scales[-1])
+    suffix = {Unit.SECONDS: "", Unit.BYTES: "B", Unit.BYTES_PER_SECOND: "B/s", Unit.PER_SECOND: "/s"}[unit]
+    return value / scale, f"{prefix}{suffix}"
+
+
+def _digits(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def ratio(row: Row, rival: str) -> str:
+    """`3.4×`, or nothing where there is no such rival."""
+    factor = row.ratios.get(rival)
+    return "" if factor is None else f"{_digits(factor)}×"

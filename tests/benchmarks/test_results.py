@@ -1,0 +1,127 @@
+"""Results: they survive the file, the page and the pictures follow from them, and what is kept is a full run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks.cases import case_names, load_case
+from benchmarks.harness import QUICK, Budget, Case, Measurement, Note, Row, Unit
+from benchmarks.machine import ROOT, describe_machine
+from benchmarks.page import PAGE, page_text, write_page
+from benchmarks.plot import fingerprint, save_plot
+from benchmarks.result import RESULTS, Result, load_result, load_results, run_case, save_result
+from benchmarks.table import table_of
+
+
+def measured(median: float) -> Measurement:
+    return Measurement(median=median, low=median * 0.9, high=median * 1.2, num_samples=3)
+
+
+def rows(budget: Budget) -> Iterator[Row | Note]:
+    yield Row(name="one", unit=Unit.SECONDS, ours=measured(1e-6), rivals={"theirs": measured(3e-6)})
+    yield Row(name="two", unit=Unit.PER_SECOND, ours=measured(2e3), rivals={"others": measured(4e3)})
+    yield Note(text=f"measured on a {budget.name} budget")
+
+
+@pytest.fixture
+def result() -> Result:
+    return run_case("sample", Case(title="A sample", about="Of\n    numbers.", rows=rows), QUICK)
+
+
+def test_a_result_survives_the_file(result: Result, tmp_path: Path) -> None:
+    path = save_result(result, tmp_path / "new")
+    assert load_result(path) == result
+    assert load_results(tmp_path / "new") == [result]
+    assert json.loads(path.read_text())["rows"][0]["ratios"] == {"theirs": 3.0}
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert machine.num_cores >= 1
+    assert machine.memory_gb > 0.1
+    assert machine.cpu
+    assert machine.torch.startswith("2.")
+
+
+def test_the_page_has_every_number_and_ratio(result: Result) -> None:
+    page = page_text([result])
+    assert "| one | **1.00 µs** | 3.00 µs | 3.00× |  |  |" in page
+    assert "| two | **2.00 k/s** |  |  | 4.00 k/s | 0.50× |" in page
+    assert "Of numbers." in page
+    assert "> measured on a quick budget" in page
+    assert "python -m benchmarks sample" in page
+
+
+def test_the_table_warns_of_a_quick_run(result: Result) -> None:
+    assert "do not quote" in str(table_of(result).caption)
+
+
+@pytest.mark.parametrize("x", [None, 1.0])
+def test_a_picture_knows_its_numbers(result: Result, tmp_path: Path, x: float | None) -> None:
+    placed = [Row(name=row.name, unit=row.unit, ours=row.ours, rivals=row.rivals, x=x) for row in result.rows]
+    drawn = run_case("sample", Case(title="A sample", about="", rows=lambda _: iter(placed), x_label="x"), QUICK)
+    with Image.open(save_plot(drawn, tmp_path)) as image:
+        assert image.info["Source"] == fingerprint(drawn)
+        assert image.width > 1000
+
+
+def test_the_page_of_the_site_is_in_step_with_the_results() -> None:
+    assert PAGE.read_text() == page_text(load_results()), "run `python -m benchmarks --page`"
+
+
+def test_the_pictures_are_in_step_with_the_results() -> None:
+    for result in load_results():
+        with Image.open(RESULTS / f"{result.case}.png") as image:
+            assert image.info["Source"] == fingerprint(result), "run `python -m benchmarks --page`"
+
+
+def test_kept_results_are_full_runs_of_cases_that_exist() -> None:
+    for result in load_results():
+        assert result.case in case_names()
+        assert result.budget == "full", result.case
+
+
+def test_every_case_is_well_formed() -> None:
+    assert {"bed", "events", "store"} <= set(case_names())
+    for name in case_names():
+        case = load_case(name)
+        assert case.title
+        assert case.about
+
+
+def test_a_page_can_be_written_elsewhere(result: Result, tmp_path: Path) -> None:
+    save_result(result, tmp_path)
+    write_page(tmp_path / "page.md", tmp_path, redraw=True)
+    assert (tmp_path / "page.md").read_text() == page_text([result])
+    assert (tmp_path / "sample.png").exists()
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+
+
+def test_an_unknown_case_proposes_the_nearest() -> None:
+    done = run("evnts")
+    assert done.returncode == 2
+    assert "did you mean events?" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", case_names())
+def test_a_quick_run_of_every_case_works(name: str, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in RESULTS.glob("*")}
+    done = run(name, "--quick", "--json", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = load_result(tmp_path / f"{name}.json")
+    assert found.rows
+    assert found.budget == "quick"
+    assert (tmp_path / f"{name}.png").exists()
+    assert {path: path.stat().st_mtime_ns for path in RESULTS.glob("*")} == before
