@@ -54,7 +54,7 @@ class LineSplitter:
     """Cuts a byte stream into lines at newlines and carriage returns (progress bars); over-long ones are cut too."""
 
     # A carriage return at the very end may be half of a line end: it waits for the next byte.
-    _LINE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r(?!\Z))")
+    _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
     def __init__(self) -> None:
         self._rest = b""
@@ -63,13 +63,13 @@ class LineSplitter:
         """The lines completed by `data`."""
         buffer = self._rest + data
         lines = []
-        end = 0
-        for match in self._LINE.finditer(buffer):
-            line, terminator = match.groups()
-            end = match.end()
-            if line or terminator != b"\r":
-                lines.append(line)
-        self._rest = buffer[end:]
+        start = 0
+        for match in self._LINE_END.finditer(buffer):
+            # A progress bar begins with a carriage return: that is no empty line.
+            if match.start() > start or match.group() != b"\r":
+                lines.append(buffer[start : match.start()])
+            start = match.end()
+        self._rest = buffer[start:]
         while len(self._rest) > _MAX_LINE_BYTES:
             lines.append(self._rest[:_MAX_LINE_BYTES])
             self._rest = self._rest[_MAX_LINE_BYTES:]
@@ -147,6 +147,8 @@ class OutputPump:
         """Read what is there, close every pipe and log. A blocked terminal is waited for until the deadline only."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            if self._is_closing:
+                return
             self._changed.wait_for(lambda: not any(self._open.values()), timeout_s)
             self._is_closing = True
         os.write(self._wake_write, b"x")

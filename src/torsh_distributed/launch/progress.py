@@ -1,6 +1,6 @@
 """How far a rank has come, in a small file that outlives it: for the launcher's report on a dead rank.
 
-The file is one record of 32 bytes, written with a single pwrite: magic, last completed step, last step
+The file is one record of 28 bytes, written with a single pwrite: magic, last completed step, last step
 saved in a checkpoint (-1: none yet), CRC-32 of what precedes, little-endian. A torn or foreign record
 fails the checksum and is read as unknown.
 """
@@ -19,7 +19,7 @@ from torsh_distributed.events import CheckpointEvent, Event, StepEvent, subscrib
 
 _MAGIC = b"TORSHPRG"
 _BODY = struct.Struct("<8sqq")
-_RECORD = struct.Struct("<8sqqII")
+_RECORD = struct.Struct("<8sqqI")
 _NONE = -1
 
 
@@ -39,7 +39,7 @@ def read_progress(path: str | Path) -> Progress:
         return Progress()
     if len(data) != _RECORD.size:
         return Progress()
-    magic, step, checkpoint_step, crc, _ = _RECORD.unpack(data)
+    magic, step, checkpoint_step, crc = _RECORD.unpack(data)
     if magic != _MAGIC or crc != zlib.crc32(data[: _BODY.size]):
         return Progress()
     return Progress(
@@ -51,7 +51,7 @@ def read_progress(path: str | Path) -> Progress:
 class ProgressWriter:
     """Keeps the record of this rank up to date from step and checkpoint events.
 
-    One pwrite of 32 bytes per step (microseconds, page cache only): it survives the process, not the machine.
+    One pwrite of 28 bytes per step (microseconds, page cache only): it survives the process, not the machine.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -83,7 +83,7 @@ class ProgressWriter:
         if self._fd < 0:
             return
         body = _BODY.pack(_MAGIC, _or_none(self.progress.step), _or_none(self.progress.checkpoint_step))
-        os.pwrite(self._fd, body + struct.pack("<II", zlib.crc32(body), 0), 0)
+        os.pwrite(self._fd, body + struct.pack("<I", zlib.crc32(body)), 0)
 
     def close(self) -> None:
         """Stop listening; the file stays. Closing twice does nothing."""

@@ -1,0 +1,221 @@
+"""Jobs on several nodes: one launcher per node, all of them on loopback."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.bed.world import World
+from tests.launch.jobs import launch, still_running, write_script
+from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
+from torsh_distributed.launch.job import launch_job
+from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
+
+
+def test_the_nodes_start_together_and_end_together(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")
+        leave(f"rank-{rank}", " ".join(os.environ[key] for key in keys))
+        """,
+    )
+    first, second = launch(world, script, num_nodes=2)
+    assert (first.value, second.value) == (0, 0), first.output + second.output
+    found = [(tmp_path / f"rank-{rank}").read_text().split() for rank in range(4)]
+    assert [line[:6] for line in found] == [
+        ["0", "0", "4", "2", "0", "2"],
+        ["1", "1", "4", "2", "0", "2"],
+        ["2", "0", "4", "2", "1", "2"],
+        ["3", "1", "4", "2", "1", "2"],
+    ]
+    assert len({line[6] for line in found}) == 1
+
+
+def test_a_failure_on_one_node_restarts_all_of_them(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        leave(f"rank-{rank}-attempt-{attempt}", os.environ["MASTER_PORT"])
+        if attempt == 0:
+            if rank == 2:
+                wait_for(*(f"rank-{number}-attempt-0" for number in range(4)))
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+        """,
+    )
+    outcomes = launch(world, script, num_nodes=2, max_restarts=1)
+    for outcome in outcomes:
+        assert outcome.value == 0, outcome.output
+        assert "rank 2 on node 1 (" in outcome.output
+        assert "failed first: signal 9 (SIGKILL, killed)" in outcome.output
+    ports = {
+        attempt: {(tmp_path / f"rank-{rank}-attempt-{attempt}").read_text() for rank in range(4)} for attempt in (0, 1)
+    }
+    assert len(ports[0]) == len(ports[1]) == 1
+    assert ports[0] != ports[1]
+    assert not still_running(tmp_path, timeout_s=0)
+
+
+def test_a_failure_without_restarts_ends_all_nodes_with_its_code(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        leave(f"rank-{rank}")
+        if rank == 3:
+            wait_for(*(f"rank-{number}" for number in range(4)))
+            sys.exit(9)
+        signal.pause()
+        """,
+    )
+    outcomes = launch(world, script, num_nodes=2)
+    assert [outcome.value for outcome in outcomes] == [9, 9]
+    assert not still_running(tmp_path, timeout_s=0)
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_signal_to_one_launcher_ends_all_nodes(world: World, tmp_path: Path, node_rank: int) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+        leave(f"rank-{{rank}}")
+        if rank == {2 * node_rank}:
+            wait_for(*(f"rank-{{number}}" for number in range(4)))
+            os.kill(launcher, signal.SIGTERM)
+        signal.pause()
+        """,
+    )
+    outcomes = launch(world, script, num_nodes=2)
+    assert [outcome.value for outcome in outcomes] == [143, 143], [outcome.output for outcome in outcomes]
+    assert not still_running(tmp_path, timeout_s=0)
+
+
+@pytest.mark.parametrize(("killed", "told"), [(1, 0), (0, 1)])
+def test_a_launcher_that_is_killed_is_named_and_nothing_stays(
+    world: World, tmp_path: Path, killed: int, told: int
+) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+        leave(f"rank-{{rank}}")
+        if rank == {2 * killed}:
+            wait_for(*(f"rank-{{number}}" for number in range(4)))
+            os.kill(launcher, signal.SIGKILL)
+        signal.pause()
+        """,
+    )
+    outcomes = launch(world, script, num_nodes=2)
+    assert outcomes[killed].exit_code == -9
+    assert outcomes[told].value == 1
+    assert f"torsh run: node {killed} (" in outcomes[told].output
+    assert "its launcher is gone: it closed the connection" in outcomes[told].output
+    assert not still_running(tmp_path)
+
+
+def test_a_launcher_that_is_stopped_is_missed_by_its_heartbeat(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        leave(f"rank-{rank}")
+        wait_for(*(f"rank-{number}" for number in range(4)))
+        if rank == 2:
+            os.kill(launcher, signal.SIGSTOP)
+            wait_for("ended")
+            os.kill(launcher, signal.SIGCONT)
+        elif rank == 0:
+            # Ended by its launcher, which then tells by a file that it noticed.
+            signal.signal(signal.SIGTERM, lambda *_: (leave("ended"), sys.exit(0)))
+        signal.pause()
+        """,
+    )
+    first, second = launch(world, script, num_nodes=2, heartbeat_timeout_s=0.6)
+    assert first.value == 1
+    assert "node 1 (" in first.output
+    assert "no sign of life for" in first.output
+    assert second.value == 1
+    assert not still_running(tmp_path, timeout_s=0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_absent_nodes_are_named_at_the_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+    spec = JobSpec(
+        entry=Entry(kind=EntryKind.COMMAND, target="true"), nnodes=3, master_port=free_port(), join_timeout_s=0.2
+    )
+    assert launch_job(spec) == 1
+    assert "node 1 and 2 of 3 did not join within 0.2 s" in capfd.readouterr().err
+
+
+def test_a_master_that_is_not_there_is_named() -> None:
+    spec = JobSpec(
+        entry=Entry(kind=EntryKind.COMMAND, target="true"),
+        nnodes=2,
+        node_rank=1,
+        master_port=free_port(),
+        join_timeout_s=0.6,
+    )
+    with pytest.raises(OperationTimeout, match=r"node 0 at 127\.0\.0\.1:\d+ was not reached within 0\.6 s") as caught:
+        launch_job(spec)
+    assert "Connection refused" in str(caught.value)
+
+
+def test_a_master_that_has_no_address_is_named() -> None:
+    spec = JobSpec(
+        entry=Entry(kind=EntryKind.COMMAND, target="true"),
+        nnodes=2,
+        node_rank=1,
+        master_addr="no-such-node.invalid",
+        join_timeout_s=0.3,
+        token="t",
+    )
+    with pytest.raises(OperationTimeout, match="was not reached") as caught:
+        launch_job(spec)
+    assert "cannot be resolved" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"nproc_per_node": 3}, "--nproc-per-node is 3 there and 2 on node 0"),
+        ({"nnodes": 3}, "--nnodes is 3 there and 2 on node 0"),
+        ({"max_restarts": 1}, "--max-restarts is 1 there and 0 on node 0"),
+        ({"nnodes": 3, "node_rank": 2}, "--nnodes is 3 there"),
+    ],
+)
+def test_a_node_that_disagrees_is_refused_and_both_sides_say_why(
+    world: World, tmp_path: Path, changes: dict[str, int], reason: str
+) -> None:
+    script = write_script(tmp_path, "")
+    first, second = launch(world, script, num_nodes=2, per_node=[{}, changes], join_timeout_s=2.0)
+    assert isinstance(second.error, ConfigurationError)
+    assert reason in str(second.error)
+    assert first.value == 1
+    assert reason in first.output
+    assert "node 1 of 2 did not join" in first.output
+
+
+def test_a_second_launcher_for_the_same_node_is_refused(world: World, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "")
+    per_node = [{"nnodes": 3}, {"nnodes": 3}, {"nnodes": 3, "node_rank": 1}]
+    outcomes = launch(world, script, num_nodes=3, per_node=per_node, join_timeout_s=2.0)
+    refused = [outcome for outcome in outcomes if isinstance(outcome.error, ConfigurationError)]
+    assert len(refused) == 1
+    assert "node rank 1 is already taken" in str(refused[0].error)
+    assert "node 2 of 3 did not join" in outcomes[0].output
+    assert "node rank 1 is already taken" in outcomes[0].output
+
+
+def test_another_token_is_turned_away(world: World, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "")
+    first, second = launch(
+        world, script, num_nodes=2, per_node=[{"token": "one"}, {"token": "two"}], join_timeout_s=2.0
+    )
+    assert isinstance(second.error, CommunicationError)
+    assert "did not let this node in" in str(second.error)
+    assert "not signed with the token of this job" in first.output
+    assert first.value == 1
