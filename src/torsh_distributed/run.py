@@ -17,7 +17,10 @@ def main() -> None:
     try:
         app(prog_name="torsh run")
     except TorshError as error:
-        typer.echo(f"torsh run: {error}", err=True)
+        # Only now: the whole command line is more than a job needs.
+        from torsh_distributed.cli.app import print_error
+
+        print_error(error)
         sys.exit(1)
 
 

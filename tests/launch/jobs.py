@@ -36,10 +36,10 @@ def leave(name, text=""):
 """
 
 
-def write_script(folder: Path, body: str) -> str:
-    """A worker's script: PROLOGUE, then `body`."""
+def write_script(folder: Path, *parts: str) -> str:
+    """A worker's script: PROLOGUE, then the parts, each with its own indentation taken away."""
     path = folder / "worker.py"
-    path.write_text(PROLOGUE + textwrap.dedent(body))
+    path.write_text(PROLOGUE + "".join(map(textwrap.dedent, parts)))
     return str(path)
 
 
