@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, cast
+from weakref import WeakSet
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -47,7 +48,7 @@ class Store(dist.Store):
         super().__init__()
         self.set_timeout(timedelta(seconds=_seconds(timeout_s)))
         self._keyspace = keys
-        self._views: list[Store] = []
+        self._views: WeakSet[Store] = WeakSet()
         _open_stores.add(self)
 
     @property
@@ -114,7 +115,7 @@ class Store(dist.Store):
         """Give back what the store holds; its keys stay for others. Closing twice is allowed."""
         if self not in _open_stores:
             return
-        for view in self._views:
+        for view in list(self._views):
             view.close()
         _open_stores.discard(self)
         self._keyspace.close()
@@ -139,7 +140,7 @@ class Store(dist.Store):
 
     def _view(self, prefix: str) -> Store:
         view = Store(PrefixedKeyspace(self._keys, prefix), timeout_s=self._limit_s(None))
-        self._views.append(view)
+        self._views.add(view)
         return view
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import socket
@@ -111,8 +112,8 @@ class TcpKeyspace(Keyspace):
             raise
         self._give_back(connection)
         if status == b"invalid":
-            message, hint = (part.decode() for part in reply if part is not None)
-            raise InvalidArgument(message, hint=hint, key=args[0] and args[0].decode(), store=self.url)
+            refusal = json.loads(reply[0] or b"{}")
+            raise InvalidArgument(refusal["message"], hint=refusal["hint"], **refusal["context"], store=self.url)
         return reply
 
     def _take(self, deadline: float) -> _Connection:
@@ -158,12 +159,18 @@ class TcpKeyspace(Keyspace):
             has_token = connection.greet(self._token, deadline)
         except TimeoutError as error:
             connection.close()
-            raise self._stuck(b"connect") from error
+            raise OperationTimeout(
+                f"what listens at {self._host}:{self._port} did not greet as a torsh store does",
+                hint="it may be stopped or overloaded, or another service: a plain torch TCPStore never answers",
+                operation="connect",
+                store=self.url,
+                timeout_s=self._timeout_s,
+            ) from error
         except (OSError, ValueError) as error:
             connection.close()
             raise InvalidArgument(
                 f"what listens at {self._host}:{self._port} is not a torsh store",
-                hint="a plain torch TCPStore does not serve here: start `torsh store serve`, or use torch's own client",
+                hint="correct the address, or start a store there with `torsh store serve`",
                 store=self.url,
                 reason=str(error),
             ) from error

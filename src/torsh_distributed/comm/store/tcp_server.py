@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import logging
 import secrets
 import socket
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _GREETING_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
 _BUFFER_BYTES = 2**20
+# torch's server hangs up on a client whose first message reaches it in pieces, so it is passed on whole.
+_TORCH_GREETING_BYTES = 5
 _BACKLOG = 2048
 
 
@@ -106,30 +109,33 @@ class TcpStoreServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
             async with asyncio.timeout(_GREETING_TIMEOUT_S):
-                first = await reader.readexactly(1)
-                is_ours = first == wire.MAGIC[:1] and await self._greet(reader, writer)
+                opening = await reader.readexactly(_TORCH_GREETING_BYTES)
+                is_ours = wire.MAGIC.startswith(opening)
+                if is_ours:
+                    await self._greet(opening, reader, writer)
             if is_ours:
                 await self._answer(reader, writer)
-            elif first != wire.MAGIC[:1]:
-                await self._pass_on(first, reader, writer)
+            else:
+                await self._pass_on(opening, reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             _log.debug("a client of %s left: %r", self.url, error)
         except ValueError as error:
             _log.warning("a client of %s was sent away: %s", self.url, error)
+        except Exception:
+            _log.exception("serving a client of %s failed", self.url)
         finally:
             writer.close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        rest = await reader.readexactly(len(wire.MAGIC) - 1 + wire.NONCE_BYTES)
-        if not rest.startswith(wire.MAGIC[1:]):
-            raise ValueError("it speaks another protocol or version")
+    async def _greet(self, opening: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greeting = opening + await reader.readexactly(len(wire.MAGIC) + wire.NONCE_BYTES - len(opening))
+        if not greeting.startswith(wire.MAGIC):
+            raise ValueError("it speaks another version of the protocol")
         ours = secrets.token_bytes(wire.NONCE_BYTES)
-        nonces = rest[len(wire.MAGIC) - 1 :] + ours
+        nonces = greeting[len(wire.MAGIC) :] + ours
         writer.write(wire.MAGIC + ours + wire.proof(self._token, "server", nonces))
         answer = await reader.readexactly(wire.PROOF_BYTES)
         if not hmac.compare_digest(answer, wire.proof(self._token, "client", nonces)):
             raise ValueError("it does not have the token")
-        return True
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -144,7 +150,7 @@ class TcpStoreServer:
                     reply = self._apply(op, args)
                 writer.write(wire.encode([b"ok", *reply]))
             except InvalidArgument as error:
-                writer.write(wire.encode([b"invalid", error.message.encode(), (error.hint or "").encode()]))
+                writer.write(wire.encode([b"invalid", json.dumps(error.to_dict()).encode()]))
             await writer.drain()
 
     def _apply(self, op: wire.Part, args: list[wire.Part]) -> list[wire.Part]:
@@ -198,7 +204,7 @@ class TcpStoreServer:
                 continue  # the loop looks once more and then gives up
         return [key.encode() for key in missing]
 
-    async def _pass_on(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(self, opening: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a plain torch client with the TCPStore inside, until either side ends."""
         if self._token is not None:
             raise ValueError("it is a plain client, which cannot show the token that this store asks for")
@@ -206,7 +212,7 @@ class TcpStoreServer:
             self._torch_store = _start_torch_store()
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._torch_store.port)
         try:
-            inner_writer.write(first)
+            inner_writer.write(opening)
             ways = [asyncio.create_task(_pump(reader, inner_writer)), asyncio.create_task(_pump(inner_reader, writer))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

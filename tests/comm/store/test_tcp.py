@@ -1,0 +1,285 @@
+"""What only the TCP store can get wrong: who may connect, what is at the other end, and what happens when it goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.bed.zygote import free_port
+from torsh_distributed.comm.store import TcpStoreServer, open_store, wire
+from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError, OperationTimeout
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def listening_addresses(port: int) -> set[str]:
+    """The local addresses, in the kernel's hexadecimal, on which someone listens on this port."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, hex_port = local.partition(":")
+            if state == "0A" and int(hex_port, 16) == port:
+                found.add(address)
+    return found
+
+
+def test_the_server_listens_on_loopback_alone(tcp_url: str) -> None:
+    assert listening_addresses(port_of(tcp_url)) == {"0100007F"}
+
+
+def test_the_store_inside_for_plain_clients_listens_on_loopback_alone(tcp_url: str) -> None:
+    plain = dist.TCPStore("127.0.0.1", port_of(tcp_url), is_master=False, timeout=timedelta(seconds=10))
+    plain.set("key", "1")
+    own = {entry.laddr for entry in _own_listeners()}
+    assert len(own) == 2
+    assert {address for address, _ in own} == {"127.0.0.1"}
+
+
+def _own_listeners() -> list[object]:
+    import psutil
+
+    return [entry for entry in psutil.Process().net_connections("tcp") if entry.status == psutil.CONN_LISTEN]
+
+
+def test_a_wildcard_address_is_obeyed_and_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), open_store("tcp://0.0.0.0:0", is_server=True) as store:
+        store.set("key", "1")
+        assert store.url.startswith("tcp://127.0.0.1:")
+        assert listening_addresses(port_of(store.url)) == {"00000000"}
+    assert "asks for no token" in caplog.text
+
+
+def test_ipv6_loopback_works() -> None:
+    try:
+        with open_store("tcp://[::1]:0", is_server=True) as store, open_store(store.url) as client:
+            client.set("key", "1")
+            assert store.get("key") == b"1"
+    except IoError as error:
+        pytest.skip(f"no IPv6 loopback here: {error.message}")
+
+
+def test_a_port_in_use_is_reported(tcp_url: str) -> None:
+    with pytest.raises(IoError, match="cannot listen") as caught:
+        open_store(tcp_url, is_server=True)
+    assert "another port" in str(caught.value)
+
+
+def test_an_address_of_another_node_is_reported() -> None:
+    with pytest.raises(IoError, match="cannot listen"):
+        open_store("tcp://192.0.2.1:0", is_server=True)
+
+
+def test_an_unreachable_server_is_reported_within_the_deadline() -> None:
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match="no store answers") as caught:
+        open_store(f"tcp://127.0.0.1:{free_port()}", timeout_s=0.3)
+    assert time.monotonic() - began < 5
+    assert "torsh store serve" in str(caught.value)
+
+
+def test_an_unknown_host_is_reported() -> None:
+    with pytest.raises(CommunicationError, match="no store answers"):
+        open_store("tcp://no-such-host.invalid:1", timeout_s=0.3)
+
+
+def test_a_client_waits_for_a_server_that_starts_late() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_store, f"tcp://127.0.0.1:{port}", timeout_s=20)
+        time.sleep(0.1)
+        with TcpStoreServer("127.0.0.1", port), opening.result(timeout=20) as store:
+            store.set("key", "1")
+
+
+def test_something_else_at_the_port_is_told_from_a_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer_in_another_language() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" + b"x" * 100)
+
+        answering = pool.submit(answer_in_another_language)
+        with pytest.raises(InvalidArgument, match="not a torsh store"):
+            open_store(f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout_s=5)
+        answering.result()
+
+
+def test_a_plain_torch_store_does_not_pass_for_ours() -> None:
+    torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(OperationTimeout, match="did not greet as a torsh store"):
+        open_store(f"tcp://127.0.0.1:{torchs.port}", timeout_s=0.3)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("right", "wrong"), ("right", None), (None, "wrong")])
+def test_another_token_is_refused(ours: str | None, theirs: str | None) -> None:
+    with TcpStoreServer(token=ours) as server:
+        with pytest.raises(InvalidArgument, match="another token"):
+            open_store(server.url, token=theirs)
+        with open_store(server.url, token=ours) as store:
+            store.set("key", "1")
+
+
+def test_a_client_that_skips_the_proof_is_sent_away(caplog: pytest.LogCaptureFixture) -> None:
+    with TcpStoreServer(token="right") as server, socket.create_connection(("127.0.0.1", server.port), 10) as peer:
+        peer.sendall(wire.MAGIC + b"n" * wire.NONCE_BYTES)
+        peer.sendall(b"p" * wire.PROOF_BYTES + wire.encode([b"set", b"key", b"value", None]))
+        while peer.recv(4096):
+            pass
+        with open_store(server.url, token="right") as store:
+            assert store.num_keys() == 0
+    assert "does not have the token" in caplog.text
+
+
+def test_the_token_never_travels() -> None:
+    nonces = bytes(2 * wire.NONCE_BYTES)
+    assert b"secret" not in wire.proof("secret", "client", nonces)
+    assert wire.proof("secret", "client", nonces) != wire.proof("secret", "server", nonces)
+    assert wire.proof("secret", "client", nonces) != wire.proof("secret", "client", nonces[::-1] + b"x")
+
+
+def test_plain_torch_clients_are_refused_where_a_token_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with TcpStoreServer(token="right") as server, socket.create_connection(("127.0.0.1", server.port), 10) as peer:
+        peer.sendall(b"\x00\x01\x02\x03\x04")
+        assert peer.recv(1) == b""
+    assert "cannot show the token" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        wire.MAGIC[:3],
+        wire.MAGIC + b"short",
+        b"TORSHKV9" + b"n" * 16,
+        b"T" * 4096,
+    ],
+)
+def test_garbage_at_the_greeting_does_not_harm_the_server(tcp_url: str, garbage: bytes) -> None:
+    with open_store(tcp_url) as store:
+        with socket.create_connection(("127.0.0.1", port_of(tcp_url)), 10) as peer:
+            peer.sendall(garbage)
+        store.set("key", "1")
+        assert store.get("key") == b"1"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        wire.FRAME_HEADER.pack(2**62),
+        wire.FRAME_HEADER.pack(3) + b"abc",
+        wire.encode([]),
+        wire.encode([b"format", b"disk"]),
+        wire.encode([b"set", b"key"]),
+        wire.encode([b"set", b"\xff\xfe", b"value", None]),
+        wire.encode([b"add", b"key", b"many"]),
+        wire.encode([None]),
+    ],
+)
+def test_a_malformed_request_ends_its_own_connection_only(tcp_url: str, frame: bytes) -> None:
+    with open_store(tcp_url) as store:
+        with greeted(port_of(tcp_url)) as peer:
+            peer.sendall(frame)
+            assert peer.recv(4096) == b""
+        store.set("key", "1")
+        assert store.get("key") == b"1"
+
+
+@contextmanager
+def greeted(port: int) -> Iterator[socket.socket]:
+    """A raw connection past the greeting of a server without a token."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+        peer.sendall(wire.MAGIC + b"n" * wire.NONCE_BYTES)
+        reply = b""
+        while len(reply) < len(wire.MAGIC) + wire.NONCE_BYTES + wire.PROOF_BYTES:
+            reply += peer.recv(4096)
+        nonces = b"n" * wire.NONCE_BYTES + reply[len(wire.MAGIC) :][: wire.NONCE_BYTES]
+        peer.sendall(wire.proof(None, "client", nonces))
+        yield peer
+
+
+PARTS = st.lists(st.none() | st.binary(max_size=50), max_size=6)
+
+
+@settings(derandomize=True)
+@given(parts=PARTS)
+def test_frames_come_back_as_they_were(parts: list[bytes | None]) -> None:
+    frame = wire.encode(parts)
+    assert wire.FRAME_HEADER.unpack_from(frame) == (len(frame) - wire.FRAME_HEADER.size,)
+    assert wire.decode(frame[wire.FRAME_HEADER.size :]) == parts
+
+
+@settings(derandomize=True)
+@given(body=st.binary(max_size=60))
+def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
+    try:
+        parts = wire.decode(body)
+    except ValueError:
+        return
+    assert len(wire.encode(parts)) == wire.FRAME_HEADER.size + len(body)
+
+
+def test_a_server_that_ends_releases_who_waits() -> None:
+    with ThreadPoolExecutor(1) as pool, TcpStoreServer() as server, open_store(server.url) as store:
+        waiting = pool.submit(store.get, "never", timeout_s=60)
+        store.set("key", "1")
+        server.close()
+        with pytest.raises(CommunicationError, match="lost"):
+            waiting.result(timeout=20)
+        with pytest.raises(CommunicationError, match="no store answers"):
+            store.get("key")
+
+
+def test_a_new_server_at_the_address_is_found_by_the_next_call() -> None:
+    with TcpStoreServer() as first, open_store(first.url) as store:
+        store.set("key", "1")
+        first.close()
+        with TcpStoreServer("127.0.0.1", first.port):
+            assert not store.contains("key")
+            store.set("key", "2")
+            assert store.get("key") == b"2"
+
+
+def test_a_stopped_server_ends_in_a_timeout() -> None:
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().strip()
+            with open_store(url, timeout_s=1.0) as store:
+                store.set("key", "1")
+                os.kill(server.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+                with pytest.raises(OperationTimeout, match="did not answer"):
+                    store.get("key")
+                os.kill(server.pid, signal.SIGCONT)
+                with open_store(url) as patient:
+                    assert patient.get("key") == b"1"
+        finally:
+            server.kill()
+
+
+SERVE = """
+import sys
+from torsh_distributed.comm.store import TcpStoreServer
+with TcpStoreServer() as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
