@@ -30,7 +30,7 @@ lint: $(READY) ## ruff, mypy --strict, layer contracts
 	$(BIN)/lint-imports
 
 docs: $(READY) ## build the site into site/, warnings are errors
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY) ## run every benchmark case; results go to benchmarks/results
 	$(BIN)/python -m benchmarks

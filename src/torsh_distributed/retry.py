@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-import pybreaker
 import tenacity
 
 from torsh_distributed.errors import CommunicationError, TorshError
@@ -86,7 +85,11 @@ class CircuitBreaker:
     """
 
     def __init__(self, name: str, *, max_failures: int = 5, reset_s: float = 30.0) -> None:
+        # Here and not above: pybreaker imports the Redis client wherever one is installed.
+        import pybreaker
+
         self.name = name
+        self._refusal: type[Exception] = pybreaker.CircuitBreakerError
         self._breaker = pybreaker.CircuitBreaker(
             fail_max=max_failures,
             reset_timeout=reset_s,
@@ -104,7 +107,7 @@ class CircuitBreaker:
         """Call `function`, or raise CommunicationError at once while the circuit is open."""
         try:
             return self._breaker.call(function, *args, **kwargs)
-        except pybreaker.CircuitBreakerError as error:
+        except self._refusal as error:
             raise CommunicationError(
                 f"{self.name} is not called: it failed {self._breaker.fail_max} times in a row",
                 hint=f"bring {self.name} back; the next call is let through after {self._breaker.reset_timeout} s",

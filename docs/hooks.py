@@ -1,0 +1,164 @@
+"""What the site makes of the tree: navigation, API pages, the command reference, files that live outside docs/.
+
+Pages are generated while the site is built, so they cannot fall behind the code.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "torsh_distributed"
+RESULTS = ROOT / "benchmarks" / "results"
+# Pages written elsewhere in the repository, by the name they have on the site.
+ADOPTED = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+
+
+# ---- API pages ----------------------------------------------------------------------------------------------
+
+
+def _exports(path: Path) -> bool:
+    """Whether the module says what it offers."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
+            return bool(ast.literal_eval(node.value))
+    return False
+
+
+def _has_public_code(path: Path) -> bool:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = (node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds))
+    return any(not name.startswith("_") for name in names)
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def public_packages() -> dict[str, list[str]]:
+    """The modules to document, by package: what a package exports, or else its public modules.
+
+    The command line has a page of its own (`run` is its second entrance); a package with nothing public in it
+    yet has none.
+    """
+    found: dict[str, list[str]] = {}
+    for init in sorted(PACKAGE.rglob("__init__.py")):
+        package = _dotted(init)
+        if ".cli" in package or any(part.startswith("_") for part in package.split(".")):
+            continue
+        if _exports(init):
+            found[package] = [package]
+            continue
+        modules = (path for path in sorted(init.parent.glob("*.py")) if not path.name.startswith("_"))
+        documented = [_dotted(path) for path in modules if _has_public_code(path)]
+        if documented:
+            found[package] = documented
+    for path in sorted(PACKAGE.glob("*.py")):
+        if not path.name.startswith("_") and path.stem != "run" and _has_public_code(path):
+            found[_dotted(path)] = [_dotted(path)]
+    return found
+
+
+def api_page(name: str, modules: list[str]) -> str:
+    """Markdown that mkdocstrings turns into the reference of a package."""
+    sections = [f"# {name}\n"]
+    for module in modules:
+        if modules != [name]:
+            sections.append(f"## {module.removeprefix(name + '.')}\n")
+        level = 2 if modules == [name] else 3
+        sections.append(f"::: {module}\n    options:\n      heading_level: {level}\n")
+    return "\n".join(sections)
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+
+def command_page() -> str:
+    """Every command of `torsh` with its arguments and options, from the commands themselves."""
+    from torsh_distributed.cli.app import app
+
+    lines = ["# The torsh command", "", "Made from the commands' own help; `torsh COMMAND --help` says the same.", ""]
+    lines += _describe_command(typer.main.get_command(app), "torsh")
+    return "\n".join(lines)
+
+
+def _describe_command(command: Any, path: str) -> list[str]:
+    lines = [f"## {path}", "", (command.help or "").strip(), ""]
+    rows = [_describe_parameter(parameter) for parameter in command.params if not _is_hidden(parameter)]
+    if rows:
+        lines += ["| | | default |", "|---|---|---|", *rows, ""]
+    for name, child in getattr(command, "commands", {}).items():
+        lines += _describe_command(child, f"{path} {name}")
+    return lines
+
+
+def _is_hidden(parameter: Any) -> bool:
+    return getattr(parameter, "hidden", False) or parameter.name in ("install_completion", "show_completion", "help")
+
+
+def _describe_parameter(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    if parameter.param_type_name == "argument":
+        shown = parameter.name.upper() + ("…" if parameter.nargs == -1 else "")
+        names = f"`{shown if parameter.required else f'[{shown}]'}`"
+    text = " ".join((parameter.help or "").split()).replace("|", "\\|")
+    default = parameter.default
+    is_shown = not (default is None or default is False or default in ("", (), []) or callable(default))
+    return f"| {names} | {text} | {f'`{default}`' if is_shown else ''} |"
+
+
+# ---- what mkdocs calls --------------------------------------------------------------------------------------
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lay out the navigation from the files that are there."""
+    docs = Path(config.docs_dir)
+
+    def pages(folder: str) -> list[str]:
+        return [str(path.relative_to(docs)) for path in sorted((docs / folder).glob("*.md"))]
+
+    api = [{name: f"reference/api/{name}.md"} for name in sorted(public_packages())]
+    sections: list[tuple[str, list[Any]]] = [
+        ("Guides", pages("guides")),
+        ("Reference", [*pages("reference"), "reference/cli.md", {"API": api}]),
+        ("Benchmarks", ["benchmarks.md"]),
+        ("Decisions", pages("decisions")),
+        ("Project", [name for name, path in ADOPTED.items() if path.exists()]),
+    ]
+    config.nav = ["index.md", *({title: found} for title, found in sections if found)]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages, and the files that are kept outside docs/."""
+    from mkdocs.structure.files import File
+
+    generated = {f"reference/api/{name}.md": api_page(name, found) for name, found in public_packages().items()}
+    generated["reference/cli.md"] = command_page()
+    for uri, text in generated.items():
+        files.append(File.generated(config, uri, content=text))
+    outside = {f"benchmarks/{path.name}": path for path in RESULTS.glob("*.*")}
+    outside |= {uri: path for uri, path in ADOPTED.items() if path.exists()}
+    for uri, path in outside.items():
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that work in the repository are made to work on the site."""
+    if page.file.src_uri == "benchmarks.md":
+        return markdown.replace("](../benchmarks/results/", "](benchmarks/")
+    if page.file.src_uri in ADOPTED:
+        return markdown.replace("](docs/", "](")
+    return markdown
