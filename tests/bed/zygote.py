@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,9 @@ def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
         if request.backend is not None:
             store = dist.FileStore(str(folder.parent / "store"), request.num_ranks)
             dist.init_process_group(request.backend, store=store, rank=rank, world_size=request.num_ranks)
+            # Without this a rank that fails at once could take the others down while they are still connecting.
+            store.set(f"ready/{rank}", "")
+            store.wait([f"ready/{peer}" for peer in range(request.num_ranks)], timedelta(seconds=request.timeout_s))
         result = {"value": request.function(*request.args)}
         if request.backend is not None and dist.is_initialized():
             dist.destroy_process_group()
