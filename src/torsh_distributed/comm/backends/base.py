@@ -1,0 +1,427 @@
+"""The c10d process group that all backends of ours share: c10d's names and options in front of a wire.
+
+Why so many names: torch calls a group under two generations of them (`_allgather_base` and `all_gather_single`,
+`alltoall_base` and `all_to_all_single`, …), from Python and from C++ (DDP's reducer, functional collectives). Each
+unpacks its options, checks its tensors on this rank, before anything is sent, and ends in `_start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+from typing_extensions import override
+
+from torsh_distributed.comm.backends import operations
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
+from torsh_distributed.comm.backends.staging import (
+    Staged,
+    check_count,
+    check_numel,
+    check_same_dtype,
+    check_splits,
+    check_tensor,
+)
+from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.comm.backends.work import PendingWork
+from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
+
+_Options = TypeVar("_Options")
+_ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class TorshProcessGroup(GroupLifecycle):
+    """A c10d process group whose bytes are moved by a wire.
+
+    Collectives run in the order of the calls; sends and receives run beside them. With `asyncOp` the call returns at
+    once and the group's thread, or whoever waits, does the work; a failed or aborted group refuses further work.
+    """
+
+    # --- reductions -------------------------------------------------------------------------------------------
+
+    @override
+    def allreduce(  # type: ignore[override]  # one signature for c10d's overloads
+        self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions | _ReduceOpLike | None = None
+    ) -> dist.Work:
+        """Fold one tensor over all ranks, in place."""
+        options = _reduce_options(dist.AllreduceOptions, opts)
+        tensor = _only(tensors, "all_reduce")
+        call = self._new_call("all_reduce", options.timeout)
+        if tensor.layout == torch.sparse_coo:
+            _refuse_unless_sum(options.reduceOp)
+            body = partial(operations.all_reduce_sparse, self._wire, tensor)
+            return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
+        check_tensor(tensor, self._wire.name, "all_reduce")
+        c10d_op = options.reduceOp
+        op, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
+        if factor is None and tensor.is_contiguous() and self._wire.supports(op, tensor.dtype):
+            body = partial(self._wire.all_reduce, tensor, op)
+        else:
+            body = partial(operations.all_reduce, self._wire, tensor, op, factor)
+        return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
+
+    @override
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: dist.AllreduceCoalescedOptions | None = None
+    ) -> dist.Work:
+        """Fold every tensor of a list."""
+        options = opts or dist.AllreduceCoalescedOptions()
+        call = self._new_call("all_reduce_coalesced", options.timeout)
+        bodies = []
+        for tensor in tensors:
+            check_tensor(tensor, self._wire.name, call.operation)
+            op = parse_reduction(options.reduceOp, tensor.dtype)
+            bodies.append(partial(operations.all_reduce, self._wire, tensor, op, factor_of(options.reduceOp)))
+        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=tensors)
+
+    @override
+    def reduce(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        tensors: list[Tensor] | Tensor,
+        opts: dist.ReduceOptions | int | None = None,
+        op: _ReduceOpLike = dist.ReduceOp.SUM,
+    ) -> dist.Work:
+        """Fold one tensor over all ranks into the root's."""
+        options = _rooted_options(dist.ReduceOptions, opts)
+        if not isinstance(opts, dist.ReduceOptions):
+            options.reduceOp = op  # type: ignore[assignment]  # converted by the setter
+        tensor = _only(tensors, "reduce")
+        call = self._new_call("reduce", options.timeout)
+        check_tensor(tensor, self._wire.name, call.operation)
+        root = self._check_rank(options.rootRank, call.operation)
+        ours = parse_reduction(options.reduceOp, tensor.dtype)
+        body = partial(operations.reduce, self._wire, tensor, ours, factor_of(options.reduceOp), root)
+        return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
+
+    @override
+    def reduce_scatter(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[list[Tensor]],
+        opts: dist.ReduceScatterOptions | _ReduceOpLike | None = None,
+    ) -> dist.Work:
+        """Fold a list with one tensor per rank, and keep the fold of this rank's."""
+        options = _reduce_options(dist.ReduceScatterOptions, opts)
+        output, sources = _only(output_tensors, "reduce_scatter"), _only(input_tensors, "reduce_scatter")
+        call = self._new_call("reduce_scatter", options.timeout)
+        self._check_list(sources, output, call.operation)
+        check_numel(output, sources[self._wire.rank].numel(), call.operation, "output")
+        op = parse_reduction(options.reduceOp, output.dtype)
+        body = partial(operations.reduce_scatter, self._wire, output, sources, op, factor_of(options.reduceOp))
+        return self._start(body, call, is_async=options.asyncOp, outputs=[output])
+
+    @override
+    def reduce_scatter_single(
+        self, output: Tensor, source: Tensor, opts: dist.ReduceScatterOptions | None = None
+    ) -> dist.Work:
+        """Fold a tensor over all ranks and keep this rank's equal part."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts, name="reduce_scatter_single")
+
+    @override
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[Tensor],
+        sources: list[Tensor],
+        opts: dist.ReduceScatterOptions | None = None,
+        *,
+        name: str = "reduce_scatter_coalesced",
+    ) -> dist.Work:
+        """`reduce_scatter_single` for every pair of two lists."""
+        options = opts or dist.ReduceScatterOptions()
+        call = self._new_call(name, options.timeout)
+        factor, bodies = factor_of(options.reduceOp), []
+        for output, source in zip(outputs, sources, strict=True):
+            self._check_pair(output, source, call.operation)
+            check_numel(source, output.numel() * self._wire.num_ranks, call.operation, "input")
+            op = parse_reduction(options.reduceOp, output.dtype)
+            bodies.append(partial(operations.reduce_scatter_single, self._wire, output, source, op, factor))
+        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
+
+    # --- copies -----------------------------------------------------------------------------------------------
+
+    @override
+    def broadcast(  # type: ignore[override]  # one signature for c10d's overloads
+        self, tensors: list[Tensor] | Tensor, opts: dist.BroadcastOptions | int | None = None
+    ) -> dist.Work:
+        """Make a tensor equal to the root's."""
+        options = _rooted_options(dist.BroadcastOptions, opts)
+        tensor = _only(tensors, "broadcast")
+        call = self._new_call("broadcast", options.timeout)
+        check_tensor(tensor, self._wire.name, call.operation)
+        root = self._check_rank(options.rootRank, call.operation)
+        body = partial(operations.broadcast, self._wire, tensor, root)
+        return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
+
+    @override
+    def allgather(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        output_tensors: list[list[Tensor]],
+        input_tensors: list[Tensor] | Tensor,
+        opts: AllgatherOptions | None = None,
+    ) -> dist.Work:
+        """Gather every rank's tensor into a list; sizes may differ from rank to rank."""
+        source = _only(input_tensors, "all_gather")
+        outputs = _list_for(output_tensors, input_tensors, "all_gather")
+        return self._all_gather_lists([outputs], [source], opts or AllgatherOptions(), "all_gather")
+
+    @override
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: AllgatherOptions | None = None
+    ) -> dist.Work:
+        """`allgather` for every tensor of a list; output_lists[r] has those of rank r."""
+        per_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return self._all_gather_lists(per_tensor, input_list, opts or AllgatherOptions(), "all_gather_coalesced")
+
+    def _all_gather_lists(
+        self, output_lists: list[list[Tensor]], sources: list[Tensor], options: AllgatherOptions, name: str
+    ) -> dist.Work:
+        call = self._new_call(name, options.timeout)
+        bodies = []
+        for outputs, source in zip(output_lists, sources, strict=True):
+            self._check_list(outputs, source, call.operation)
+            check_numel(source, outputs[self._wire.rank].numel(), call.operation, "input")
+            bodies.append(partial(operations.all_gather, self._wire, outputs, source))
+        flat = [tensor for outputs in output_lists for tensor in outputs]
+        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=flat)
+
+    @override
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
+        """Gather every rank's tensor into one, one after the other."""
+        return self.all_gather_single_coalesced([output], [source], opts, name="all_gather_single")
+
+    @override
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[Tensor],
+        sources: list[Tensor],
+        opts: AllgatherOptions | None = None,
+        *,
+        name: str = "all_gather_single_coalesced",
+    ) -> dist.Work:
+        """`all_gather_single` for every pair of two lists."""
+        options = opts or AllgatherOptions()
+        call = self._new_call(name, options.timeout)
+        bodies = []
+        for output, source in zip(outputs, sources, strict=True):
+            self._check_pair(output, source, call.operation)
+            check_numel(output, source.numel() * self._wire.num_ranks, call.operation, "output")
+            bodies.append(partial(operations.all_gather_single, self._wire, output, source))
+        return self._start(partial(_one_by_one, bodies), call, is_async=options.asyncOp, outputs=outputs)
+
+    @override
+    def gather(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        output_tensors: list[list[Tensor]],
+        input_tensors: list[Tensor] | Tensor,
+        opts: dist.GatherOptions | int | None = None,
+    ) -> dist.Work:
+        """Gather every rank's tensor into a list on the root; the others pass no list."""
+        options = _rooted_options(dist.GatherOptions, opts)
+        source = _only(input_tensors, "gather")
+        call = self._new_call("gather", options.timeout)
+        root = self._check_rank(options.rootRank, call.operation)
+        outputs: list[Tensor] | None = None
+        if root == self._wire.rank:
+            outputs = _list_for(output_tensors, input_tensors, "gather")
+            self._check_list(outputs, source, call.operation)
+            for output in outputs:
+                check_numel(output, source.numel(), call.operation, "output")
+        check_tensor(source, self._wire.name, call.operation)
+        body = partial(operations.gather, self._wire, outputs, source, root)
+        return self._start(body, call, is_async=options.asyncOp, outputs=outputs or [])
+
+    @override
+    def scatter(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        output_tensors: list[Tensor] | Tensor,
+        input_tensors: list[list[Tensor]],
+        opts: dist.ScatterOptions | int | None = None,
+    ) -> dist.Work:
+        """Hand each rank its tensor of the root's list; the others pass no list."""
+        options = _rooted_options(dist.ScatterOptions, opts)
+        output = _only(output_tensors, "scatter")
+        call = self._new_call("scatter", options.timeout)
+        root = self._check_rank(options.rootRank, call.operation)
+        sources: list[Tensor] | None = None
+        if root == self._wire.rank:
+            sources = _list_for(input_tensors, output_tensors, "scatter")
+            self._check_list(sources, output, call.operation)
+            for source in sources:
+                check_numel(source, output.numel(), call.operation, "input")
+        check_tensor(output, self._wire.name, call.operation)
+        body = partial(operations.scatter, self._wire, output, sources, root)
+        return self._start(body, call, is_async=options.asyncOp, outputs=[output])
+
+    @override
+    def alltoall(  # type: ignore[override]  # one signature for c10d's overloads
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: dist.AllToAllOptions | None = None
+    ) -> dist.Work:
+        """Exchange a list with one tensor per rank; sizes may differ from pair to pair."""
+        options = opts or dist.AllToAllOptions()
+        call = self._new_call("all_to_all", options.timeout)
+        check_count(input_tensors, self._wire.num_ranks, call.operation)
+        self._check_list(output_tensors, input_tensors[0], call.operation)
+        self._check_list(input_tensors, output_tensors[0], call.operation)
+        body = partial(operations.all_to_all, self._wire, output_tensors, input_tensors)
+        return self._start(body, call, is_async=options.asyncOp, outputs=output_tensors)
+
+    @override
+    def all_to_all_single(  # type: ignore[override]  # one signature for c10d's overloads
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: dist.AllToAllOptions | None = None,
+    ) -> dist.Work:
+        """Exchange parts of a tensor cut along its first dimension; no sizes means equal parts."""
+        options = opts or dist.AllToAllOptions()
+        call = self._new_call("all_to_all_single", options.timeout)
+        self._check_pair(output, source, call.operation)
+        check_splits(output, output_split_sizes, self._wire.num_ranks, call.operation, "output")
+        check_splits(source, input_split_sizes, self._wire.num_ranks, call.operation, "input")
+        body = partial(
+            operations.all_to_all_single, self._wire, output, source, list(output_split_sizes), list(input_split_sizes)
+        )
+        return self._start(body, call, is_async=options.asyncOp, outputs=[output])
+
+    @override
+    def barrier(  # type: ignore[override]  # one signature for c10d's overloads
+        self, opts: dist.BarrierOptions | None = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Wait until every rank has called it."""
+        options = opts or dist.BarrierOptions()
+        call = self._new_call("barrier", timeout or options.timeout)
+        return self._start(self._wire.barrier, call, is_async=options.asyncOp, outputs=[])
+
+    # --- point-to-point ---------------------------------------------------------------------------------------
+
+    @override
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        """Start sending a tensor to a group rank."""
+        tensor = _only(tensors, "send")
+        call = self._new_call("send")
+        check_tensor(tensor, self._wire.name, call.operation)
+        peer = self._check_rank(dst, call.operation)
+        [buffer] = Staged([tensor], is_filled=True).tensors
+        work = self._new_transfer(call, [tensor])
+        self._wire.send(buffer, peer, tag, work, call)
+        return self._track(work)
+
+    @override
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        """Start receiving a tensor from a group rank."""
+        return self._receive(tensors, self._check_rank(src, "recv"), tag)
+
+    @override
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        """Start receiving a tensor from whichever rank sends first; the work's `_source_rank()` tells which."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:
+        tensor = _only(tensors, "recv")
+        call = self._new_call("recv")
+        check_tensor(tensor, self._wire.name, call.operation)
+        staged = Staged([tensor], is_filled=False)
+        work = self._new_transfer(call, [tensor])
+        work.before_completion(staged.give_back)
+        self._wire.receive(staged.tensors[0], src, tag, work, call)
+        return self._track(work)
+
+    def _new_transfer(self, call: Call, tensors: list[Tensor]) -> PendingWork:
+        work = PendingWork(call.operation, tensors, self._wire.help_with)
+        work.on_error(self._note_failure)
+        return work
+
+    # --- checks on this rank ----------------------------------------------------------------------------------
+
+    def _check_rank(self, rank: int, operation: str) -> int:
+        if not 0 <= rank < self._wire.num_ranks:
+            raise RankOutOfBounds(
+                f"rank {rank} is outside 0..{self._wire.num_ranks - 1}",
+                operation=operation,
+                rank=rank,
+                world_size=self._wire.num_ranks,
+            )
+        return rank
+
+    def _check_pair(self, output: Tensor, source: Tensor, operation: str) -> None:
+        check_tensor(output, self._wire.name, operation)
+        check_tensor(source, self._wire.name, operation)
+        check_same_dtype([output], source.dtype, operation)
+
+    def _check_list(self, tensors: Sequence[Tensor], other: Tensor, operation: str) -> None:
+        """One tensor per rank, all of the other side's dtype."""
+        check_count(tensors, self._wire.num_ranks, operation)
+        check_same_dtype(tensors, other.dtype, operation)
+        for tensor in (*tensors, other):
+            check_tensor(tensor, self._wire.name, operation)
+
+    # --- the names of the other generation --------------------------------------------------------------------
+
+    # Torch 2.11 has only these, and torch 2.13 still calls some.
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # only names of arguments differ
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+
+def _one_by_one(bodies: Sequence[partial[None]], call: Call) -> None:
+    for body in bodies:
+        body(call)
+
+
+def _only(items: Sequence[_Options] | Tensor, operation: str) -> _Options:
+    """The single element of c10d's lists of one; a bare tensor stands for itself."""
+    if isinstance(items, Tensor):
+        return items  # type: ignore[return-value]  # then _Options is Tensor
+    if len(items) != 1:
+        raise InvalidArgument(
+            f"{operation} takes one tensor per rank",
+            hint="call it once per tensor; lists of several were for several GPUs per process",
+            operation=operation,
+            given=len(items),
+        )
+    return items[0]
+
+
+def _list_for(lists: list[list[Tensor]] | list[Tensor], other: list[Tensor] | Tensor, operation: str) -> list[Tensor]:
+    """The list with one tensor per rank; c10d nests it in another one, unless the other side is a bare tensor."""
+    return lists if isinstance(other, Tensor) else _only(lists, operation)  # type: ignore[return-value,arg-type]  # see above
+
+
+def _reduce_options(kind: type[_Options], given: _Options | _ReduceOpLike | None) -> _Options:
+    """c10d's options, from themselves, from a bare reduction, or from nothing."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    if given is not None:
+        options.reduceOp = given  # type: ignore[attr-defined]  # every kind here has it
+    return options
+
+
+def _rooted_options(kind: type[_Options], given: _Options | int | None) -> _Options:
+    """c10d's options, from themselves, from a bare root, or from nothing."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    options.rootRank = given or 0  # type: ignore[attr-defined]  # every kind here has it
+    return options
+
+
+def _refuse_unless_sum(op: dist.ReduceOp) -> None:
+    if hash(op) != hash(dist.ReduceOp.SUM):
+        raise InvalidArgument(
+            "sparse tensors can only be summed",
+            hint="densify first with .to_dense()",
+            op=str(op),
+            operation="all_reduce",
+        )

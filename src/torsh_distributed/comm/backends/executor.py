@@ -1,0 +1,113 @@
+"""Collectives of one group, one after the other: at once in the caller's thread, or later in the group's own.
+
+Why not simply a thread with a queue: a hop to another thread costs tens of microseconds, a small collective one. A
+caller that wants its result now runs the work itself; a caller that asked for `async_op` leaves it to the group's
+thread, and if it comes back to wait before that thread got to it, it does the work itself after all. The order of
+collectives is the order of the calls in every case, as the other ranks expect.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.comm.backends.work import PendingWork
+
+Body = Callable[[Call], None]
+
+
+class _Task:
+    __slots__ = ("body", "call", "work")
+
+    def __init__(self, body: Body, call: Call, work: PendingWork) -> None:
+        self.body = body
+        self.call = call
+        self.work = work
+
+
+class OrderedExecutor:
+    """Runs bodies one at a time, in the order they came."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: deque[_Task] = deque()
+        # Held by whoever runs tasks; tasks leave the queue only under it.
+        self._turn = threading.Lock()
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a body is running or waits for its turn."""
+        return bool(self._tasks) or self._turn.locked()
+
+    def run(self, body: Body, call: Call) -> bool:
+        """Run `body` now, in this thread, if nothing is before it; whether it was run."""
+        if self._tasks or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._tasks:
+                return False
+            body(call)
+            return True
+        finally:
+            self._turn.release()
+
+    def submit(self, body: Body, call: Call, work: PendingWork) -> None:
+        """Run `body` after all that came before, and complete `work` with its outcome."""
+        self._tasks.append(_Task(body, call, work))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._calls.put(None)
+
+    def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
+        """Run tasks until `work` is complete, or sleep while another thread does.
+
+        With a time limit this thread only sleeps: once it runs a collective it cannot leave it.
+        """
+        while timeout_s is None and not work.is_completed() and self._turn.acquire(blocking=False):
+            try:
+                while self._tasks and not work.is_completed():
+                    self._run_first(is_background=False)
+            finally:
+                self._turn.release()
+            if not self._tasks:
+                break
+        if not work.is_completed():
+            work.wait_for_completion(timeout_s)
+
+    def _run_first(self, *, is_background: bool) -> None:
+        task = self._tasks.popleft()
+        task.call.is_background = is_background
+        error: BaseException | None = None
+        try:
+            task.body(task.call)
+        except BaseException as raised:  # it belongs to whoever waits for the work, not to this thread
+            error = raised
+        task.work.complete(error)
+        if isinstance(error, KeyboardInterrupt) and not is_background:
+            raise error
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()
+            with self._turn:
+                if self._tasks:
+                    self._run_first(is_background=True)
+                elif self._is_closed:
+                    return
+
+    def close(self, timeout_s: float) -> bool:
+        """End the group's thread after what is queued; whether it ended in time."""
+        self._is_closed = True
+        self._calls.put(None)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()

@@ -1,0 +1,244 @@
+"""What a process group of ours is before it does anything: its identity, its numbering of calls, its end."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
+from torsh_distributed.comm.backends.wire import Call, Wire
+from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, PendingWork
+from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
+
+# c10d's mark for "no timeout given": the group's own then holds.
+_UNSET = timedelta(milliseconds=-1)
+_CLOSE_TIMEOUT_S = 5.0
+
+_groups: weakref.WeakSet[GroupLifecycle] = weakref.WeakSet()
+
+
+def _close(wire: Wire, executor: OrderedExecutor, pid: int) -> None:
+    """Give back what a group holds. A module function: the group itself is gone when it runs at garbage collection."""
+    if os.getpid() != pid:
+        return  # a forked child: everything belongs to its parent
+    if executor.is_busy:
+        wire.abort("the group was shut down while a collective was running")
+    executor.close(_CLOSE_TIMEOUT_S)
+    wire.close()
+
+
+def _refuse_in_child() -> None:
+    for group in _groups:
+        group.refuse(
+            BackendNotInitialized(
+                "this process was forked from the one that made the group; the group belongs to the parent",
+                hint="initialise in the child only, or start children with the 'spawn' method",
+                pid=os.getpid(),
+            )
+        )
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+class GroupLifecycle(dist.ProcessGroup):
+    """Identity, numbering, execution and end of a group; `base.py` adds the collectives."""
+
+    def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
+        # Torch lets Python derive from this constructor only; the store is kept here instead.
+        super().__init__(wire.rank, wire.num_ranks)  # type: ignore[call-arg]  # not in torch's stubs
+        self._store = store
+        self._wire = wire
+        self._timeout_ns = _nanoseconds(timeout)
+        self._name = ""
+        self._desc = ""
+        self._sequence = 0
+        self._refusal: TorshError | None = None
+        self._finished = FinishedWork()
+        self._coalesced: list[dist.Work] | None = None
+        self._executor = OrderedExecutor(f"torsh-{wire.name}")
+        self._finalizer = weakref.finalize(self, _close, wire, self._executor, os.getpid())
+        _groups.add(self)
+
+    # --- identity, as c10d asks for it ------------------------------------------------------------------------
+
+    @property
+    def wire(self) -> Wire:
+        """What moves this group's bytes."""
+        return self._wire
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """The backend's name; c10d's `name()` comes here."""
+        return self._wire.name
+
+    def getRank(self) -> int:  # noqa: N802 - c10d's name
+        """This process's rank in the group."""
+        return self._wire.rank
+
+    def getSize(self) -> int:  # noqa: N802 - c10d's name
+        """The number of ranks in the group."""
+        return self._wire.num_ranks
+
+    def getGroupName(self) -> str:  # noqa: N802 - c10d's name
+        """The name under which torch registered the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - c10d's name
+        """Called by torch when it registers the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - c10d's name
+        """The description given to `new_group`."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - c10d's name
+        """Called by torch when it registers the group."""
+        self._desc = desc
+
+    @override
+    def get_group_store(self) -> dist.Store:
+        """The store through which the ranks met."""
+        return self._store
+
+    @property
+    @override
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @override
+    def _get_backend(self, device: torch.device) -> GroupLifecycle:  # type: ignore[override]  # group and backend in one
+        if torch.device(device).type != "cpu":
+            raise InvalidArgument(
+                f"{self._wire.name} has no backend for {device}",
+                hint="use nccl for CUDA tensors",
+                device=str(device),
+            )
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    @override
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers start at zero on every rank; there is nothing to agree on."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of calls from now on."""
+        self._timeout_ns = _nanoseconds(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def _new_call(self, operation: str, timeout: timedelta = _UNSET) -> Call:
+        """Number a call; raises if the group refuses work."""
+        if self._refusal is not None:
+            raise copy.copy(self._refusal)
+        self._sequence += 1
+        timeout_ns = self._timeout_ns if timeout == _UNSET else _nanoseconds(timeout)
+        return Call(operation, self._sequence, timeout_ns)
+
+    def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
+        """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
+        if not is_async and self._coalesced is None:
+            try:
+                if self._executor.run(body, call):
+                    return self._finished
+            except BaseException as error:
+                self._note_failure(error)
+                raise
+        work = PendingWork(call.operation, outputs, self._executor.help_with)
+        work.on_error(self._note_failure)
+        self._executor.submit(body, call, work)
+        return self._track(work)
+
+    def _track(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    @override
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    @override
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return CombinedWork(works)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def refuse(self, error: TorshError) -> None:
+        """Raise `error` from every call from now on; the first reason stays."""
+        if self._refusal is None:
+            self._refusal = error
+
+    def _note_failure(self, error: BaseException) -> None:
+        """A collective that failed half-way leaves ranks out of step: the group ends, here and on the others."""
+        reason = _first_line(error)
+        self.refuse(
+            CommunicationError(
+                f"the group does not work any more: {reason}",
+                hint="destroy it and make a new one of the ranks that live",
+                group=self._name or None,
+                backend=self._wire.name,
+            )
+        )
+        self._wire.abort(reason)
+
+    @override
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Release every blocked call of this group, here and on the other ranks; then refuse work, naming the reason.
+
+        From any thread. The ranks' tensors are worth nothing after it.
+        """
+        self.refuse(
+            CommunicationError(
+                f"the group was aborted: {reason}",
+                hint="destroy it and make a new one of the ranks that live",
+                group=self._name or None,
+                backend=self._wire.name,
+                reason=reason,
+            )
+        )
+        self._wire.abort(reason)
+
+    @override
+    def shutdown(self) -> None:
+        """Leave the group and give back its memory, files and threads. Doing it twice does nothing."""
+        self.refuse(
+            BackendNotInitialized(
+                "the group was shut down",
+                hint="make a new group; one that was destroyed does not come back",
+                group=self._name or None,
+                backend=self._wire.name,
+            )
+        )
+        self._finalizer()
+
+
+def _nanoseconds(timeout: timedelta) -> int:
+    if timeout <= timedelta(0):
+        raise InvalidArgument(
+            "a timeout must be above zero",
+            hint="leave it out for the group's default",
+            timeout_s=timeout.total_seconds(),
+        )
+    return int(timeout.total_seconds() * 1_000_000_000)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,371 @@
+/* The collectives. Each walks its tensors in chunks that fit the slots; see the note on steps in core.h.
+ *
+ * Where a chunk passes through two or three stages, one loop runs all of them at once on successive chunks, so that
+ * every rank always has work between two meetings, and chunks are still in the cache when the next stage reads them.
+ */
+#include "core.h"
+
+#include <string.h>
+
+/* Below this many bytes every rank folds the whole tensor itself: one meeting instead of two. */
+#define TSH_SINGLE_BYTES (64 * 1024)
+/* A fold into the caller's tensor is copied to the result slot in pieces that are still in the first cache. */
+#define TSH_PIECE_BYTES (8 * 1024)
+
+typedef struct {
+    size_t start, length;
+} tsh_span;
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* An empty tensor has no address, and memcpy takes none, not even for nothing; a tensor onto itself is left alone. */
+static void copy(char *to, const char *from, size_t bytes) {
+    if (bytes > 0 && to != from) {
+        memcpy(to, from, bytes);
+    }
+}
+
+/* Chunk number `index` of `total` units, at most `chunk` each; empty beyond the end. */
+static tsh_span chunk_of(size_t total, size_t chunk, size_t index) {
+    size_t start = smaller(index * chunk, total);
+    return (tsh_span){start, smaller(chunk, total - start)};
+}
+
+/* The part of `length` units that `rank` folds; whole cache lines, so that two ranks never write the same one. */
+static tsh_span part_of(const tsh_group *group, size_t length, size_t element_bytes, int rank) {
+    size_t line = TSH_LINE / element_bytes;
+    size_t lines = (length + line - 1) / line;
+    size_t start = smaller(lines * (size_t)rank / (size_t)group->num_ranks * line, length);
+    size_t end = smaller(lines * ((size_t)rank + 1) / (size_t)group->num_ranks * line, length);
+    return (tsh_span){start, end - start};
+}
+
+static size_t num_chunks(size_t total, size_t chunk) { return (total + chunk - 1) / chunk; }
+
+/* The slot a rank writes before meeting number `step`. */
+static char *slot_of(const tsh_group *group, int rank, uint64_t step) {
+    return group->slots + (2 * (size_t)rank + (step & 1)) * group->slot_bytes;
+}
+
+static char *result_slot(const tsh_group *group, uint64_t step) { return slot_of(group, group->num_ranks, step); }
+
+/* The largest chunk, in units of `unit` bytes, of which `shares` fit a slot; on line boundaries where it can be. */
+static size_t units_per_slot(const tsh_group *group, size_t shares, size_t unit) {
+    size_t bytes = group->slot_bytes / shares;
+    bytes = bytes > TSH_LINE ? bytes / TSH_LINE * TSH_LINE : bytes;
+    return bytes / unit;
+}
+
+static tsh_signature signature(tsh_operation operation, int dtype, int reduction, int root, size_t amount) {
+    uint64_t kind = (uint64_t)operation | (uint64_t)(uint8_t)dtype << 8 | (uint64_t)(uint8_t)reduction << 16 |
+                    (uint64_t)(root + 1) << 32;
+    return (tsh_signature){kind, amount};
+}
+
+int tsh_barrier(tsh_group *group) { return tsh_meet_as(group, signature(TSH_BARRIER, 0, 0, -1, 0)); }
+
+/* The meeting at the end of a turn: none after the last; in the first, signatures are shown if they were not before. */
+static int meet_in_turn(tsh_group *group, size_t turn, size_t last, const tsh_signature *mine) {
+    if (turn == 0 && mine != NULL) {
+        return tsh_meet_as(group, *mine);
+    }
+    return turn < last ? tsh_meet(group) : TSH_OK;
+}
+
+static void fold_inputs(const tsh_group *group, const tsh_fold *fold, char *out, const char **in, size_t numel) {
+    if (group->num_ranks == 1) {
+        copy(out, in[0], numel * fold->element_bytes);
+    } else {
+        fold->kernel(out, (const void *const *)in, group->num_ranks, numel, fold->divisor);
+    }
+}
+
+/* Small: everyone copies in, meets once, and folds everything. */
+static int all_reduce_whole(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, tsh_signature mine) {
+    uint64_t step = group->step + 1;
+    copy(slot_of(group, group->rank, step), buffer, numel * fold->element_bytes);
+    int status = tsh_meet_as(group, mine);
+    if (status != TSH_OK) {
+        return status;
+    }
+    const char *in[TSH_MAX_RANKS];
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        in[rank] = slot_of(group, rank, step);
+    }
+    in[group->rank] = buffer;
+    fold_inputs(group, fold, buffer, in, numel);
+    return TSH_OK;
+}
+
+/* Fold this rank's part of a chunk into the result slot, and into the caller's tensor if `keep`. */
+static void fold_part(tsh_group *group, char *chunk, tsh_span part, uint64_t step, const tsh_fold *fold, bool keep) {
+    const char *in[TSH_MAX_RANKS];
+    char *result = result_slot(group, step);
+    size_t size = fold->element_bytes, piece = TSH_PIECE_BYTES / size;
+    for (size_t done = 0; done < part.length; done += piece) {
+        size_t at = (part.start + done) * size, numel = smaller(piece, part.length - done);
+        for (int rank = 0; rank < group->num_ranks; rank++) {
+            in[rank] = slot_of(group, rank, step) + at;
+        }
+        in[group->rank] = chunk + at;
+        if (keep) {
+            fold_inputs(group, fold, chunk + at, in, numel);
+            copy(result + at, chunk + at, numel * size);
+        } else {
+            fold_inputs(group, fold, result + at, in, numel);
+        }
+    }
+}
+
+/* Copy the parts of other ranks between a chunk and a slot. */
+static void copy_others(char *to, const char *from, tsh_span mine, size_t length, size_t size) {
+    size_t end = mine.start + mine.length;
+    copy(to, from, mine.start * size);
+    copy(to + end * size, from + end * size, (length - end) * size);
+}
+
+/* Every chunk is copied in, folded part by part by the ranks, and copied out: to all ranks, or to `root` alone.
+ * In turn t chunk t is copied in, chunk t - 1 folded and chunk t - 2 copied out. */
+static int reduce_chunks(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, int root,
+                         tsh_signature mine) {
+    size_t size = fold->element_bytes, chunk = units_per_slot(group, 1, size), num = num_chunks(numel, chunk);
+    uint64_t step = group->step + 1;
+    bool everyone = root < 0, takes = everyone || root == group->rank;
+    for (size_t turn = 0; turn < num + 2; turn++) {
+        if (turn < num) {
+            tsh_span at = chunk_of(numel, chunk, turn);
+            tsh_span part = part_of(group, at.length, size, group->rank);
+            copy_others(slot_of(group, group->rank, step + turn), buffer + at.start * size, part, at.length, size);
+        }
+        if (turn >= 1 && turn - 1 < num) {
+            tsh_span at = chunk_of(numel, chunk, turn - 1);
+            tsh_span part = part_of(group, at.length, size, group->rank);
+            fold_part(group, buffer + at.start * size, part, step + turn - 1, fold, takes);
+        }
+        if (turn >= 2 && takes) {
+            tsh_span at = chunk_of(numel, chunk, turn - 2);
+            tsh_span part = part_of(group, at.length, size, group->rank);
+            copy_others(buffer + at.start * size, result_slot(group, step + turn - 2), part, at.length, size);
+        }
+        int status = meet_in_turn(group, turn, num + 1, &mine);
+        if (status != TSH_OK) {
+            return status;
+        }
+    }
+    return TSH_OK;
+}
+
+int tsh_all_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold) {
+    size_t bytes = numel * fold->element_bytes;
+    tsh_signature mine = signature(TSH_ALL_REDUCE, fold->dtype, fold->reduction, -1, bytes);
+    if (bytes <= smaller(TSH_SINGLE_BYTES, group->slot_bytes)) {
+        return all_reduce_whole(group, buffer, numel, fold, mine);
+    }
+    return reduce_chunks(group, buffer, numel, fold, -1, mine);
+}
+
+int tsh_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, int root) {
+    tsh_signature mine = signature(TSH_REDUCE, fold->dtype, fold->reduction, root, numel * fold->element_bytes);
+    return numel == 0 ? tsh_meet_as(group, mine) : reduce_chunks(group, buffer, numel, fold, root, mine);
+}
+
+/* `in` has one part per rank, of numels[rank] elements; `out` becomes the fold of everybody's part for this rank. */
+int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_t *numels, const tsh_fold *fold) {
+    size_t size = fold->element_bytes, total = 0, longest = 0;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        total += numels[rank];
+        longest = numels[rank] > longest ? numels[rank] : longest;
+    }
+    size_t chunk = units_per_slot(group, (size_t)group->num_ranks, size), num = num_chunks(longest, chunk);
+    uint64_t step = group->step + 1;
+    tsh_signature mine = signature(TSH_REDUCE_SCATTER, fold->dtype, fold->reduction, -1, total * size);
+    for (size_t turn = 0; turn <= num; turn++) {
+        for (int rank = 0; turn < num && rank < group->num_ranks; rank++) {
+            tsh_span at = chunk_of(numels[rank], chunk, turn);
+            if (rank != group->rank) {
+                copy(slot_of(group, group->rank, step + turn) + (size_t)rank * chunk * size,
+                       in[rank] + at.start * size, at.length * size);
+            }
+        }
+        if (turn >= 1) {
+            const char *from[TSH_MAX_RANKS];
+            tsh_span at = chunk_of(numels[group->rank], chunk, turn - 1);
+            for (int rank = 0; rank < group->num_ranks; rank++) {
+                from[rank] = slot_of(group, rank, step + turn - 1) + (size_t)group->rank * chunk * size;
+            }
+            from[group->rank] = in[group->rank] + at.start * size;
+            fold_inputs(group, fold, out + at.start * size, from, at.length);
+        }
+        int status = meet_in_turn(group, turn, num, &mine);
+        if (status != TSH_OK) {
+            return status;
+        }
+    }
+    return TSH_OK;
+}
+
+/* The loop of all that only copies: put chunk t, meet, take chunk t while putting chunk t + 1. */
+typedef struct tsh_move tsh_move;
+struct tsh_move {
+    void (*put)(tsh_group *group, const tsh_move *move, size_t index, uint64_t step);
+    void (*take)(tsh_group *group, const tsh_move *move, size_t index, uint64_t step);
+    char *const *out;
+    const size_t *out_bytes;
+    char *const *in;
+    const size_t *in_bytes;
+    size_t chunk;
+    int root;
+};
+
+static int move_chunks(tsh_group *group, const tsh_move *move, size_t num, const tsh_signature *mine) {
+    uint64_t step = group->step + 1;
+    for (size_t turn = 0; turn <= num; turn++) {
+        if (turn < num) {
+            move->put(group, move, turn, step + turn);
+        }
+        if (turn >= 1) {
+            move->take(group, move, turn - 1, step + turn - 1);
+        }
+        int status = meet_in_turn(group, turn, num, mine);
+        if (status != TSH_OK) {
+            return status;
+        }
+    }
+    return TSH_OK;
+}
+
+static void put_own(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    if (group->rank != move->root) {
+        tsh_span at = chunk_of(move->in_bytes[0], move->chunk, index);
+        copy(slot_of(group, group->rank, step), move->in[0] + at.start, at.length);
+    }
+}
+
+static void take_all(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    for (int turn = 1; turn <= group->num_ranks && move->out != NULL; turn++) {
+        /* Start with the next rank, not all with rank 0: readers spread over the slots. */
+        int rank = (group->rank + turn) % group->num_ranks;
+        tsh_span at = chunk_of(move->out_bytes[rank], move->chunk, index);
+        const char *from = rank == group->rank ? move->in[0] + at.start : slot_of(group, rank, step);
+        copy(move->out[rank] + at.start, from, at.length);
+    }
+}
+
+int tsh_all_gather(tsh_group *group, char *const *out, const size_t *bytes, const char *in, int dtype) {
+    size_t total = 0, longest = 0;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        total += bytes[rank];
+        longest = bytes[rank] > longest ? bytes[rank] : longest;
+    }
+    char *own = (char *)in;
+    tsh_move move = {.put = put_own, .take = take_all, .out = out, .out_bytes = bytes, .in = &own,
+                     .in_bytes = &bytes[group->rank], .chunk = group->slot_bytes, .root = -1};
+    tsh_signature mine = signature(TSH_ALL_GATHER, dtype, 0, -1, total);
+    return move_chunks(group, &move, num_chunks(longest, move.chunk), &mine);
+}
+
+/* `out` has one tensor per rank on the root and is NULL elsewhere. */
+int tsh_gather(tsh_group *group, char *const *out, const char *in, size_t bytes, int dtype, int root) {
+    size_t sizes[TSH_MAX_RANKS];
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        sizes[rank] = bytes;
+    }
+    char *own = (char *)in;
+    tsh_move move = {.put = put_own, .take = take_all, .out = root == group->rank ? out : NULL, .out_bytes = sizes,
+                     .in = &own, .in_bytes = sizes, .chunk = group->slot_bytes, .root = root};
+    tsh_signature mine = signature(TSH_GATHER, dtype, 0, root, bytes);
+    return move_chunks(group, &move, num_chunks(bytes, move.chunk), &mine);
+}
+
+static void take_from_root(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    tsh_span at = chunk_of(move->in_bytes[0], move->chunk, index);
+    if (group->rank != move->root) {
+        copy(move->in[0] + at.start, slot_of(group, move->root, step), at.length);
+    }
+}
+
+static void put_root(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    if (group->rank == move->root) {
+        tsh_span at = chunk_of(move->in_bytes[0], move->chunk, index);
+        copy(slot_of(group, group->rank, step), move->in[0] + at.start, at.length);
+    }
+}
+
+int tsh_broadcast(tsh_group *group, char *buffer, size_t bytes, int dtype, int root) {
+    tsh_move move = {.put = put_root, .take = take_from_root, .in = &buffer, .in_bytes = &bytes,
+                     .chunk = group->slot_bytes, .root = root};
+    tsh_signature mine = signature(TSH_BROADCAST, dtype, 0, root, bytes);
+    return move_chunks(group, &move, num_chunks(bytes, move.chunk), &mine);
+}
+
+static void put_for_each(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    tsh_span at = chunk_of(move->in_bytes[0], move->chunk, index);
+    for (int rank = 0; group->rank == move->root && rank < group->num_ranks; rank++) {
+        if (rank != group->rank) {
+            copy(slot_of(group, rank, step), move->in[rank] + at.start, at.length);
+        }
+    }
+}
+
+static void take_own(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    tsh_span at = chunk_of(move->in_bytes[0], move->chunk, index);
+    const char *from = slot_of(group, group->rank, step);
+    if (group->rank == move->root) {
+        from = move->in[group->rank] + at.start;
+    }
+    copy(move->out[0] + at.start, from, at.length);
+}
+
+/* `in` has one tensor per rank on the root and is NULL elsewhere. The root writes into the slots of the others. */
+int tsh_scatter(tsh_group *group, char *out, char *const *in, size_t bytes, int dtype, int root) {
+    tsh_move move = {.put = put_for_each, .take = take_own, .out = &out, .in = in, .in_bytes = &bytes,
+                     .chunk = group->slot_bytes, .root = root};
+    tsh_signature mine = signature(TSH_SCATTER, dtype, 0, root, bytes);
+    return move_chunks(group, &move, num_chunks(bytes, move.chunk), &mine);
+}
+
+static void put_shares(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        tsh_span at = chunk_of(move->in_bytes[rank], move->chunk, index);
+        if (rank != group->rank) {
+            copy(slot_of(group, group->rank, step) + (size_t)rank * move->chunk, move->in[rank] + at.start,
+                   at.length);
+        }
+    }
+}
+
+static void take_shares(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
+    for (int turn = 1; turn <= group->num_ranks; turn++) {
+        int rank = (group->rank + turn) % group->num_ranks;
+        tsh_span at = chunk_of(move->out_bytes[rank], move->chunk, index);
+        const char *from = slot_of(group, rank, step) + (size_t)group->rank * move->chunk;
+        copy(move->out[rank] + at.start, rank == group->rank ? move->in[rank] + at.start : from, at.length);
+    }
+}
+
+/* Sizes may differ from pair to pair: a first meeting shows them all, which also tells how many chunks there are. */
+int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
+                   const size_t *in_bytes, int dtype) {
+    size_t n = (size_t)group->num_ranks, longest = 0;
+    uint64_t *table = group->counts + ((group->sequence + 1) & 1) * n * n;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        table[(size_t)group->rank * n + (size_t)rank] = in_bytes[rank];
+    }
+    int status = tsh_meet_as(group, signature(TSH_ALL_TO_ALL, dtype, 0, -1, 0));
+    if (status != TSH_OK) {
+        return status;
+    }
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        if (table[(size_t)rank * n + (size_t)group->rank] != out_bytes[rank]) {
+            group->subject = rank;
+            tsh_poison_group(group, TSH_MISMATCH, rank, "");
+            return TSH_MISMATCH;
+        }
+    }
+    for (size_t pair = 0; pair < n * n; pair++) {
+        longest = table[pair] > longest ? table[pair] : longest;
+    }
+    tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
+                     .in_bytes = in_bytes, .chunk = units_per_slot(group, n, 1), .root = -1};
+    return move_chunks(group, &move, num_chunks(longest, move.chunk), NULL);
+}

@@ -1,0 +1,174 @@
+"""The wire of the shm backend: tensors to addresses, statuses to errors; the core does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
+from torsh_distributed.comm.backends.shm.core import Core
+from torsh_distributed.comm.backends.shm.failures import Failures
+from torsh_distributed.comm.backends.shm.mailroom import Mailroom
+from torsh_distributed.comm.backends.shm.segment import Segment
+from torsh_distributed.comm.backends.wire import Call, Wire
+from torsh_distributed.comm.backends.work import PendingWork
+from torsh_distributed.comm.reduce_op import ReduceOp
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class ShmWire(Wire):
+    """Moves tensors through a segment of memory that all ranks of one node have mapped."""
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, core: Core, segment: Segment, *, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._core = core
+        self._segment = segment
+        self._failures = Failures(core, rank)
+        self._mailroom = Mailroom(core, self._failures)
+
+    @override
+    def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        return (op, dtype) in FOLDS
+
+    @override
+    def barrier(self, call: Call) -> None:
+        status = self._core.barrier(call.timeout_ns, call.is_background)
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
+        dtype, reduction = FOLDS[op, buffer.dtype]
+        status = self._core.all_reduce(
+            buffer.data_ptr(), buffer.numel(), dtype, reduction, call.timeout_ns, call.is_background
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
+        dtype, reduction = FOLDS[op, buffer.dtype]
+        status = self._core.reduce(
+            buffer.data_ptr(), buffer.numel(), dtype, reduction, root, call.timeout_ns, call.is_background
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
+        dtype, reduction = FOLDS[op, output.dtype]
+        numels = tuple(source.numel() for source in sources)
+        status = self._core.reduce_scatter(
+            output.data_ptr(), _addresses(sources), numels, dtype, reduction, call.timeout_ns, call.is_background
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
+        status = self._core.broadcast(
+            buffer.data_ptr(), _size(buffer), _dtype(buffer), root, call.timeout_ns, call.is_background
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
+        status = self._core.all_gather(
+            _addresses(outputs),
+            _sizes(outputs),
+            source.data_ptr(),
+            _dtype(source),
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
+        status = self._core.gather(
+            None if outputs is None else _addresses(outputs),
+            source.data_ptr(),
+            _size(source),
+            _dtype(source),
+            root,
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def scatter(self, output: Tensor, sources: Sequence[Tensor] | None, root: int, call: Call) -> None:
+        status = self._core.scatter(
+            output.data_ptr(),
+            None if sources is None else _addresses(sources),
+            _size(output),
+            _dtype(output),
+            root,
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
+        status = self._core.all_to_all(
+            _addresses(outputs),
+            _sizes(outputs),
+            _addresses(sources),
+            _sizes(sources),
+            _dtype(sources[0]),
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        self._mailroom.send(buffer, peer, tag, work, call)
+
+    @override
+    def receive(self, buffer: Tensor, peer: int | None, tag: int, work: PendingWork, call: Call) -> None:
+        self._mailroom.receive(buffer, peer, tag, work, call)
+
+    @override
+    def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
+        self._mailroom.help_with(work, timeout_s)
+
+    @override
+    def abort(self, reason: str) -> None:
+        self._core.poison(Status.ABORTED, self.rank, reason)
+
+    @override
+    def close(self) -> None:
+        self._core.leave()
+        self._mailroom.close(_CLOSE_TIMEOUT_S)
+        self._segment.close()
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _dtype(tensor: Tensor) -> int:
+    return DTYPES.get(tensor.dtype, OTHER_DTYPE)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,107 @@
+"""Tensors as a wire wants them: dense, contiguous, in host memory; copied there and back where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
+
+
+def check_tensor(tensor: Tensor, backend: str, operation: str) -> None:
+    """Raise InvalidArgument for a tensor that the backends of ours cannot read where it lies."""
+    if tensor.is_cpu and tensor.layout == torch.strided:
+        return
+    what = f"on {tensor.device}" if not tensor.is_cpu else f"in layout {tensor.layout}"
+    raise InvalidArgument(
+        f"{backend} moves dense tensors in host memory; this one is {what}",
+        hint="move it with .cpu() or .to_dense(), or use nccl for CUDA tensors",
+        operation=operation,
+        device=str(tensor.device),
+        layout=str(tensor.layout),
+    )
+
+
+def check_same_dtype(tensors: Sequence[Tensor], dtype: torch.dtype, operation: str) -> None:
+    """Raise TensorShapeMismatch unless all tensors of one call have the dtype."""
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            raise TensorShapeMismatch(
+                "the tensors of one call must have the same dtype",
+                hint="convert them to one dtype first",
+                operation=operation,
+                expected=str(dtype),
+                actual=str(tensor.dtype),
+            )
+
+
+def check_numel(tensor: Tensor, expected: int, operation: str, role: str) -> None:
+    """Raise TensorShapeMismatch unless the tensor has `expected` elements."""
+    if tensor.numel() != expected:
+        raise TensorShapeMismatch(
+            f"the {role} has the wrong number of elements",
+            hint="compare it with what the operation's docstring says about shapes",
+            operation=operation,
+            expected=expected,
+            actual=tensor.numel(),
+        )
+
+
+def check_count(tensors: Sequence[Tensor], num_ranks: int, operation: str) -> None:
+    """Raise InvalidArgument unless a list has one tensor per rank."""
+    if len(tensors) != num_ranks:
+        raise InvalidArgument(
+            f"{operation} takes a list with one tensor per rank",
+            hint="make the list as long as the group",
+            operation=operation,
+            expected=num_ranks,
+            actual=len(tensors),
+        )
+
+
+def check_splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, operation: str, role: str) -> None:
+    """Raise TensorShapeMismatch unless the first dimension is cut into one part per rank without rest.
+
+    No sizes means equal parts.
+    """
+    length = tensor.shape[0] if tensor.dim() else tensor.numel()
+    fits = len(sizes) == num_ranks and sum(sizes) == length if sizes else length % num_ranks == 0
+    if not fits:
+        raise TensorShapeMismatch(
+            f"the {role}'s first dimension is not cut into one part per rank",
+            hint="give one size per rank, adding up to the first dimension; or none, if it divides evenly",
+            operation=operation,
+            first_dimension=length,
+            split_sizes=list(sizes) or None,
+            num_ranks=num_ranks,
+        )
+
+
+class Staged:
+    """Contiguous stand-ins for a list of tensors; `give_back` copies to those that needed one.
+
+    A tensor that is contiguous already stands for itself: nothing is copied.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, is_filled: bool) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self.tensors: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.is_contiguous() and not tensor.is_conj():
+                self.tensors.append(tensor)
+                continue
+            if is_filled:
+                staged = tensor.detach().contiguous().resolve_conj()
+            else:
+                staged = torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+            self.tensors.append(staged)
+            self._pairs.append((tensor, staged))
+
+    def give_back(self) -> None:
+        """Copy the stand-ins to the tensors they stand for."""
+        if self._pairs:
+            with torch.inference_mode():
+                for tensor, staged in self._pairs:
+                    tensor.detach().copy_(staged)

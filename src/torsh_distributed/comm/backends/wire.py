@@ -1,0 +1,108 @@
+"""What a backend of ours has to do: a handful of operations on contiguous tensors in host memory.
+
+`base.py` puts c10d's many names, options and kinds of tensor in front of it; a wire only moves bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.comm.backends.work import PendingWork
+from torsh_distributed.comm.reduce_op import ReduceOp
+
+
+class Call:
+    """One operation as it was asked for: what errors speak of, and how to wait.
+
+    Why a plain class with slots: one is made for every collective, and a small one takes microseconds.
+    """
+
+    __slots__ = ("is_background", "operation", "sequence", "timeout_ns")
+
+    def __init__(self, operation: str, sequence: int, timeout_ns: int) -> None:
+        self.operation = operation
+        self.sequence = sequence
+        self.timeout_ns = timeout_ns
+        # Set by the group's own thread: it must not spin, the caller computes meanwhile.
+        self.is_background = False
+
+
+class Wire(ABC):
+    """Moves tensors between the ranks of one group.
+
+    Every tensor is dense, contiguous and in host memory; dtypes and sizes were checked on this rank. Collectives
+    are called by one thread at a time, in the same order on every rank, and return when this rank's part is done; a
+    call that cannot be completed raises and ends the group: afterwards only `abort` and `close` are called.
+    Ranks are those of the group. `send` and `receive` may be called by any thread at any time.
+    """
+
+    name: ClassVar[str]
+    """The backend's name, as in `init_process_group(name)`."""
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether the wire does this reduction itself; for others the group gathers and folds with torch."""
+
+    @abstractmethod
+    def barrier(self, call: Call) -> None:
+        """Return when every rank has called it."""
+
+    @abstractmethod
+    def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
+        """Fold `buffer` over all ranks, in place, with the same bits on every rank."""
+
+    @abstractmethod
+    def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
+        """Fold `buffer` over all ranks into the root's, in place; the others keep theirs."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
+        """Make every rank's `buffer` equal to the root's."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
+        """Fill outputs[r] with the source of rank r; sizes may differ from rank to rank."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
+        """Fill the root's outputs[r] with the source of rank r; `outputs` is None elsewhere."""
+
+    @abstractmethod
+    def scatter(self, output: Tensor, sources: Sequence[Tensor] | None, root: int, call: Call) -> None:
+        """Fill `output` with the root's sources[this rank]; `sources` is None elsewhere."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
+        """Fill `output` with the fold of everybody's sources[this rank]; sizes may differ from rank to rank."""
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
+        """Fill outputs[r] with rank r's sources[this rank]; sizes may differ from pair to pair."""
+
+    @abstractmethod
+    def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        """Start sending; `work` is completed when `buffer` may be changed again."""
+
+    @abstractmethod
+    def receive(self, buffer: Tensor, peer: int | None, tag: int, work: PendingWork, call: Call) -> None:
+        """Start receiving, from any rank if `peer` is None; `work` is completed when `buffer` is filled."""
+
+    def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
+        """Called by whoever waits for a send or receive: move messages until it is complete, or just sleep."""
+        work.wait_for_completion(timeout_s)
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Release every call that is blocked on this group, on this rank within 50 ms; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory, files and threads. No call is running any more, or it was aborted."""
