@@ -22,6 +22,7 @@ from torsh_distributed.comm import (
     roster,
     validate_rank,
 )
+from torsh_distributed.comm.backends import register_backends as _register_backends
 from torsh_distributed.errors import TorshError
 from torsh_distributed.launch.environment import Environment, read_environment
 from torsh_distributed.launch.init import distributed, init, init_process_group
@@ -30,6 +31,9 @@ from torsh_distributed.retry import CircuitBreaker, retry
 from torsh_distributed.train import Engine, parallelize
 
 __version__ = _version("torsh-distributed")
+
+# The one thing that importing does: torch learns the names of our backends. Nothing is opened or started.
+_register_backends()
 
 __all__ = [
     "BackendCapabilities",

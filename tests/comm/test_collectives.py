@@ -25,7 +25,7 @@ from torsh_distributed.errors import (
     TensorShapeMismatch,
 )
 
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "shm", "torsh"]
 FOLDS = {
     "sum": operator.add,
     "product": operator.mul,
@@ -106,6 +106,10 @@ def send_in_a_ring() -> None:
         assert work.is_completed()
         assert work.exception() is None
     assert target.tolist() == [[before * 10.0 + 1, before * 10.0 + 2]] * 3
+
+
+def receive_from_anyone() -> None:
+    me, size = dist.get_rank(), dist.get_world_size()
     if me == 0:
         found = {p2p.recv(value := torch.zeros(1)): value.item() for _ in range(size - 1)}
         assert found == {rank: float(rank) for rank in range(1, size)}
@@ -147,6 +151,7 @@ def everything() -> None:
         part()
     if dist.get_world_size() > 1:
         send_in_a_ring()
+        receive_from_anyone()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -38,8 +39,9 @@ def main(argv: list[str]) -> None:
 
 
 def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
-    """The plan of a demo: the given file, or the demo's own defaults; `steps` wins over both."""
-    plan = Plan.load(path) if path is not None else Plan(training=DEFAULTS[demo])
+    """The plan of a demo: the given file or TORSH_PLAN, or the demo's own defaults; `steps` wins over all."""
+    is_given = path is not None or "TORSH_PLAN" in os.environ
+    plan = Plan.compose(path, environ=os.environ) if is_given else Plan(training=DEFAULTS[demo])
     return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
 
 

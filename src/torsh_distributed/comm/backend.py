@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -39,6 +40,8 @@ class BackendType(StrEnum):
 
     NCCL = "nccl"
     GLOO = "gloo"
+    SHM = "shm"
+    TORSH = "torsh"
     UCC = "ucc"
     FAKE = "fake"
 
@@ -91,18 +94,20 @@ def why_unavailable(backend: BackendType) -> str:
         return "" if dist.is_gloo_available() else "this torch was built without gloo"
     if backend is BackendType.UCC:
         return "" if dist.is_ucc_available() else "this torch was built without UCC"
+    if backend in (BackendType.SHM, BackendType.TORSH):
+        return "" if sys.platform == "linux" else "shared memory between ranks is built for Linux alone"
     return ""
 
 
 def choose_backend(name: str = "auto", *, device_type: str | None = None) -> str:
-    """The backend to use: `auto` gives nccl where a CUDA device is used and gloo on the CPU.
+    """The backend to use: `auto` gives nccl where a CUDA device is used and torsh on the CPU.
 
     A per-device form such as "cpu:gloo,cuda:nccl" is checked part by part and returned as it is.
     Raises FeatureNotAvailable, with what is missing, if the chosen one cannot work here.
     """
     if name == "auto":
         device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        name = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        name = "cpu:gloo,cuda:nccl" if device == "cuda" else "torsh"
     for part in name.split(","):
         backend = BackendType.parse(part.split(":")[-1].strip())
         missing = why_unavailable(backend)
@@ -148,6 +153,14 @@ def _lonely_group(backend: BackendType) -> Any:
     """
     if backend is BackendType.GLOO:
         return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    if backend in (BackendType.SHM, BackendType.TORSH):
+        # Imported here: the torsh backend asks this module what gloo can do.
+        from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup
+        from torsh_distributed.comm.backends.shm import create_shm_wire
+
+        store, limit = dist.HashStore(), timedelta(seconds=30)
+        wire = create_shm_wire(store, rank=0, num_ranks=1, timeout=limit, options=ShmOptions())
+        return TorshProcessGroup(store, wire, limit)
     if backend is BackendType.NCCL:
         return dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
     return None

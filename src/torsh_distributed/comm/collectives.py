@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from torsh_distributed.comm.abort import refuse_if_aborted
+from torsh_distributed.comm.agreement import are_checks_enabled, require_agreement
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.trace import recorder
-from torsh_distributed.comm.work import Work, explain
+from torsh_distributed.comm.work import Work, explain, group_timeout_s
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,
@@ -55,6 +57,7 @@ def all_reduce(
         num_bytes(tensor),
         lambda group, is_async: dist.all_reduce(tensor, reduction, group=group, async_op=is_async),
         lambda: tensor,
+        same=(tensor.dtype, tuple(tensor.shape), str(op)),
         async_op=async_op,
         **where,
     )
@@ -79,6 +82,7 @@ def reduce(
         num_bytes(tensor),
         lambda group, is_async: dist.reduce(tensor, dst, reduction, group=group, async_op=is_async),
         lambda: tensor,
+        same=(tensor.dtype, tuple(tensor.shape), str(op), dst),
         async_op=async_op,
         **where,
     )
@@ -96,6 +100,7 @@ def broadcast(tensor: Tensor, src: int, *, async_op: bool = False, **where: Unpa
         num_bytes(tensor),
         lambda group, is_async: dist.broadcast(tensor, src, group=group, async_op=is_async),
         lambda: tensor,
+        same=(tensor.dtype, tuple(tensor.shape), src),
         async_op=async_op,
         **where,
     )
@@ -114,6 +119,7 @@ def all_gather(tensor: Tensor, *, async_op: bool = False, **where: Unpack[Where]
         num_bytes(tensor) * len(gathered),
         lambda group, is_async: dist.all_gather(gathered, source, group=group, async_op=is_async),
         lambda: gathered,
+        same=(tensor.dtype, tuple(tensor.shape)),
         async_op=async_op,
         **where,
     )
@@ -141,6 +147,7 @@ def gather(
         num_bytes(tensor) * (world.size() if is_root else 1),
         lambda group, is_async: dist.gather(source, gathered, dst, group=group, async_op=is_async),
         lambda: gathered,
+        same=(tensor.dtype, tuple(tensor.shape), dst),
         async_op=async_op,
         **where,
     )
@@ -185,6 +192,7 @@ def scatter(
         num_bytes(tensor),
         lambda group, is_async: dist.scatter(tensor, sources, src, group=group, async_op=is_async),
         lambda: tensor,
+        same=(tensor.dtype, tuple(tensor.shape), src),
         async_op=async_op,
         **where,
     )
@@ -212,6 +220,7 @@ def reduce_scatter(
         num_bytes(tensor),
         lambda group, is_async: _reduce_scatter_single(part, source, reduction, group=group, async_op=is_async),
         lambda: part,
+        same=(tensor.dtype, tuple(tensor.shape), str(op)),
         async_op=async_op,
         **where,
     )
@@ -277,6 +286,7 @@ def all_to_all(
         num_bytes(tensor),
         lambda group, is_async: dist.all_to_all_single(received, source, *sizes, group=group, async_op=is_async),
         lambda: received,
+        same=(tensor.dtype, tuple(tensor.shape[1:])),
         async_op=async_op,
         **where,
     )
@@ -289,6 +299,7 @@ def barrier(*, group: dist.ProcessGroup | None = None, timeout_s: float | None =
         0,
         lambda group, is_async: dist.barrier(group=group, async_op=is_async),
         lambda: None,
+        same=(),
         async_op=False,
         group=group,
         timeout_s=timeout_s,
@@ -308,16 +319,22 @@ def run(
     group: dist.ProcessGroup | None = None,
     timeout_s: float | None = None,
     peer: int | None = None,
+    same: tuple[object, ...] | None = None,
 ) -> R | Work[R]:
     """Record an operation, start it, and wait for it unless `async_op`; the one way to the backend.
 
     `start(group, is_async)` calls c10d; `finish()` makes the result. Without a deadline of its own a synchronous call
-    goes to the backend as such: ours then work in the caller's thread, without a hop to another.
+    goes to the backend as such: ours then work in the caller's thread, without a hop to another. `same` holds what must
+    be equal on all ranks; with TORSH_DEBUG=1 it is compared first.
     """
     chosen = resolve_group(group)
+    refuse_if_aborted(chosen, op)
     record = recorder.begin(op, chosen.group_name, size_bytes, peer)
     started = time.monotonic()
     try:
+        if same is not None and are_checks_enabled():
+            limit_s = group_timeout_s(chosen) if timeout_s is None else timeout_s
+            require_agreement(chosen, record, f"{op}{same}", limit_s)
         pending = start(chosen, async_op or timeout_s is not None)
     except TorshError as error:
         recorder.end(record, error)

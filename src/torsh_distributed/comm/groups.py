@@ -12,7 +12,9 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
+from torsh_distributed.comm.abort import forget_group, remember_connections
 from torsh_distributed.comm.process_group import get_rank, get_world_size, roster
+from torsh_distributed.comm.sockets import new_connections
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
 
 
@@ -71,8 +73,11 @@ class GroupManager:
         """A new group over `ranks`, in that order; every rank of the world calls this, members or not."""
         members = tuple(ranks)
         self._check(name, members)
-        handle = dist.new_group(list(members), backend=backend, use_local_synchronization=False, group_desc=name)
+        with new_connections() as connections:
+            handle = dist.new_group(list(members), backend=backend, group_desc=name)
         is_member = get_rank() in members
+        if is_member:
+            remember_connections(handle, connections)
         group = CommunicationGroup(name, members, kind, handle if is_member else None)
         self._groups[name] = group
         return group
@@ -132,6 +137,7 @@ class GroupManager:
         """Take a group's communicator down and forget it; every rank calls this."""
         group = self.get_group(name)
         if group.handle is not None:
+            forget_group(group.handle.group_name)
             dist.destroy_process_group(group.handle)
         del self._groups[name]
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from torsh_distributed import events
+from torsh_distributed.comm.abort import forget_group, remember_connections
 from torsh_distributed.comm.backend import choose_backend
+from torsh_distributed.comm.key_wait import wait_for_keys
 from torsh_distributed.comm.rendezvous import Roster, join, open_store
+from torsh_distributed.comm.sockets import new_connections
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,
+    OperationTimeout,
     RankOutOfBounds,
     TorshError,
     translate_errors,
@@ -33,9 +38,13 @@ _log = logging.getLogger(__name__)
 class _World:
     pid: int
     roster: Roster
-    attempt: int
     # Kept alive: rank 0 hosts the store in this object, and later groups meet through it.
     store: dist.Store
+    prefixed: dist.Store
+    backend: str
+    timeout_s: float
+    master_port: int
+    generation: int = 0
 
 
 _world: _World | None = None
@@ -71,21 +80,90 @@ def start_world(
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
-    with translate_errors("init_process_group", rank=rank, backend=chosen):
-        dist.init_process_group(
-            chosen,
-            store=dist.PrefixStore("c10d", prefixed),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    _world = _World(os.getpid(), roster, attempt, store)
+    _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
+    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port)
     events.set_rank(rank)
     if backend == "auto":
         reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _bring_up(
+    backend: str, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, store_port: int
+) -> None:
+    """torch's default group, with its connections noted so that `abort` can cut them."""
+    with (
+        translate_errors("init_process_group", rank=rank, backend=backend),
+        new_connections(except_port=store_port) as connections,
+    ):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("c10d", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    remember_connections(world, connections)
+    _await_all(store, world_size, timeout_s)
+
+
+def _await_all(store: dist.Store, world_size: int, timeout_s: float) -> None:
+    """Return when every rank has its group: rank 0 may host the store and must not leave while others connect."""
+    if store.add("up", 1) == world_size:
+        store.set("all-up", "")
+    if not wait_for_keys(store, ["all-up"], timeout_s):
+        raise OperationTimeout(
+            f"only {store.add('up', 0)} of {world_size} ranks brought their group up within {timeout_s:g} s",
+            hint="look at the output of the others: their backend could not connect",
+            operation="init_process_group",
+        )
+
+
+def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
+    """A new world of `survivors` (ranks of the present one), in that order; returns this process's new rank.
+
+    Every survivor calls this with the same list, after `abort`. The old group is gone, and all its sub-groups; the new
+    one meets under a store prefix of its own. Needs the store: where rank 0 hosted it and is lost, there is no way on.
+    """
+    global _world
+    old = _require_world()
+    members = list(survivors)
+    me = get_rank()
+    if len(set(members)) != len(members) or me not in members or any(not 0 <= r < get_world_size() for r in members):
+        raise InvalidArgument(
+            "survivors must be ranks of the present world, each once, with the caller among them",
+            survivors=members,
+            rank=me,
+            world_size=get_world_size(),
+        )
+    limit_s = old.timeout_s if timeout_s is None else timeout_s
+    _take_down()
+    generation = old.generation + 1
+    store = dist.PrefixStore(f"generation/{generation}", old.prefixed)
+    rank = members.index(me)
+    with translate_errors("regroup", rank=rank, world_size=len(members)):
+        found = join(store, rank=rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
+    _bring_up(old.backend, store, rank=rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
+    _world = replace(old, roster=found, timeout_s=limit_s, generation=generation)
+    events.set_rank(rank)
+    events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
+    return rank
+
+
+def _take_down() -> None:
+    """End torch's groups. Peers that died leave half-open sockets: the group is gone all the same."""
+    world = dist.group.WORLD
+    name = None if world is None else world.group_name
+    try:
+        dist.destroy_process_group()
+    except (TorshError, RuntimeError) as error:
+        _log.warning("the process group did not go down cleanly: %s", error)
+    if name is not None:
+        forget_group(name)
 
 
 def _refuse_second_start() -> None:
@@ -113,11 +191,7 @@ def destroy_process_group() -> None:
         return
     if dist.is_initialized():
         size = dist.get_world_size()
-        try:
-            dist.destroy_process_group()
-        except (TorshError, RuntimeError) as error:
-            # Peers that died leave half-open sockets; the group is gone either way, and that is what was asked.
-            _log.warning("the process group did not go down cleanly: %s", error)
+        _take_down()
         events.emit(events.MembershipEvent(action="left", world_size=size))
     _world = None
 

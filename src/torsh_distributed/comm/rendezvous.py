@@ -242,7 +242,7 @@ def _await_verdict(store: dist.Store, me: Arrival, deadline: float) -> dict[str,
         verdict: dict[str, Any] = json.loads(store.get("verdict"))
         if "error" in verdict:
             # Readers are told apart by order alone: duplicate ranks are one of the errors.
-            store.set(f"read/{store.add('reads', 1) + 1}", b"")
+            store.set(f"read/{store.add('reads', 1) + 1}", "")
     except dist.DistNetworkError as error:
         raise CommunicationError(
             "the store of the job went away while the ranks were meeting",

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from torsh_distributed.comm.abort import aborted, is_aborted
 from torsh_distributed.comm.roll_call import missing_ranks
 from torsh_distributed.comm.trace import Record, recorder
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
@@ -87,7 +88,9 @@ def explain(
     error: Exception, group: dist.ProcessGroup, record: Record, started: float, timeout_s: float | None
 ) -> TorshError:
     """c10d raises RuntimeError for everything: tell a deadline from a broken connection by the clock, and say who."""
-    limit_s = _group_timeout_s(group) if timeout_s is None else timeout_s
+    if is_aborted(group):
+        return aborted(group, record.op)
+    limit_s = group_timeout_s(group) if timeout_s is None else timeout_s
     facts: dict[str, Any] = {
         "operation": record.op,
         "group": record.group,
@@ -105,7 +108,7 @@ def explain(
     return OperationTimeout(f"{record.op} did not end within {limit_s:g} s; {who}", missing_ranks=missing, **facts)
 
 
-def _group_timeout_s(group: dist.ProcessGroup) -> float:
+def group_timeout_s(group: dist.ProcessGroup) -> float:
     """The deadline torch gave the group at its creation; 0 where it cannot be known."""
     backends = (group._get_backend(device) for device in group._device_types)
     timeouts = [backend.options._timeout.total_seconds() for backend in backends if hasattr(backend, "options")]

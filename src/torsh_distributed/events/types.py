@@ -118,7 +118,7 @@ class MembershipEvent(Event):
     kind: ClassVar[str] = "membership"
 
     action: str
-    """joined, left, restarted, lost or ended."""
+    """joined, left, regrouped, restarted, lost or ended."""
     world_size: int
     attempt: int = 0
     detail: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torsh_distributed.comm.agreement import enable_checks
 from torsh_distributed.comm.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.environment import Environment, read_environment
@@ -28,8 +29,10 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
     world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
     Returns the place that was found and where it was found.
     """
-    section = (plan or Plan()).distributed
-    record_events()
+    chosen = plan or Plan()
+    section = chosen.distributed
+    record_events(directory=chosen.observe.events_dir)
+    enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
     found = read_environment()
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
     _start(backend or section.backend, found, limit_s, store=None)

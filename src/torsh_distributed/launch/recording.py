@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.progress import ProgressWriter
@@ -11,14 +12,17 @@ from torsh_distributed.launch.progress import ProgressWriter
 _recorders: dict[int, list[JsonlSink | ProgressWriter]] = {}
 
 
-def record_events() -> None:
-    """Start the sinks that the environment names, once per process; they close at interpreter exit."""
+def record_events(directory: str | Path | None = None) -> None:
+    """Start the sinks that the environment or the plan names, once per process; they close at interpreter exit.
+
+    TORSH_EVENTS_DIR wins over `directory`, as the environment wins over a file everywhere.
+    """
     if os.getpid() in _recorders:
         return
     started: list[JsonlSink | ProgressWriter] = []
-    directory = os.environ.get("TORSH_EVENTS_DIR")
-    if directory:
-        started.append(JsonlSink(directory))
+    chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
+    if chosen:
+        started.append(JsonlSink(chosen))
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
         started.append(ProgressWriter(progress))

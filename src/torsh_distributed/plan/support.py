@@ -22,6 +22,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "ddp.gradient_as_bucket_view": None,
     "ddp.broadcast_buffers": None,
     "precision.dtype": ("fp32", "bf16"),
+    "observe.events_dir": None,
     "training.steps": None,
     "training.batch_size": None,
     "training.gradient_accumulation": None,

@@ -39,8 +39,7 @@ def parallelize(
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
     chosen.require_supported()
-    mesh = chosen.mesh.resolve(process_group.get_world_size())
-    chosen = chosen.replace(mesh=mesh)
+    chosen = chosen.resolve(process_group.get_world_size())
     _check_optimizer(model, optimizer)
     return Engine(DataParallel(model, chosen.ddp), optimizer, chosen, loss_fn=loss_fn)
 

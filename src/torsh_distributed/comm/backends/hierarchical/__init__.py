@@ -1,0 +1,5 @@
+"""The `torsh` backend: shared memory inside each node, gloo between nodes."""
+
+from torsh_distributed.comm.backends.hierarchical.group import TorshOptions, create_torsh_group
+
+__all__ = ["TorshOptions", "create_torsh_group"]

@@ -1,0 +1,58 @@
+"""Making a torsh group: find the nodes, share memory on each, connect them with gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.hierarchical.leg import Leg
+from torsh_distributed.comm.backends.hierarchical.nodes import find_layout
+from torsh_distributed.comm.backends.hierarchical.wire import HierarchicalWire
+from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
+from torsh_distributed.comm.backends.wire import Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorshOptions:
+    """What `init_process_group("torsh", pg_options=…)` and `new_group(pg_options=…)` take."""
+
+    node: str | None = None
+    """The name of this rank's node; ranks of one name share memory. None: the machine, as far as memory reaches."""
+
+    shm: ShmOptions = field(default_factory=ShmOptions)
+    """How memory is shared on a node."""
+
+
+def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGroup:
+    """c10d's hook for the backend; every rank of the group calls it. On one node it is shared memory alone.
+
+    Any: the class of `options` is private to torch.
+    """
+    chosen = backend_options if isinstance(backend_options, TorshOptions) else TorshOptions()
+    store, rank, timeout = options.store, options.group_rank, options.timeout
+    layout = find_layout(
+        store,
+        rank=rank,
+        num_ranks=options.group_size,
+        timeout_s=timeout.total_seconds(),
+        node=chosen.node,
+    )
+    local = layout.local_ranks
+    wire: Wire = create_shm_wire(
+        dist.PrefixStore(f"node/{layout.node_index}", store),
+        rank=layout.position,
+        num_ranks=len(local),
+        timeout=timeout,
+        options=chosen.shm,
+    )
+    if len(layout.nodes) > 1:
+        lane = None
+        if layout.position < layout.num_lanes:
+            members = [ranks[layout.position] for ranks in layout.nodes]
+            lane = Leg(dist.PrefixStore(f"lane/{layout.position}", store), members, rank, timeout)
+        across = Leg(dist.PrefixStore("across", store), range(options.group_size), rank, timeout)
+        wire = HierarchicalWire(layout, wire, lane, across)
+    return TorshProcessGroup(store, wire, timeout)

@@ -1,0 +1,116 @@
+"""The leg between nodes: a gloo group over some ranks, with deadlines and errors as ours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.comm.backends.work import PendingWork
+from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.sockets import new_connections
+from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
+
+_making = threading.Lock()
+
+
+class Leg:
+    """gloo between `ranks` of a group; ranks and roots in the calls below are indices into `ranks`."""
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(rank)
+        self._reason: str | None = None
+        # Any: torch's stubs do not declare the methods of this class.
+        # One at a time in a process: the connections that come up meanwhile are taken for this group's.
+        with _making, new_connections() as self._connections:
+            self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
+
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> dist.Work:
+        """Start folding `buffer` over the leg, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op.to_torch())
+        work: dist.Work = self._group.allreduce([buffer], options)
+        return work
+
+    def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
+        """Make every rank's `buffer` equal to the root's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self.wait(self._group.broadcast([buffer], options), call)
+
+    def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
+        """Fill outputs[i] with the source of rank i; all of one size."""
+        self.wait(self._group.allgather([list(outputs)], [source]), call)
+
+    def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
+        """Fill `output` with the fold of everybody's sources[this rank]; all of one size."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(op.to_torch())
+        self.wait(self._group.reduce_scatter([output], [list(sources)], options), call)
+
+    def all_to_all(self, output: Tensor, source: Tensor, taken: list[int], given: list[int], call: Call) -> None:
+        """Send given[i] elements of `source` to rank i and fill `output` with taken[i] of each."""
+        self.wait(self._group.alltoall_base(output, source, taken, given), call)
+
+    def barrier(self, call: Call) -> None:
+        """Return when every rank has called it."""
+        self.wait(self._group.barrier(), call)
+
+    def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        """Start sending; a thread of its own waits for gloo, which has no other way to tell."""
+        self._complete_later(self._group.send([buffer], peer, tag), work, call)
+
+    def receive(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        """Start receiving from one rank."""
+        self._complete_later(self._group.recv([buffer], peer, tag), work, call)
+
+    def wait(self, work: dist.Work, call: Call) -> None:
+        """Wait until the call's deadline; what goes wrong is an error of ours that names the operation."""
+        started = time.monotonic()
+        timeout_s = call.timeout_ns / 1e9
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._explain(error, call, time.monotonic() - started >= 0.98 * timeout_s) from error
+
+    def abort(self, reason: str) -> None:
+        """Cut the connections: every call blocked on them returns with an error."""
+        self._reason = reason
+        self._connections.cut()
+
+    def _complete_later(self, pending: dist.Work, work: PendingWork, call: Call) -> None:
+        def complete() -> None:
+            error: TorshError | None = None
+            try:
+                self.wait(pending, call)
+            except TorshError as raised:
+                error = raised
+            work.complete(error)
+
+        threading.Thread(target=complete, name="torsh-leg", daemon=True).start()
+
+    def _explain(self, error: RuntimeError, call: Call, is_late: bool) -> TorshError:
+        facts: dict[str, Any] = {"operation": call.operation, "sequence": call.sequence, "backend": "torsh"}
+        if self._reason is not None:
+            return CommunicationError(f"the group was aborted: {self._reason}", **facts)
+        if is_late:
+            return OperationTimeout(
+                f"{call.operation} number {call.sequence} was not done between the nodes within "
+                f"{call.timeout_ns / 1e9:g} s",
+                nodes_of_ranks=self.ranks,
+                **facts,
+            )
+        return CommunicationError(
+            f"{call.operation} failed between the nodes: {str(error).splitlines()[0]}",
+            hint="a rank on another node is gone, or the network between them: look at the first rank that failed",
+            peers=self.ranks,
+            **facts,
+        )

@@ -1,0 +1,69 @@
+"""The connections a backend made for a group, so that they can be cut.
+
+gloo has no abort. But a call that is blocked on a connection returns with an error when that connection is shut down.
+Which connections are a group's is seen by looking at this process's sockets before and after the group is made. Only
+connected ones are ever touched: shutting down a listening socket of gloo ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+@dataclass
+class Connections:
+    """Connected sockets by file descriptor; the inode tells a descriptor that was closed and used again."""
+
+    inodes: dict[int, int] = field(default_factory=dict)
+
+    def cut(self) -> int:
+        """Shut down every connection that is still open; returns how many. Blocked calls on them fail at once."""
+        num_cut = 0
+        for fd, inode in self.inodes.items():
+            if _open_sockets().get(fd) != inode:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+                num_cut += 1
+        self.inodes.clear()
+        return num_cut
+
+
+@contextlib.contextmanager
+def new_connections(*, except_port: int | None = None) -> Iterator[Connections]:
+    """Collect the TCP connections that come up while the block runs; those to `except_port` (the store's) are not."""
+    found = Connections()
+    before = _open_sockets()
+    yield found
+    for fd, inode in _open_sockets().items():
+        if before.get(fd) != inode and _is_connected(fd, except_port):
+            found.inodes[fd] = inode
+
+
+def _open_sockets() -> dict[int, int]:
+    sockets = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+            match = _SOCKET.fullmatch(str(entry.readlink()))
+            if match is not None:
+                sockets[int(entry.name)] = int(match[1])
+    return sockets
+
+
+def _is_connected(fd: int, except_port: int | None) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            ports = (copy.getpeername()[1], copy.getsockname()[1])
+            return except_port not in ports
+    except OSError:
+        return False  # not connected: a listener, or closed meanwhile
