@@ -26,14 +26,14 @@ def explain(
         console.print(table)
         return
     by_name = {name.lower(): kind for name, kind in kinds.items()}
-    kind = by_name.get(code.lower())
-    if kind is None:
+    if code.lower() not in by_name:
         near = difflib.get_close_matches(code.lower(), by_name, n=1)
         raise InvalidArgument(
             "no error has this code",
             hint=f"did you mean {by_name[near[0]].__name__}?" if near else "`torsh explain` lists all of them",
             code=code,
         )
+    kind = by_name[code.lower()]
     console.print(f"[bold]{kind.__name__}[/]: {inspect.cleandoc(kind.__doc__ or '')}")
     console.print(f"Retryable: {'yes' if kind.retryable else 'no'}. What to do:")
     for number, line in enumerate(kind.advice, start=1):

@@ -81,7 +81,8 @@ class TrainReport:
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.plot([event.step for event in self.steps], [event.loss for event in self.steps], color="#2b6cb0", lw=1.4)
+        curve = [(event.step, event.loss) for event in self.steps if event.loss is not None]
+        axes.plot(*zip(*curve, strict=True), color="#2b6cb0", lw=1.4)
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats)")
         axes.set_title(title)
