@@ -7,6 +7,7 @@ A launcher is a rank of the `world` fixture (forked, so torch need not be import
 from __future__ import annotations
 
 import os
+import select
 import textwrap
 import time
 from pathlib import Path
@@ -43,22 +44,57 @@ def write_script(folder: Path, *parts: str) -> str:
     return str(path)
 
 
-def be_launcher(script: str, changes: dict[str, Any], per_node: list[dict[str, Any]]) -> int:
-    """Runs on every rank of the world: the launcher of one node; returns the job's exit code."""
+def be_launcher(script: str, num_nodes: int, changes: dict[str, Any], per_node: list[dict[str, Any]]) -> int:
+    """Runs on a rank of the world: the launcher of one node; returns the job's exit code."""
     node_rank = int(os.environ["RANK"])
+    (Path(script).parent / f"launcher-{node_rank}").write_text(str(os.getpid()))
     values: dict[str, Any] = {
         "entry": Entry(target=script),
         "nproc_per_node": 2,
-        "nnodes": int(os.environ["WORLD_SIZE"]),
+        "nnodes": num_nodes,
         "node_rank": node_rank,
         "join_timeout_s": 20.0,
     }
-    if values["nnodes"] > 1:
+    if num_nodes > 1:
         values.update(master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"]))
     values.update(changes)
     if per_node:
         values.update(per_node[node_rank])
     return launch_job(JobSpec(**values))
+
+
+def observe(script: str, num_nodes: int) -> list[str]:
+    """Runs on the last rank of the world: what still runs of a job when its launchers are gone.
+
+    Why a rank: once all ranks have ended, the test bed itself collects what they left behind.
+    """
+    folder = Path(script).parent
+    for node_rank in range(num_nodes):
+        pid = int(wait_for_text(folder / f"launcher-{node_rank}"))
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        assert select.select([pidfd], [], [], 35)[0], f"the launcher of node {node_rank} does not end"
+        os.close(pidfd)
+    # A launcher that was killed cannot clean up; its guardian needs a moment.
+    return still_running(folder, timeout_s=5.0)
+
+
+def wait_for_text(path: Path, timeout_s: float = 20.0) -> str:
+    """What the file says, once it is there."""
+    deadline = time.monotonic() + timeout_s
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.005)
+    return path.read_text()
+
+
+def launch_or_observe(script: str, num_nodes: int, changes: dict[str, Any], per_node: list[dict[str, Any]]) -> Any:
+    """Runs on every rank: one launcher per node, then the observer."""
+    if int(os.environ["RANK"]) < num_nodes:
+        return be_launcher(script, num_nodes, changes, per_node)
+    return observe(script, num_nodes)
 
 
 def launch(
@@ -71,21 +107,28 @@ def launch(
     env: dict[str, str] | None = None,
     **changes: Any,
 ) -> list[Outcome]:
-    """Run a job on `num_nodes` launchers: how each of them ended, its value being the exit code of the job."""
-    return world.outcomes(
-        be_launcher,
+    """Run a job on `num_nodes` launchers: how each of them ended, its value being the exit code of the job.
+
+    In any case nothing of the job may be left running.
+    """
+    *outcomes, observed = world.outcomes(
+        launch_or_observe,
         script,
+        num_nodes,
         changes,
         per_node or [],
-        num_ranks=num_nodes,
+        num_ranks=num_nodes + 1,
         backend=None,
-        timeout_s=40,
+        timeout_s=45,
         env=env or {},
-        hosts=hosts or [],
+        hosts=[*hosts, hosts[0]] if hosts else [],
     )
+    assert observed.is_ok, observed.trace or observed.stacks
+    assert observed.value == [], [outcome.output for outcome in outcomes]
+    return outcomes
 
 
-def still_running(folder: Path, *, timeout_s: float = 10.0) -> list[str]:
+def still_running(folder: Path, *, timeout_s: float) -> list[str]:
     """Commands that name the folder and still run at the deadline; empty as soon as there are none."""
     deadline = time.monotonic() + timeout_s
     while True:
