@@ -14,10 +14,11 @@ from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.guardian import Guardian
 from torsh_distributed.launch.loop import Loop, Timer
 from torsh_distributed.launch.messages import Failure
-from torsh_distributed.launch.output import OutputPump, Prefix, StreamName, open_log, wants_colour
+from torsh_distributed.launch.output import OutputPump, Prefix, open_log, wants_colour
 from torsh_distributed.launch.progress import read_progress
 from torsh_distributed.launch.report import Voice, join_numbers
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
+from torsh_distributed.launch.terminal import StreamName, Terminal
 from torsh_distributed.launch.worker_env import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.workers import Ending, Worker, Workers
 
@@ -32,6 +33,7 @@ class Ground:
 
     spec: JobSpec
     loop: Loop
+    terminal: Terminal
     voice: Voice
     guardian: Guardian
     directory: Path
@@ -61,7 +63,7 @@ class LocalAttempt:
         self._on_failed = on_failed
         self._on_finished = on_finished
         self._oom_before = ground.oom_counter.read() if ground.oom_counter is not None else None
-        self._pump = OutputPump(out_fd=1, err_fd=2, warn=ground.voice.warn)
+        self._pump = OutputPump(ground.terminal, warn=ground.voice.warn)
         self._workers = Workers(ground.loop, ground.guardian, mark=ground.mark, on_exit=self._on_exit)
         self._timers: list[Timer] = []
         self._is_decided = False
@@ -93,8 +95,9 @@ class LocalAttempt:
         is_shown = spec.shown_ranks is None or place.local_rank in spec.shown_ranks
         width = len(str(spec.world_size - 1))
         streams: tuple[StreamName, StreamName] = ("stdout", "stderr")
-        for shown_fd, name, pipe in zip((1, 2), streams, pipes, strict=True):
-            prefix = Prefix(place.rank, width, wants_colour(shown_fd, os.environ)) if is_shown else None
+        for name, pipe in zip(streams, pipes, strict=True):
+            is_coloured = wants_colour(is_tty=ground.terminal.is_tty(name), environ=os.environ)
+            prefix = Prefix(place.rank, width, is_coloured) if is_shown else None
             log = open_log(self._log_dir, place.rank, name) if self._log_dir is not None else None
             self._pump.add(place.rank, name, pipe, prefix=prefix, log=log)
 

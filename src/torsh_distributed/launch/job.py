@@ -23,6 +23,7 @@ from torsh_distributed.launch.reception import Reception
 from torsh_distributed.launch.report import Voice
 from torsh_distributed.launch.signals import SignalInbox
 from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.launch.terminal import Terminal
 from torsh_distributed.launch.worker_env import AttemptEndpoint, worker_environment
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_JOB_TOKEN", "TORSH_PROGRESS_FILE")
@@ -42,9 +43,10 @@ def launch_job(spec: JobSpec) -> int:
             stack.enter_context(JsonlSink(events_dir))
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
-        voice = Voice()
+        terminal = stack.enter_context(Terminal())
+        voice = Voice(terminal)
         token = _choose_token(spec, voice)
-        node = stack.enter_context(Node(spec, loop, voice, mark=secrets.token_hex(8), token=token))
+        node = stack.enter_context(Node(spec, loop, terminal, voice, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -31,6 +31,7 @@ from torsh_distributed.launch.messages import (
 from torsh_distributed.launch.report import Voice, join_numbers
 from torsh_distributed.launch.signals import PASSED_ON
 from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.launch.terminal import Terminal
 from torsh_distributed.launch.worker_env import AttemptEndpoint, sets_omp_threads
 
 _MAX_REVIVALS = 3
@@ -39,13 +40,14 @@ _MAX_REVIVALS = 3
 class Node:
     """The workers of this node under the leader's command; leaving the context ends whatever it started."""
 
-    def __init__(self, spec: JobSpec, loop: Loop, voice: Voice, *, mark: str, token: str) -> None:
+    def __init__(self, spec: JobSpec, loop: Loop, terminal: Terminal, voice: Voice, *, mark: str, token: str) -> None:
         self._guardian = Guardian(mark)
         self._directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         self._guardian.remove_directory(self._directory)
         self._ground = Ground(
             spec=spec,
             loop=loop,
+            terminal=terminal,
             voice=voice,
             guardian=self._guardian,
             directory=self._directory,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import select
 import selectors
 import threading
 import time
@@ -17,11 +16,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from torsh_distributed.errors import IoError
+from torsh_distributed.launch.terminal import StreamName, Terminal
 
-StreamName = Literal["stdout", "stderr"]
 _COLOURS = ("36", "33", "32", "35", "34", "31", "96", "93", "92", "95", "94", "91")
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -45,9 +43,9 @@ class Prefix:
         return f"\x1b[{_COLOURS[self.rank % len(_COLOURS)]}m{label}\x1b[0m ".encode() + line + reset + b"\n"
 
 
-def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+def wants_colour(*, is_tty: bool, environ: Mapping[str, str]) -> bool:
     """Colour is for terminals, unless NO_COLOR (https://no-color.org) or a dumb terminal says otherwise."""
-    return os.isatty(fd) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    return is_tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 class LineSplitter:
@@ -109,9 +107,8 @@ def open_log(directory: Path, rank: int, name: StreamName) -> io.FileIO:
 class OutputPump:
     """Owns the read ends of all workers' pipes. `warn` is called from the pump's thread with a line for the user."""
 
-    def __init__(self, *, out_fd: int, err_fd: int, warn: Callable[[str], None]) -> None:
-        self._fds = {"stdout": out_fd, "stderr": err_fd}
-        self._broken: set[int] = set()
+    def __init__(self, terminal: Terminal, *, warn: Callable[[str], None]) -> None:
+        self._terminal = terminal
         self._warn = warn
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -203,19 +200,7 @@ class OutputPump:
             with self._changed:
                 self._tails[stream.rank].extend(line.decode(errors="replace") for line in lines if line.strip())
         if stream.prefix is not None and lines:
-            self._write(stream.name, b"".join(map(stream.prefix.apply, lines)))
-
-    def _write(self, name: StreamName, data: bytes) -> None:
-        fd = self._fds[name]
-        while data and fd not in self._broken:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:
-                # Another process sharing the terminal made it non-blocking.
-                select.select([], [fd], [], 1.0)
-            except OSError as error:
-                self._broken.add(fd)
-                self._warn(f"{name} cannot be shown any more: {error.strerror}; the job goes on")
+            self._terminal.write(stream.name, b"".join(map(stream.prefix.apply, lines)))
 
     def _end(self, stream: _Stream) -> None:
         self._show(stream, stream.splitter.finish())

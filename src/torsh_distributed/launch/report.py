@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import sys
+import io
 from collections.abc import Iterable
 
 from rich.console import Console
 from rich.text import Text
+from typing_extensions import override
 
 from torsh_distributed.launch.messages import Failure
+from torsh_distributed.launch.terminal import Terminal
 
 _SHOWN_LINES = 12
 
 
-class Voice:
-    """Prints for people, on stderr; one call is one write, so that workers' lines do not cut in."""
+class _StandardError(io.StringIO):
+    """A file for rich that hands every print to the terminal as one piece."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    @override
+    def flush(self) -> None:
+        self._terminal.post("stderr", self.getvalue().encode(errors="replace"))
+        self.seek(0)
+        self.truncate()
+
+    @override
+    def isatty(self) -> bool:
+        return self._terminal.is_tty("stderr")
+
+
+class Voice:
+    """Prints for people, on stderr, without ever waiting for them to read."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._console = Console(file=_StandardError(terminal), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, message: str, *, style: str = "bold") -> None:
         """One line."""
