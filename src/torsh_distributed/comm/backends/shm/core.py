@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torsh_distributed.comm.backends.shm.build import SOURCES, fingerprint
+
 Receipt = tuple[int, int, int, int]
 """An order of point-to-point that ended: id, status, peer, bytes of the message."""
 
@@ -133,7 +135,7 @@ class Core(Protocol):
 
 
 def load_native() -> Any | None:
-    """The compiled module, or None where none was built.
+    """The compiled module, or None where none was built, or from other sources than those beside it.
 
     Any: the module has no Python source; `Core` says what its `Group` does.
     """
@@ -141,4 +143,5 @@ def load_native() -> Any | None:
         from torsh_distributed.comm.backends.shm import _core  # type: ignore[attr-defined]  # built at install, or not
     except ImportError:
         return None
-    return _core
+    is_stale = SOURCES.exists() and fingerprint() != _core.VERSION
+    return None if is_stale else _core

@@ -47,9 +47,9 @@ class Failures:
                 **facts,
             )
         if status == Status.DEAD:
-            return _dead(subject, **facts)
+            return _dead(subject, facts)
         if status == Status.LEFT:
-            return _left(subject, self._rank, **facts)
+            return _left(subject, facts)
         if status == Status.MISMATCH and num_bytes is not None:
             return TensorShapeMismatch(
                 f"rank {subject} sent {num_bytes} bytes, which is not the size of the tensor that receives them",
@@ -84,9 +84,9 @@ class Failures:
         assert failure is not None, "a poisoned group has a record"
         status, origin, subject, text = failure
         if status == Status.DEAD:
-            return _dead(subject, **facts)
+            return _dead(subject, facts)
         if status == Status.LEFT:
-            return _left(subject, self._rank, **facts)
+            return _left(subject, facts)
         what = {
             Status.TIMEOUT: "gave up waiting",
             Status.MISMATCH: "found ranks in different collectives",
@@ -104,7 +104,7 @@ class Failures:
         )
 
 
-def _dead(subject: int, **facts: Any) -> TorshError:
+def _dead(subject: int, facts: dict[str, Any]) -> TorshError:
     return ProcessFailure(
         f"the process of rank {subject} ended while the group needed it",
         failed_rank=subject,
@@ -113,8 +113,8 @@ def _dead(subject: int, **facts: Any) -> TorshError:
     )
 
 
-def _left(subject: int, rank: int, **facts: Any) -> TorshError:
-    if subject == rank:
+def _left(subject: int, facts: dict[str, Any]) -> TorshError:
+    if subject == facts["rank"]:
         return CommunicationError(
             "the group was shut down while the operation was pending",
             hint="wait for every work before destroy_process_group()",

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.shm.segment import Segment, SegmentAddress
-from torsh_distributed.errors import BackendError, InvalidArgument, OperationTimeout, TorshError
+from torsh_distributed.errors import BackendError, CommunicationError, InvalidArgument, OperationTimeout, TorshError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,14 @@ class Meeting:
         remaining_s = max(self._deadline - time.monotonic(), 0.001)
         try:
             self._store.wait(keys, timedelta(seconds=remaining_s))
-        except dist.DistStoreError as error:
+        except dist.DistNetworkError as error:
+            raise CommunicationError(
+                "the store went away while the group was being made",
+                hint="look at the output of rank 0, which hosts it, or of the launcher",
+                operation="create the shm group",
+                rank=self._rank,
+            ) from error
+        except RuntimeError as error:  # stores differ in what they raise at the deadline
             missing = [rank for key, rank in zip(keys, ranks, strict=True) if not self._store.check([key])]
             raise OperationTimeout(
                 f"the group did not come together within {self._timeout_s:g} s; "

@@ -119,6 +119,8 @@ class PortableCore:
     def _run(self, timeout_ns: int, body: Callable[[], None]) -> int:
         self._deadline = time.monotonic() + timeout_ns / 1e9
         self._subject = -1
+        if self._view.failure() is not None:
+            return Status.POISONED
         try:
             body()
         except _Stop as stop:

@@ -28,7 +28,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TSH_VERSION 1
+#ifndef TSH_VERSION
+#error "build with build.py: it passes a number that stands for these sources"
+#endif
 #define TSH_PREAMBLE_BYTES 128
 #define TSH_LINE 128 /* two cache lines: adjacent ones are fetched together on some machines */
 #define TSH_PAGE 4096

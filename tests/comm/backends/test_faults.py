@@ -1,0 +1,428 @@
+"""Ranks that die, stop, leave or disagree, and aborts: a clear error on every living rank, and soon."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bed.world import World
+from tests.bed.zygote import Outcome
+from tests.comm.backends.ranks import CORES, on_shm
+from torsh_distributed.comm.backends import TorshProcessGroup
+from torsh_distributed.errors import (
+    BackendError,
+    BackendNotInitialized,
+    CommunicationError,
+    InvalidArgument,
+    MemoryAllocationFailed,
+    OperationTimeout,
+    ProcessFailure,
+    RankOutOfBounds,
+    TensorShapeMismatch,
+)
+
+
+def the_group() -> TorshProcessGroup:
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, TorshProcessGroup)
+    return group
+
+
+def errors_of(outcomes: list[Outcome], *ranks: int) -> list[BaseException | None]:
+    return [outcomes[rank].error for rank in ranks]
+
+
+COLLECTIVES: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(10)),
+    "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),
+    "broadcast": lambda: dist.broadcast(torch.ones(1_000_000), 0),
+    "barrier": dist.barrier,
+}
+
+
+# ---- death ----------------------------------------------------------------------------------------------------
+
+
+def die_before(name: str, victim: int, how: str) -> float:
+    """The victim goes after a first collective; returns how long the others then waited in the next."""
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == victim:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+    started = time.monotonic()
+    try:
+        COLLECTIVES[name]()
+    except ProcessFailure as error:
+        assert error.context["failed_rank"] == victim
+        assert time.monotonic() - started < 10, "found by looking, not by the deadline of 20 s"
+        with pytest.raises(CommunicationError, match=f"does not work any more: the process of rank {victim} ended"):
+            dist.barrier()
+        raise
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_killed_rank_is_named_on_every_living_one(world: World, tmp_path: Path, core: str, name: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, die_before, name, 1, "kill", num_ranks=3, backend=None)
+    assert [type(error) for error in errors_of(outcomes, 0, 2)] == [ProcessFailure, ProcessFailure]
+    assert outcomes[1].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_rank_that_exits_is_named_too(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, die_before, "barrier", 0, "exit", num_ranks=2, backend=None)
+    assert isinstance(outcomes[1].error, ProcessFailure)
+
+
+def die_instead_of_sending() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.recv(torch.ones(4), 0 if dist.get_rank() == 1 else None)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_receive_from_a_dead_rank_fails(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, die_instead_of_sending, num_ranks=3, backend=None)
+    assert [type(error) for error in errors_of(outcomes, 1, 2)] == [ProcessFailure, ProcessFailure]
+
+
+def send_and_leave() -> float:
+    """A message sent before its sender left must still be received."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(4), 1)
+        return 0.0
+    assert the_group().wire.rank == 1
+    while not the_group().wire._core.failure() and not has_left(0):  # type: ignore[attr-defined]  # looks inside
+        time.sleep(0.01)
+    got = torch.zeros(4)
+    dist.recv(got, 0)
+    return got.sum().item()
+
+
+def has_left(rank: int) -> bool:
+    """Whether a rank's process is gone, as its lock on the segment tells."""
+    segment = the_group().wire._segment  # type: ignore[attr-defined]  # looks inside
+    probe = subprocess.run(
+        [sys.executable, "-S", "-c", _PROBE, f"/proc/{os.getpid()}/fd/{segment.fd}", str(rank)], check=False
+    )
+    return probe.returncode == 0
+
+
+_PROBE = """
+import fcntl, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+try:
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(sys.argv[2]))
+except OSError:
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_what_was_sent_before_leaving_still_arrives(world: World, tmp_path: Path, core: str) -> None:
+    assert world.run(on_shm, tmp_path, core, send_and_leave, backend=None) == [0.0, 4.0]
+
+
+# ---- absence ----------------------------------------------------------------------------------------------------
+
+
+def stop_before_barrier() -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    limit = 1.0 if dist.get_rank() == 0 else 20.0  # the third rank is released by the first one's giving up
+    dist.barrier(timeout=timedelta(seconds=limit))
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_stopped_rank_is_missing_at_the_deadline(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, stop_before_barrier, num_ranks=3, backend=None, timeout_s=4)
+    first, third = errors_of(outcomes, 0, 2)
+    assert isinstance(first, OperationTimeout)
+    assert first.context["missing_ranks"] == [1]
+    assert "barrier number 2 was not done within 1 s; missing: rank 1" in str(first)
+    assert isinstance(third, CommunicationError)
+    assert "rank 0 gave up waiting" in str(third)
+
+
+def one_leaves_early() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_rank_that_left_is_named(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, one_leaves_early, backend=None)
+    assert isinstance(outcomes[0].error, CommunicationError)
+    # Who leaves by destroying its group and then ends its process may be seen doing either.
+    assert "rank 1" in str(outcomes[0].error)
+    assert outcomes[1].is_ok
+
+
+# ---- disagreement -------------------------------------------------------------------------------------------------
+
+
+MISMATCHES: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
+    "size": (
+        lambda: dist.all_reduce(torch.ones(10)),
+        lambda: dist.all_reduce(torch.ones(100_000)),
+        "all_reduce of 400000 bytes of float32, sum",
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(torch.ones(10)),
+        lambda: dist.all_reduce(torch.ones(10, dtype=torch.int32)),
+        "of int32",
+    ),
+    "reduction": (
+        lambda: dist.all_reduce(torch.ones(10)),
+        lambda: dist.all_reduce(torch.ones(10), dist.ReduceOp.MAX),
+        ", max",
+    ),
+    "operation": (lambda: dist.all_reduce(torch.ones(10)), dist.barrier, "rank 1 barrier"),
+    "root": (lambda: dist.broadcast(torch.ones(10), 0), lambda: dist.broadcast(torch.ones(10), 1), "root 1"),
+    "splits": (
+        lambda: dist.all_to_all([torch.empty(1), torch.empty(2)], [torch.empty(1), torch.empty(1)]),
+        lambda: dist.all_to_all([torch.empty(1), torch.empty(1)], [torch.empty(1), torch.empty(1)]),
+        "rank 1 sends another number of bytes",
+    ),
+}
+
+
+def disagree(name: str) -> None:
+    MISMATCHES[name][dist.get_rank()]()  # type: ignore[operator]  # the first two are functions
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_disagree_are_told_what_both_said(world: World, tmp_path: Path, core: str, name: str) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, core, disagree, name, backend=None)
+    assert isinstance(outcomes[0].error, TensorShapeMismatch)
+    assert MISMATCHES[name][2] in str(outcomes[0].error)
+    assert isinstance(outcomes[1].error, TensorShapeMismatch | CommunicationError)
+
+
+def misuse() -> None:
+    rank = dist.get_rank()
+    group = the_group()
+    with pytest.raises(InvalidArgument, match="dense tensors in host memory"):
+        dist.all_reduce(torch.ones(3, device="meta"))
+    with pytest.raises(InvalidArgument, match="mean is not defined for torch.int64"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(InvalidArgument, match="bxor is not defined for torch.float32"):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)
+    with pytest.raises(InvalidArgument, match="sparse tensors can only be summed"):
+        dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX)
+    with pytest.raises(TensorShapeMismatch, match="the output has the wrong number of elements"):
+        dist.all_gather_single(torch.ones(3), torch.ones(3))
+    with pytest.raises(TensorShapeMismatch, match="same dtype"):
+        group.all_gather_single(torch.ones(6, dtype=torch.int32), torch.ones(3))
+    with pytest.raises(InvalidArgument, match="one tensor per rank"):
+        group.allgather([[torch.ones(3)]], [torch.ones(3)])
+    with pytest.raises(TensorShapeMismatch, match="first dimension is not cut"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(3))
+    with pytest.raises(RankOutOfBounds, match=r"rank 5 is outside 0\.\.1"):
+        group.send([torch.ones(1)], 5, 0)
+    with pytest.raises(RankOutOfBounds):
+        group.broadcast([torch.ones(1)], dist.BroadcastOptions() if rank > 9 else 7)
+    with pytest.raises(InvalidArgument, match="above zero"):
+        dist.barrier(timeout=timedelta(seconds=0))
+    # Nothing was sent, so nobody is out of step.
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_misuse_is_refused_before_anything_is_sent(world: World, tmp_path: Path, core: str) -> None:
+    world.run(on_shm, tmp_path, core, misuse, backend=None)
+
+
+# ---- abort --------------------------------------------------------------------------------------------------------
+
+
+BLOCKED: dict[str, Callable[[], object]] = {
+    "collective": dist.barrier,
+    "receive": lambda: dist.recv(torch.ones(1), 1),
+    "asynchronous": lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(timedelta(seconds=15)),  # type: ignore[union-attr]
+}
+
+
+def abort_while_blocked(name: str) -> float:
+    if dist.get_rank() == 1:
+        return _wait_for_the_abort()
+    group = the_group()
+    aborted_at: list[float] = []
+
+    def abort() -> None:
+        aborted_at.append(time.monotonic())
+        group.abort("the test wants it")
+
+    timer = threading.Timer(0.3, abort)
+    timer.start()
+    with pytest.raises(CommunicationError, match="this rank ended the group: the test wants it"):
+        BLOCKED[name]()
+    delay_s = time.monotonic() - aborted_at[0]
+    timer.join()
+    for call in (dist.barrier, lambda: dist.send(torch.ones(1), 1)):
+        with pytest.raises(CommunicationError, match="the group was aborted: the test wants it"):
+            call()
+    return delay_s
+
+
+def _wait_for_the_abort() -> float:
+    """The other rank comes late; it is released as well, and learns why."""
+    group = the_group()
+    while group.wire._core.failure() is None:  # type: ignore[attr-defined]  # looks inside
+        time.sleep(0.01)
+    with pytest.raises(CommunicationError, match="rank 0 ended the group: the test wants it"):
+        dist.barrier(timeout=timedelta(seconds=15))
+    return 0.0
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", BLOCKED)
+def test_abort_releases_a_blocked_call(world: World, tmp_path: Path, core: str, name: str) -> None:
+    delays = [world.run(on_shm, tmp_path, core, abort_while_blocked, name, backend=None)[0] for _ in range(2)]
+    # The promise is 50 ms on a machine that has time; on a busy one the fastest of a few tells more than the slowest.
+    assert min(delays) < 0.5
+
+
+def interrupt_while_blocked() -> str:
+    if dist.get_rank() == 1:
+        return _learn_of_the_interrupt()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        dist.barrier()
+    return "interrupted"
+
+
+def _learn_of_the_interrupt() -> str:
+    group = the_group()
+    while group.wire._core.failure() is None:  # type: ignore[attr-defined]  # looks inside
+        time.sleep(0.01)
+    with pytest.raises(CommunicationError):
+        dist.all_reduce(torch.ones(1))
+    return "told"
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_control_c_ends_a_blocked_call(world: World, tmp_path: Path, core: str) -> None:
+    assert world.run(on_shm, tmp_path, core, interrupt_while_blocked, backend=None) == ["interrupted", "told"]
+
+
+# ---- creation -----------------------------------------------------------------------------------------------------
+
+
+def come_or_not(folder: Path, core: str) -> None:
+    if os.environ["RANK"] != "1":
+        on_shm(folder, core, dist.barrier, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_rank_that_does_not_come_is_named(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(come_or_not, tmp_path, core, num_ranks=3, backend=None)
+    for error in errors_of(outcomes, 0, 2):
+        assert isinstance(error, OperationTimeout)
+        assert error.context["missing_ranks"] == [1]
+
+
+def without_memory(folder: Path, core: str) -> None:
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    on_shm(folder, core, dist.barrier)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_no_memory_for_the_segment_is_an_error_everywhere(world: World, tmp_path: Path, core: str) -> None:
+    outcomes = world.outcomes(without_memory, tmp_path, core, num_ranks=3, backend=None)
+    assert isinstance(outcomes[0].error, MemoryAllocationFailed)
+    assert all(isinstance(error, BackendError) for error in errors_of(outcomes, 1, 2))
+
+
+def use_in_a_child() -> str:
+    dist.barrier()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.barrier()
+        except BackendNotInitialized:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    dist.barrier()  # the child's end did not end the group
+    return "ok"
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_forked_child_may_not_use_the_group(world: World, tmp_path: Path, core: str) -> None:
+    assert world.run(on_shm, tmp_path, core, use_in_a_child, backend=None) == ["ok", "ok"]
+
+
+# ---- leaks --------------------------------------------------------------------------------------------------------
+
+
+def holdings() -> tuple[int, int, int]:
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("torsh-shm")
+
+
+def come_and_go(folder: Path, core: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def once() -> None:
+        group = dist.new_group([0, 1])
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()  # type: ignore[union-attr]
+        peer = 1 - dist.get_rank()
+        requests = [dist.isend(torch.ones(500_000), peer), dist.irecv(torch.ones(500_000), peer)]
+        for request in requests:
+            assert request is not None
+            request.wait()
+
+    Path(folder).mkdir(exist_ok=True)
+    for index in range(2):
+        (folder / str(index)).mkdir(exist_ok=True)
+        before = holdings()
+        on_shm(folder / str(index), core, once)
+        after = holdings()
+    return before, after
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_group_gives_back_all_it_took(world: World, tmp_path: Path, core: str) -> None:
+    names = set(os.listdir("/dev/shm"))
+    # The second time: the first one loads modules and starts torch's own threads.
+    for before, after in world.run(come_and_go, tmp_path, core, backend=None):
+        assert after == before
+    assert not [name for name in set(os.listdir("/dev/shm")) - names if "torsh" in name]
+
+
+def wait_idly(seconds: float) -> float:
+    """CPU seconds that a rank burns while it waits that long for another one."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    before = time.process_time()
+    dist.barrier()
+    return time.process_time() - before
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_waiting_does_not_burn_a_core(world: World, tmp_path: Path, core: str) -> None:
+    burnt = world.run(on_shm, tmp_path, core, wait_idly, 1.0, num_ranks=4, backend=None)
+    assert max(burnt) < 0.2
