@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.comm.store.conftest import Place
-from torsh_distributed.comm.store import MAX_VALUE_BYTES, Store, StoreTimeout, Swap
+from torsh_distributed.comm.store import MAX_VALUE_BYTES, Store, StoreTimeout, Swap, file, redis
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 
 TTL_S = 0.25
@@ -55,12 +55,28 @@ def test_the_last_write_wins(store: Store) -> None:
     assert store.num_keys() == 1
 
 
-def test_get_waits_for_a_write_by_another_thread(store: Store) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(store.get, "late")
-        assert not store.contains("late")
-        store.set("late", "here")
-        assert reader.result(timeout=10) == b"here"
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda store: store.set("late", "1"),
+        lambda store: store.set("late", "1", ttl_s=60),
+        lambda store: store.add("late", 1),
+        lambda store: store.append("late", "1"),
+        lambda store: store.compare_and_swap("late", None, "1"),
+    ],
+    ids=["set", "set with ttl", "add", "append", "swap"],
+)
+def test_every_kind_of_write_wakes_who_waits(
+    store: Store, write: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without looking again on their own, so that nothing but the write can end the wait.
+    monkeypatch.setattr(file, "_RECHECK_S", 60.0)
+    monkeypatch.setattr(redis, "_RECHECK_S", 60.0)
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(store.get, "late", timeout_s=40) for _ in range(2)]
+        time.sleep(0.05)  # so that they are most likely blocked, not about to look
+        write(store)
+        assert [reader.result(timeout=20) for reader in readers] == [b"1", b"1"]
 
 
 def test_a_blocked_get_does_not_hold_up_other_threads(store: Store) -> None:
@@ -112,16 +128,22 @@ def test_wait_returns_once_all_keys_are_there(store: Store) -> None:
         assert waiting.result(timeout=10) is None
 
 
-def test_wait_is_woken_by_append_too(store: Store) -> None:
+def test_several_keys_are_read_together_and_waited_for(store: Store) -> None:
+    store.multi_set(["b", "a"], ["2", b"1"])
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(store.wait, ["log"], timedelta(seconds=10))
-        store.append("log", "line")
-        assert waiting.result(timeout=10) is None
+        reading = pool.submit(store.multi_get, ["a", "late", "b", "a"])
+        store.set("late", "3")
+        assert reading.result(timeout=20) == [b"1", b"3", b"2", b"1"]
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(StoreTimeout) as caught:
+        store.multi_get(["a", "absent"])
+    assert caught.value.context["missing_keys"] == ["absent"]
 
 
-def test_waiting_for_nothing_returns_at_once(store: Store) -> None:
+def test_asking_for_nothing_returns_at_once(store: Store) -> None:
     store.wait([], 0)
     assert store.check([])
+    assert store.multi_get([]) == []
 
 
 def test_delete_says_whether_the_key_was_there(store: Store) -> None:
@@ -303,6 +325,8 @@ def test_the_largest_value_passes_and_one_more_byte_does_not(store: Store) -> No
         (lambda store: store.get("key", timeout_s=-1), "timeout"),
         (lambda store: store.wait(["key"], float("nan")), "timeout"),
         (lambda store: store.prefix(""), "a key is a text"),
+        (lambda store: store.wait("key"), "a list of texts"),
+        (lambda store: store.multi_set(["key"], []), "as many values"),
     ],
 )
 def test_mistakes_are_refused_with_a_reason(store: Store, mistake: Callable[[Store], object], message: str) -> None:

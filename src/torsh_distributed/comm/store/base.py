@@ -53,8 +53,8 @@ class Keyspace(ABC):
         """Write the key."""
 
     @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """The value now, or None; never waits for a key."""
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values now, read together, None for an absent key; never waits. Many keys cost one trip, not many."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -98,8 +98,8 @@ class PrefixedKeyspace(Keyspace):
         self._inner.set(self._prefix + key, value, ttl_s)
 
     @override
-    def get(self, key: str) -> bytes | None:
-        return self._inner.get(self._prefix + key)
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._inner.get([self._prefix + key for key in keys])
 
     @override
     def delete(self, key: str) -> bool:

@@ -50,8 +50,8 @@ class FileKeyspace(Keyspace):
         self._change(key, lambda table: table.set(key, value, ttl_s))
 
     @override
-    def get(self, key: str) -> bytes | None:
-        return self._look(lambda table: table.get(key))
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._look(lambda table: [table.get(key) for key in keys])
 
     @override
     def delete(self, key: str) -> bool:

@@ -27,9 +27,9 @@ class MemoryKeyspace(Keyspace):
             self._changed.notify_all()
 
     @override
-    def get(self, key: str) -> bytes | None:
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._changed:
-            return self._table.get(key)
+            return [self._table.get(key) for key in keys]
 
     @override
     def delete(self, key: str) -> bool:

@@ -77,10 +77,10 @@ class RedisKeyspace(Keyspace):
             steps.execute()
 
     @override
-    def get(self, key: str) -> bytes | None:
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._reported("get"):
-            value: bytes | None = self._redis.get(_NAMESPACE + key)
-            return value
+            values: list[bytes | None] = self._redis.mget([_NAMESPACE + key for key in keys])
+            return values
 
     @override
     def delete(self, key: str) -> bool:

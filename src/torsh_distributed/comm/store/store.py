@@ -64,9 +64,7 @@ class Store(dist.Store):
     @override
     def get(self, key: str, *, timeout_s: float | None = None) -> bytes:
         """The value, waiting for the key to appear; StoreTimeout after `timeout_s` (None: the store's timeout)."""
-        deadline = time.monotonic() + self._limit_s(timeout_s)
-        while (value := self._keys.get(_key(key))) is None:
-            self._await([key], deadline)
+        (value,) = self._get([key], self._limit_s(timeout_s))
         return value
 
     @override
@@ -149,8 +147,20 @@ class Store(dist.Store):
             timeout = cast(timedelta, self.timeout)  # type: ignore[attr-defined]  # missing in torch's stubs
         return _seconds(timeout)
 
+    def _get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """The values of all keys, as they are at one moment; most often they are there and one look is enough."""
+        deadline = time.monotonic() + timeout_s
+        names = _names(keys)
+        while names:
+            values = self._keys.get(names)
+            found = [value for value in values if value is not None]
+            if len(found) == len(names):
+                return found
+            self._await(names, deadline)
+        return []
+
     def _await(self, keys: Sequence[str], deadline: float) -> None:
-        names = [_key(key) for key in keys]
+        names = _names(keys)
         missing = self._keys.wait(names, max(0.0, deadline - time.monotonic()))
         if missing:
             raise StoreTimeout(
@@ -166,7 +176,7 @@ class Store(dist.Store):
     @override
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys exist now."""
-        return not self._keys.wait([_key(key) for key in keys], 0.0)
+        return not self._keys.wait(_names(keys), 0.0)
 
     @override
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
@@ -184,12 +194,12 @@ class Store(dist.Store):
     @override
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, waiting for them under one deadline."""
-        deadline = time.monotonic() + self._limit_s(None)
-        self._await(keys, deadline)
-        return [self.get(key, timeout_s=max(0.0, deadline - time.monotonic())) for key in keys]
+        return self._get(keys, self._limit_s(None))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Write several keys, one after the other."""
+        if len(keys) != len(values):
+            raise InvalidArgument("multi_set takes as many values as keys", num_keys=len(keys), num_values=len(values))
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -230,6 +240,12 @@ def _key(key: str) -> str:
             num_bytes=num_bytes,
         )
     return key
+
+
+def _names(keys: Sequence[str]) -> list[str]:
+    if isinstance(keys, str):
+        raise InvalidArgument("several keys are a list of texts", hint=f"write [{keys!r}]", keys=keys)
+    return [_key(key) for key in keys]
 
 
 def _value(key: str, value: bytes | str) -> bytes:

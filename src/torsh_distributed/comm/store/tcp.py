@@ -58,9 +58,8 @@ class TcpKeyspace(Keyspace):
         self._call(b"set", key.encode(), value, wire.number(ttl_s))
 
     @override
-    def get(self, key: str) -> bytes | None:
-        (value,) = self._call(b"get", key.encode())
-        return value
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._call(b"get", *[key.encode() for key in keys])
 
     @override
     def delete(self, key: str) -> bool:

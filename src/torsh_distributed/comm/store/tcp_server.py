@@ -157,8 +157,8 @@ class TcpStoreServer:
         """Do one operation on the table, at once."""
         table = self._table
         match op, args:
-            case b"get", [bytes(key)]:
-                return [table.get(key.decode())]
+            case b"get", names:
+                return [table.get(key) for key in _keys(names)]
             case b"set", [bytes(key), bytes(value), ttl_s]:
                 return self._write(key, lambda name: table.set(name, value, _seconds(ttl_s)))
             case b"delete", [bytes(key)]:
@@ -190,7 +190,7 @@ class TcpStoreServer:
     async def _wait(self, args: list[wire.Part]) -> list[wire.Part]:
         """The keys still missing once all are there or the time is up."""
         timeout_s, *names = args
-        keys = [name.decode() for name in names if name is not None]
+        keys = _keys(names)
         deadline = time.monotonic() + (_seconds(timeout_s) or 0.0)
         while missing := self._table.missing(keys):
             remaining_s = deadline - time.monotonic()
@@ -227,6 +227,10 @@ class TcpStoreServer:
 def tcp_url(host: str, port: int) -> str:
     """The address as `open_store` takes it."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _keys(names: list[wire.Part]) -> list[str]:
+    return [name.decode() for name in names if name is not None]
 
 
 def _seconds(part: wire.Part) -> float | None:
