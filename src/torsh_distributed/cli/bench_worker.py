@@ -1,0 +1,38 @@
+"""What every process of `torsh bench collectives` runs: measure one backend, write what was found on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from torsh_distributed.comm import process_group
+from torsh_distributed.comm.bench import time_collective
+from torsh_distributed.launch.init import distributed
+
+
+def main() -> None:
+    """Time every operation at every size on the named backend."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--ops", required=True)
+    parser.add_argument("--sizes", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with distributed(backend=options.backend):
+        timings = [
+            asdict(time_collective(op, int(size), duration_s=options.seconds))
+            for op in options.ops.split(",")
+            for size in options.sizes.split(",")
+        ]
+        if process_group.get_rank() == 0:
+            options.out.write_text(json.dumps(timings))
+
+
+if __name__ == "__main__":
+    main()
