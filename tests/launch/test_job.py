@@ -122,7 +122,9 @@ def test_a_restart_has_a_store_of_its_own_and_logs_of_its_own(world: World, tmp_
         tmp_path,
         """
         print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], "port", os.environ["MASTER_PORT"])
+        leave(f"printed-{rank}-{attempt}")
         if attempt < 2 and rank == attempt:
+            wait_for(f"printed-0-{attempt}", f"printed-1-{attempt}")
             sys.exit(5)
         if attempt < 2:
             signal.pause()
