@@ -63,14 +63,11 @@ def die_before(name: str, victim: int, how: str) -> float:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
     started = time.monotonic()
-    try:
+    with pytest.raises(ProcessFailure) as caught:
         COLLECTIVES[name]()
-    except ProcessFailure as error:
-        assert error.context["failed_rank"] == victim
-        assert time.monotonic() - started < 10, "found by looking, not by the deadline of 20 s"
-        with pytest.raises(CommunicationError, match=f"does not work any more: the process of rank {victim} ended"):
-            dist.barrier()
-        raise
+    assert caught.value.context["failed_rank"] == victim
+    with pytest.raises(CommunicationError, match=f"does not work any more: the process of rank {victim} ended"):
+        dist.barrier()
     return time.monotonic() - started
 
 
@@ -78,14 +75,16 @@ def die_before(name: str, victim: int, how: str) -> float:
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_killed_rank_is_named_on_every_living_one(world: World, tmp_path: Path, core: str, name: str) -> None:
     outcomes = world.outcomes(on_shm, tmp_path, core, die_before, name, 1, "kill", num_ranks=3, backend=None)
-    assert [type(error) for error in errors_of(outcomes, 0, 2)] == [ProcessFailure, ProcessFailure]
     assert outcomes[1].exit_code == -signal.SIGKILL
+    # Found by looking, not by the deadline of 20 s.
+    assert [outcomes[rank].value is not None and outcomes[rank].value < 10 for rank in (0, 2)] == [True, True]
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_a_rank_that_exits_is_named_too(world: World, tmp_path: Path, core: str) -> None:
     outcomes = world.outcomes(on_shm, tmp_path, core, die_before, "barrier", 0, "exit", num_ranks=2, backend=None)
-    assert isinstance(outcomes[1].error, ProcessFailure)
+    assert outcomes[1].is_ok
+    assert outcomes[1].value < 10
 
 
 def die_instead_of_sending() -> None:
@@ -221,9 +220,9 @@ def misuse() -> None:
     group = the_group()
     with pytest.raises(InvalidArgument, match="dense tensors in host memory"):
         dist.all_reduce(torch.ones(3, device="meta"))
-    with pytest.raises(InvalidArgument, match="mean is not defined for torch.int64"):
+    with pytest.raises(InvalidArgument, match=r"mean is not defined for torch\.int64"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
-    with pytest.raises(InvalidArgument, match="bxor is not defined for torch.float32"):
+    with pytest.raises(InvalidArgument, match=r"bxor is not defined for torch\.float32"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR)
     with pytest.raises(InvalidArgument, match="sparse tensors can only be summed"):
         dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX)
@@ -380,7 +379,7 @@ def test_a_forked_child_may_not_use_the_group(world: World, tmp_path: Path, core
 
 def holdings() -> tuple[int, int, int]:
     maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("torsh-shm")
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count("torsh-shm")
 
 
 def come_and_go(folder: Path, core: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -405,11 +404,11 @@ def come_and_go(folder: Path, core: str) -> tuple[tuple[int, int, int], tuple[in
 
 @pytest.mark.parametrize("core", CORES)
 def test_a_group_gives_back_all_it_took(world: World, tmp_path: Path, core: str) -> None:
-    names = set(os.listdir("/dev/shm"))
+    names = set(Path("/dev/shm").iterdir())
     # The second time: the first one loads modules and starts torch's own threads.
     for before, after in world.run(come_and_go, tmp_path, core, backend=None):
         assert after == before
-    assert not [name for name in set(os.listdir("/dev/shm")) - names if "torsh" in name]
+    assert not [name for name in set(Path("/dev/shm").iterdir()) - names if "torsh" in name.name]
 
 
 def wait_idly(seconds: float) -> float:
