@@ -196,7 +196,8 @@ def assert_equal(actual: Any, expected: Any) -> None:
         for one, other in zip(actual, expected, strict=True):
             assert_equal(one, other)
     else:
-        torch.testing.assert_close(actual, expected)
+        # The two add up ranks in different orders; a few steps of training carry the last bit further.
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
