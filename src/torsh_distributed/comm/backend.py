@@ -42,6 +42,7 @@ class BackendType(StrEnum):
     GLOO = "gloo"
     SHM = "shm"
     TORSH = "torsh"
+    MPI = "mpi4py"
     UCC = "ucc"
     FAKE = "fake"
 
@@ -94,6 +95,11 @@ def why_unavailable(backend: BackendType) -> str:
         return "" if dist.is_gloo_available() else "this torch was built without gloo"
     if backend is BackendType.UCC:
         return "" if dist.is_ucc_available() else "this torch was built without UCC"
+    if backend is BackendType.MPI:
+        # Imported here: the backends ask this module what gloo can do.
+        from torsh_distributed.comm.backends.mpi.library import missing_mpi
+
+        return missing_mpi()
     if backend in (BackendType.SHM, BackendType.TORSH):
         return "" if sys.platform == "linux" else "shared memory between ranks is built for Linux alone"
     return ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.hierarchical import create_torsh_group
+from torsh_distributed.comm.backends.mpi import create_mpi_group, register_mpi_rendezvous
 from torsh_distributed.comm.backends.shm import create_shm_group
 
-_CREATORS = {"shm": create_shm_group, "torsh": create_torsh_group}
+_CREATORS = {"shm": create_shm_group, "torsh": create_torsh_group, "mpi4py": create_mpi_group}
 
 
 def register_backends() -> None:
@@ -17,3 +18,4 @@ def register_backends() -> None:
     for name, create in _CREATORS.items():
         if name.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    register_mpi_rendezvous()

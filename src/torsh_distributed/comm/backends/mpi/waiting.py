@@ -1,0 +1,110 @@
+"""Waiting for MPI with a deadline and a way out.
+
+Note on waiting. MPI's own waits cannot be left: no deadline, no abort, and they keep a core busy. So nothing here
+blocks in MPI: every operation is a non-blocking one that is asked again and again whether it is done, and MPI moves
+data only while it is asked. At first the asking is only interrupted by giving the core to others; then by sleeps that
+grow with the time spent waiting, to 5 ms: a rank that waits for long uses about one hundredth of a core. The sleeps end
+at once when the group is aborted here. When MPI has moved data since the last sleep, the pace is fast again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from torsh_distributed.comm.backends.mpi.control import Control
+from torsh_distributed.comm.backends.mpi.failures import Failures
+from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.wire import Call
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_SPIN_NS = 200_000
+_SHORTEST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 5e-3
+_SLEEP_SHARE = 0.05
+"""How long to sleep, as a part of the time waited so far: what a sleep can add to it."""
+_WORK_NS = 100_000
+"""More processor time than this since the last sleep is not asking: MPI has moved data."""
+_ANNOUNCE_NS = 1_000_000_000
+
+
+class Pacer:
+    """The rests between two questions to MPI."""
+
+    def __init__(self, control: Control, *, is_background: bool) -> None:
+        self._control = control
+        # The group's own thread does not spin: the program computes meanwhile.
+        self._spin_ns = 0 if is_background else _SPIN_NS
+        self._idle_since_ns = time.monotonic_ns()
+        self._cpu_ns: int | None = None
+
+    def rest(self) -> bool:
+        """Give the core away for a moment, or sleep; whether it slept."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._idle_since_ns < self._spin_ns:
+            os.sched_yield()
+            return False
+        if self._cpu_ns is not None and time.thread_time_ns() - self._cpu_ns > _WORK_NS:
+            self._idle_since_ns, self._cpu_ns = now_ns, None
+            return False
+        share_s = (now_ns - self._idle_since_ns) * _SLEEP_SHARE / 1e9
+        self._control.released.wait(min(max(share_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+        self._cpu_ns = time.thread_time_ns()
+        return True
+
+
+class Waits:
+    """Waits of one group for requests of collectives."""
+
+    def __init__(self, library: Library, control: Control, failures: Failures) -> None:
+        self._library = library
+        self._control = control
+        self._failures = failures
+
+    def until_done(
+        self, request: MPI.Request, call: Call, sequence: int, kept: object, status: MPI.Status | None = None
+    ) -> None:
+        """Return when `request` is done; raise when it cannot be any more, or at the call's deadline.
+
+        `sequence` counts the group's collectives. `kept` is the memory that MPI reads and writes: after a failure
+        it must never be given to anybody else, for MPI may still write to it.
+        """
+        try:
+            if not request.Test(status):
+                self._wait(request, call, sequence, status)
+        except BaseException as error:
+            self._library.abandon(request, kept)
+            if isinstance(error, self._library.mpi.Exception):
+                raise self._failures.of_mpi(error, call) from error
+            raise
+
+    def _wait(self, request: MPI.Request, call: Call, sequence: int, status: MPI.Status | None) -> None:
+        pacer = Pacer(self._control, is_background=call.is_background)
+        started_ns = time.monotonic_ns()
+        announce_ns = started_ns + min(_ANNOUNCE_NS, call.timeout_ns // 4)
+        is_announced = False
+        while not request.Test(status):
+            if not pacer.rest():
+                continue
+            self._control.look()
+            self.check(call, sequence)
+            now_ns = time.monotonic_ns()
+            if not is_announced and now_ns >= announce_ns:
+                self._control.say_waiting(sequence)
+                is_announced = True
+            if now_ns >= started_ns + call.timeout_ns:
+                raise self._failures.late(call, self._control.absent(sequence))
+
+    def check(self, call: Call, sequence: int) -> None:
+        """Raise if the group has ended, or a rank left that this operation needs."""
+        ending = self._control.ending
+        if ending is not None:
+            raise self._failures.ended(call, ending.origin, ending.reason)
+        gone = self._control.gone_before(sequence)
+        if gone is not None:
+            raise self._failures.left(call, gone)
+        if self._control.released.is_set():
+            raise self._failures.closed(call)
