@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,9 @@ MaxRestarts = Annotated[
 Module = Annotated[bool, typer.Option("--module", "-m", help="Run a module, as python -m.", rich_help_panel=_WORKERS)]
 NoPython = Annotated[bool, typer.Option("--no-python", help="Run a command as it is.", rich_help_panel=_WORKERS)]
 Role = Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", rich_help_panel=_WORKERS)]
+Mpi = Annotated[
+    bool, typer.Option("--mpi", help="Make the workers one MPI job (MPICH), for mpi4py.", rich_help_panel=_WORKERS)
+]
 PlanFile = Annotated[
     Path | None, typer.Option(help="Plan for the workers (TORSH_PLAN), checked first.", rich_help_panel=_WORKERS)
 ]
@@ -143,6 +147,7 @@ def run(
     module: Module = False,
     no_python: NoPython = False,
     role: Role = "default",
+    mpi: Mpi = False,
     plan: PlanFile = None,
     nnodes: Nnodes = "1",
     node_rank: NodeRank = 0,
@@ -189,11 +194,18 @@ def run(
         join_timeout_s=join_timeout,
         heartbeat_timeout_s=heartbeat_timeout,
     )
-    if dry_run:
-        check_entry(spec.entry)
-        typer.echo("\n".join(describe_job(spec)))
-        return
-    raise typer.Exit(launch_job(spec))
+    with _mpi_job(spec) if mpi else nullcontext(spec) as job:
+        if dry_run:
+            check_entry(job.entry)
+            typer.echo("\n".join(describe_job(job)))
+            return
+        raise typer.Exit(launch_job(job))
+
+
+def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
+    from torsh_distributed.launch.mpi import mpi_job
+
+    return mpi_job(spec)
 
 
 def _entry_kind(module: bool, no_python: bool) -> EntryKind:
