@@ -1,0 +1,51 @@
+"""A ceiling on bytes per second that holds: the token bucket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torsh_distributed.errors import InvalidArgument
+
+_BURST_S = 0.05
+
+
+class TokenBucket:
+    """Tokens are bytes; they flow in at `bytes_per_s` and at most `burst_bytes` are kept.
+
+    What fits in the bucket waits for its tokens. What is larger waits for a full bucket and leaves a debt, which those
+    after it wait off. So by the time t at most `burst_bytes + bytes_per_s * t` were taken, and
+    what the last one exceeds the bucket by. Not thread-safe: its owner holds a lock.
+    """
+
+    def __init__(
+        self, bytes_per_s: float, burst_bytes: float | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if bytes_per_s <= 0 or (burst_bytes is not None and burst_bytes <= 0):
+            raise InvalidArgument(
+                "a rate limit and its burst must be above zero",
+                hint="leave the limit out for none",
+                bytes_per_s=bytes_per_s,
+                burst_bytes=burst_bytes,
+            )
+        self.bytes_per_s = bytes_per_s
+        self.burst_bytes = bytes_per_s * _BURST_S if burst_bytes is None else burst_bytes
+        self._clock = clock
+        self._tokens = self.burst_bytes
+        self._filled_s = clock()
+
+    def delay_s(self, num_bytes: int) -> float:
+        """How long until `take(num_bytes)` is allowed; 0.0 if it is now."""
+        self._fill()
+        missing = min(num_bytes, self.burst_bytes) - self._tokens
+        return max(0.0, missing / self.bytes_per_s)
+
+    def take(self, num_bytes: int) -> None:
+        """Spend tokens; the caller has waited for `delay_s` to be 0."""
+        self._fill()
+        self._tokens -= num_bytes
+
+    def _fill(self) -> None:
+        now_s = self._clock()
+        self._tokens = min(self.burst_bytes, self._tokens + (now_s - self._filled_s) * self.bytes_per_s)
+        self._filled_s = now_s

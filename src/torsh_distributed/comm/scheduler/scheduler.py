@@ -1,0 +1,342 @@
+"""The communication scheduler: operations wait in a bounded queue and start in an order that cannot deadlock.
+
+`queue.py` has the rules. A `batch` goes further: in it the strategy orders collectives of one group too, for
+every rank submits the same batch, and its order is a pure function of what was submitted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
+from torsh_distributed.comm.scheduler.queue import TaskQueue
+from torsh_distributed.comm.scheduler.rate import TokenBucket
+from torsh_distributed.comm.scheduler.strategy import AnyTask, SchedulingStrategy, make_strategy
+from torsh_distributed.comm.scheduler.tally import SchedulerStats, Tally
+from torsh_distributed.comm.scheduler.task import Priority, ScheduledWork, State, Task
+from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
+
+R = TypeVar("R")
+
+_IDLE_S = 1.0
+_now_s = time.monotonic
+
+
+class CommunicationScheduler:
+    """Runs operations in threads of its own: ordered by a strategy, at a limited rate, a few at a time.
+
+    A full queue makes `submit` wait: dropping a collective on one rank would hang the others. Threads start when
+    there is work and end when there is none; `close`, or leaving the `with` block, waits for what was submitted.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: SchedulingStrategy | str = SchedulingStrategy.FIFO,
+        max_concurrent_ops: int = 4,
+        rate_limit_bytes_per_s: float | None = None,
+        max_queue_size: int = 1024,
+        timeout_s: float = 300.0,
+    ) -> None:
+        for name, value in (
+            ("max_concurrent_ops", max_concurrent_ops),
+            ("max_queue_size", max_queue_size),
+            ("timeout_s", timeout_s),
+        ):
+            if value <= 0:
+                raise InvalidArgument(f"{name} must be above zero", got=value)
+        self.monitor = BandwidthMonitor()
+        self._strategy = make_strategy(strategy, self.monitor)
+        self._queue = TaskQueue(self._strategy, max_running=max_concurrent_ops)
+        self._max_threads = max_concurrent_ops + 1  # one more than may run: somebody watches the queue
+        self._max_queue_size = max_queue_size
+        self._timeout_s = timeout_s
+        self._bucket = _bucket(rate_limit_bytes_per_s)
+        self._tally = Tally()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._has_room = threading.Condition(lock)
+        self._num_threads = 0
+        self._num_idle = 0
+        self._is_closed = False
+        self._batch = threading.local()
+
+    # --- submitting -------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        op: str,
+        call: Callable[[], R],
+        *,
+        num_bytes: int,
+        group: dist.ProcessGroup | None = None,
+        peer: int | None = None,
+        tag: int = 0,
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> ScheduledWork[R]:
+        """Run `call`, which does the operation and returns its result, when its turn comes.
+
+        A collective names its `group` (None: the world); a message also its `peer` and `tag`. Collectives of one group
+        are submitted by one thread, in the same order on every rank, and only through one scheduler. `timeout_s`
+        bounds the wait for room in the queue and for the start; the operation has a deadline of its own.
+        """
+        now_s = _now_s()
+        task = Task(
+            op,
+            call,
+            group="world" if group is None else group.group_name,
+            peer=peer,
+            tag=tag,
+            num_bytes=num_bytes,
+            priority=priority,
+            submitted_s=now_s,
+            deadline_s=now_s + (self._timeout_s if timeout_s is None else timeout_s),
+        )
+        held: list[AnyTask] | None = getattr(self._batch, "tasks", None)
+        if held is None:
+            self._enqueue(cast(AnyTask, task))
+        else:
+            if peer is not None:
+                raise InvalidArgument(
+                    "a batch orders collectives only",
+                    hint="submit messages outside of it: they need no order agreed by all",
+                    operation=op,
+                    peer=peer,
+                )
+            task.state = State.HELD
+            held.append(cast(AnyTask, task))
+        return ScheduledWork(task, cast(Callable[[Task[R]], bool], self._cancel))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold back what this thread submits inside, then queue it in the order of the strategy.
+
+        Every rank submits the same tasks in the same batch. If the block raises, none of them is queued.
+        """
+        if getattr(self._batch, "tasks", None) is not None:
+            raise InvalidArgument("a batch cannot hold a batch", hint="leave the outer one first")
+        tasks: list[AnyTask] = []
+        self._batch.tasks = tasks
+        try:
+            yield
+        except BaseException:
+            for task in tasks:
+                self._cancel(task)
+            raise
+        finally:
+            self._batch.tasks = None
+        ordered = [task for task in self._strategy.order(tasks) if task.state is State.HELD]
+        for index, task in enumerate(ordered):
+            try:
+                self._enqueue(task)
+            except TorshError as error:
+                for unqueued in ordered[index:]:
+                    unqueued.state = State.OVER
+                    unqueued.complete(error)
+                raise
+
+    def _enqueue(self, task: AnyTask) -> None:
+        with self._changed:
+            has_room = self._has_room.wait_for(
+                lambda: self._is_closed or len(self._queue.pending) < self._max_queue_size, task.deadline_s - _now_s()
+            )
+            if not has_room:
+                raise OperationTimeout(
+                    f"the scheduler's queue had no room for {task.op} in time",
+                    hint="the operations in front are slow or hang; raise max_queue_size only if they are many",
+                    operation=task.op,
+                    group=task.group,
+                    queue_size=len(self._queue.pending),
+                )
+            if self._is_closed:
+                raise CommunicationError(
+                    "the scheduler was closed", hint="make a new one", operation=task.op, group=task.group
+                )
+            if task.stream in self._queue.lost_streams:
+                raise _out_of_step(task)
+            self._queue.add(task)
+            self._tally.submitted(len(self._queue.pending))
+            self._ensure_thread()
+            self._changed.notify_all()
+
+    def _cancel(self, task: AnyTask) -> bool:
+        with self._changed:
+            if task.state is State.PENDING:
+                self._queue.remove(task)
+                self._has_room.notify()
+                self._changed.notify_all()
+            elif task.state is not State.HELD:
+                return False
+            task.state = State.OVER
+            self._tally.num_cancelled += 1
+        task.complete(
+            CommunicationError(
+                f"{task.op} was cancelled before it started",
+                hint="every rank of the group must cancel it too: they wait for this one",
+                operation=task.op,
+                group=task.group,
+            )
+        )
+        return True
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def _ensure_thread(self) -> None:
+        """While tasks are pending some thread must watch the queue; called under the lock."""
+        if self._queue.pending and self._num_idle == 0 and self._num_threads < self._max_threads:
+            self._num_threads += 1
+            threading.Thread(target=self._serve, name="torsh-scheduler", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (job := self._next_job()) is not None:
+            job()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """What this thread does next, outside of the lock; None when it is not needed any more."""
+        with self._changed:
+            while True:
+                now_s = _now_s()
+                expired = self._queue.expire(now_s)
+                if expired:
+                    self._tally.num_expired += len(expired)
+                    self._has_room.notify_all()
+                    self._changed.notify_all()
+                    return partial(_tell_expired, expired)
+                task = self._queue.choose(now_s)
+                delay_s = 0.0 if task is None or self._bucket is None else self._bucket.delay_s(task.num_bytes)
+                if task is not None and delay_s == 0.0:
+                    self._start(task, now_s)
+                    return partial(self._run, task)
+                if not self._sleep(now_s, None if task is None else delay_s):
+                    self._num_threads -= 1
+                    return None
+
+    def _sleep(self, now_s: float, delay_s: float | None) -> bool:
+        """Wait for a change, for tokens or for the next deadline; False if this thread should end."""
+        if not self._queue.pending and self._is_closed:
+            return False
+        limits = [task.deadline_s - now_s for task in self._queue.pending]
+        if delay_s is not None:
+            limits.append(delay_s)
+        self._num_idle += 1
+        was_changed = self._changed.wait(min(limits, default=_IDLE_S))
+        self._num_idle -= 1
+        return was_changed or bool(self._queue.pending)
+
+    def _start(self, task: AnyTask, now_s: float) -> None:
+        if self._bucket is not None:
+            self._bucket.take(task.num_bytes)
+        self._queue.start(task, now_s)
+        self._tally.started(now_s - task.submitted_s)
+        self._has_room.notify()
+        self._ensure_thread()
+
+    def _run(self, task: AnyTask) -> None:
+        error: BaseException | None = None
+        try:
+            task.result = task.call()
+        except BaseException as raised:  # it belongs to whoever waits, not to this thread
+            error = raised
+        now_s = _now_s()
+        if error is None:
+            self.monitor.add(task.num_bytes, task.started_s, now_s)
+        with self._changed:
+            self._queue.finish(task)
+            self._tally.finished(task.num_bytes, now_s - task.started_s, is_ok=error is None)
+            self._changed.notify_all()
+        task.complete(error)
+
+    # --- asking and ending --------------------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        """What happened so far."""
+        bandwidth = self.monitor.measured()
+        with self._changed:
+            return self._tally.stats(
+                num_running=len(self._queue.running),
+                queue_size=len(self._queue.pending),
+                bytes_per_s=None if bandwidth is None else bandwidth.bytes_per_s,
+                rate_limit_bytes_per_s=None if self._bucket is None else self._bucket.bytes_per_s,
+            )
+
+    def set_rate_limit(self, bytes_per_s: float | None) -> None:
+        """A new ceiling from now on; None for no ceiling."""
+        with self._changed:
+            self._bucket = _bucket(bytes_per_s)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Accept no more, wait until all that was submitted is over, end the threads.
+
+        OperationTimeout after `timeout_s` (default: the scheduler's); what is still pending is then cancelled.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._has_room.notify_all()
+            is_over = self._changed.wait_for(lambda: not self._queue.pending and not self._queue.running, limit_s)
+            left = [*self._queue.running, *self._queue.pending]
+        if not is_over:
+            self._cancel_pending()
+            raise OperationTimeout(
+                f"{len(left)} operations were not over within {limit_s:g} s of closing the scheduler",
+                hint="a peer did not take part: look at its output",
+                operation=left[0].op,
+                group=left[0].group,
+            )
+
+    def _cancel_pending(self) -> None:
+        with self._changed:
+            pending = list(self._queue.pending)
+        for task in pending:
+            self._cancel(task)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._cancel_pending()
+        self.close()
+
+
+def _bucket(bytes_per_s: float | None) -> TokenBucket | None:
+    return None if bytes_per_s is None else TokenBucket(bytes_per_s)
+
+
+def _tell_expired(expired: Sequence[AnyTask]) -> None:
+    overdue, *behind = expired
+    waited_s = overdue.deadline_s - overdue.submitted_s
+    overdue.complete(
+        OperationTimeout(
+            f"{overdue.op} did not start within {waited_s:g} s of being submitted",
+            hint="the operations in front are slow or hang; their own errors say why",
+            operation=overdue.op,
+            group=overdue.group,
+            num_bytes=overdue.num_bytes,
+        )
+    )
+    for task in behind:
+        task.complete(_out_of_step(task))
+
+
+def _out_of_step(task: AnyTask) -> CommunicationError:
+    return CommunicationError(
+        f"{task.op} cannot run: an operation before it did not start in time, and the ranks are out of step",
+        hint="take the group down and make a new one, with a new scheduler",
+        operation=task.op,
+        group=task.group,
+        peer=task.peer,
+    )
