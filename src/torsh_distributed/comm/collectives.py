@@ -18,6 +18,9 @@ from typing_extensions import Unpack
 
 from torsh_distributed.comm.abort import refuse_if_aborted
 from torsh_distributed.comm.agreement import are_checks_enabled, require_agreement
+from torsh_distributed.comm.algorithms.base import Algorithm
+from torsh_distributed.comm.algorithms.choice import choose_algorithm
+from torsh_distributed.comm.algorithms.compose import start_all_reduce
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.trace import recorder
 from torsh_distributed.comm.work import Work, explain, group_timeout_s
@@ -41,23 +44,61 @@ class Where(TypedDict, total=False):
 
 @overload
 def all_reduce(
-    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[False] = ..., **where: Unpack[Where]
+    tensor: Tensor,
+    op: ReduceOp | str = ...,
+    *,
+    async_op: Literal[False] = ...,
+    algorithm: str | Algorithm | None = ...,
+    deterministic: bool = ...,
+    **where: Unpack[Where],
 ) -> Tensor: ...
 @overload
 def all_reduce(
-    tensor: Tensor, op: ReduceOp | str = ..., *, async_op: Literal[True], **where: Unpack[Where]
+    tensor: Tensor,
+    op: ReduceOp | str = ...,
+    *,
+    async_op: Literal[True],
+    algorithm: str | Algorithm | None = ...,
+    deterministic: bool = ...,
+    **where: Unpack[Where],
 ) -> Work[Tensor]: ...
 def all_reduce(
-    tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **where: Unpack[Where]
+    tensor: Tensor,
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    algorithm: str | Algorithm | None = None,
+    deterministic: bool = False,
+    **where: Unpack[Where],
 ) -> Tensor | Work[Tensor]:
-    """Fold `tensor` over all ranks, in place; every rank gets the result."""
+    """Fold `tensor` over all ranks, in place; every rank gets the result.
+
+    `algorithm` names the way it travels (`ring`, `tree`, …, or an `Algorithm`); `auto` measures and picks; None leaves
+    it to the backend. `deterministic` adds in the order of ranks: the same contributions give the same bits on every
+    backend, in every layout and every time.
+    """
     reduction = _reduction(op, tensor)
+    same = (tensor.dtype, tuple(tensor.shape), str(op))
+    if algorithm is not None or deterministic:
+        chosen = choose_algorithm(algorithm, tensor, resolve_group(where.get("group")), deterministic=deterministic)
+        if chosen is not None:
+            return run(
+                f"all_reduce:{chosen.name}",
+                num_bytes(tensor),
+                lambda group, _: start_all_reduce(
+                    tensor, ReduceOp.parse(op), chosen, group, is_async=async_op, timeout_s=where.get("timeout_s")
+                ),
+                lambda: tensor,
+                same=same,
+                async_op=async_op,
+                **where,
+            )
     return run(
         "all_reduce",
         num_bytes(tensor),
         lambda group, is_async: dist.all_reduce(tensor, reduction, group=group, async_op=is_async),
         lambda: tensor,
-        same=(tensor.dtype, tuple(tensor.shape), str(op)),
+        same=same,
         async_op=async_op,
         **where,
     )

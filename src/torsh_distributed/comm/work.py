@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from torsh_distributed.comm.abort import aborted, is_aborted
@@ -56,6 +57,27 @@ class Work(Generic[R]):
         if self._error is not None:
             raise self._error
         return self._result
+
+    def get_future(self) -> torch.futures.Future[R]:
+        """The result as a torch future, such as DDP's hooks return: for callbacks, in place of `wait`."""
+        assert self._pending is not None, "an operation that was started with async_op has a handle"
+
+        def settle(done: torch.futures.Future[Any]) -> R:
+            # Not self._pending.wait(): gloo runs this callback before it calls the operation complete.
+            try:
+                done.value()
+                self._result = self._finish()
+            except TorshError as error:
+                self._error = error
+            except RuntimeError as error:
+                self._error = explain(error, self._group, self._record, self._record.start_s, self._timeout_s)
+            self._is_done = True
+            recorder.end(self._record, self._error)
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+        return self._pending.get_future().then(settle)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

@@ -1,0 +1,131 @@
+"""`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
+
+The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
+puts within twice the best estimate is tried once for each size (in powers of two), together with the backend's own.
+Every number that decides was agreed by all ranks before: they all come to the same choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed import events
+from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
+from torsh_distributed.comm.algorithms.compose import check_on_cpu, start_all_reduce
+from torsh_distributed.comm.algorithms.links import measure_links
+from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
+from torsh_distributed.comm.reduce_op import ReduceOp
+
+_MAX_TRIED = 3
+_WORTH_TRYING = 2.0
+_LARGEST_TRIED_BYTES = 64 * 2**20
+_TRIAL_S = 0.05
+"""About how long each candidate is tried: long enough for a median that a busy machine does not upset."""
+
+
+class Chooser:
+    """The choices of one group, made once for each size."""
+
+    def __init__(self) -> None:
+        self.figures: LinkFigures | None = None
+        self._chosen: dict[tuple[int, bool], Algorithm | None] = {}
+
+    def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+        """The algorithm for a buffer of this size, None for the backend's own; every rank of the group calls this."""
+        tried_bytes = min(num_bytes, _LARGEST_TRIED_BYTES)
+        key = (tried_bytes.bit_length(), deterministic)
+        if key not in self._chosen:
+            if self.figures is None:
+                self.figures = measure_links(group)
+            self._chosen[key] = self._decide(tried_bytes, group, self.figures, deterministic=deterministic)
+        return self._chosen[key]
+
+    def _decide(
+        self, num_bytes: int, group: dist.ProcessGroup, figures: LinkFigures, *, deterministic: bool
+    ) -> Algorithm | None:
+        estimates = shortlist(num_bytes, figures, deterministic=deterministic)
+        candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
+        if not deterministic:
+            candidates["backend"] = None
+        taken_s = _try_all(candidates, num_bytes, group, repeat=_repeats(estimates))
+        fastest = min(taken_s, key=lambda name: taken_s[name])
+        tried = ", ".join(f"{name} {taken_s[name] * 1e3:.3f} ms" for name in candidates)
+        events.emit(
+            events.DecisionEvent(
+                subject="all_reduce algorithm", choice=fastest, reason=f"{num_bytes} bytes, tried: {tried}"
+            )
+        )
+        return candidates[fastest]
+
+
+def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = False) -> dict[str, float]:
+    """Estimated seconds of what is worth trying, best first: at most three, within twice the best."""
+    known = {
+        name: estimated_s
+        for name, algorithm in ALGORITHMS.items()
+        if (algorithm.keeps_rank_order or not deterministic)
+        and (estimated_s := algorithm.estimated_s(num_bytes, figures)) is not None
+    }
+    ordered = sorted(known.items(), key=lambda item: item[1])
+    limit_s = _WORTH_TRYING * ordered[0][1]
+    return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
+
+
+def _repeats(estimates: Mapping[str, float]) -> int:
+    return max(3, min(30, round(_TRIAL_S / max(min(estimates.values()), 1e-6))))
+
+
+def _try_all(
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, repeat: int
+) -> dict[str, float]:
+    """Median seconds of each candidate, the largest of any rank. In turns, so that a slow moment hits all of them."""
+    buffer = torch.zeros(max(1, num_bytes // 4))
+    bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
+    taken: list[list[float]] = [[] for _ in bodies]
+    for index in range(repeat + 1):
+        for body, times in zip(bodies, taken, strict=True):
+            started_s = time.perf_counter()
+            body()
+            if index > 0:
+                times.append(time.perf_counter() - started_s)
+    medians = torch.tensor([statistics.median(times) for times in taken], dtype=torch.float64)
+    dist.all_reduce(medians, dist.ReduceOp.MAX, group=group)
+    return dict(zip(candidates, medians.tolist(), strict=True))
+
+
+def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    if algorithm is None:
+        return lambda: dist.all_reduce(buffer, group=group)
+    return lambda: start_all_reduce(buffer, ReduceOp.SUM, algorithm, group, is_async=False, timeout_s=None)
+
+
+_choosers: weakref.WeakKeyDictionary[dist.ProcessGroup, Chooser] = weakref.WeakKeyDictionary()
+
+
+def choose_algorithm(
+    wanted: str | Algorithm | None, tensor: Tensor, group: dist.ProcessGroup, *, deterministic: bool
+) -> Algorithm | None:
+    """The algorithm to run, or None for the backend's own all-reduce.
+
+    The first use of "auto" for a size measures: every rank of the group is here at the same point of its program.
+    """
+    if wanted is None or (wanted == AUTO and (group.size() == 1 or tensor.numel() == 0)):
+        return DETERMINISTIC if deterministic else None
+    if wanted == AUTO:
+        if deterministic:
+            check_on_cpu(tensor)
+        elif tensor.device.type != "cpu":
+            return None
+        chooser = _choosers.setdefault(group, Chooser())
+        return chooser.choose(tensor.numel() * tensor.element_size(), group, deterministic=deterministic)
+    chosen = wanted if isinstance(wanted, Algorithm) else find_algorithm(wanted)
+    if deterministic:
+        check_order(chosen)
+    return chosen
