@@ -62,7 +62,7 @@ def test_env_shows_the_place_and_hides_the_secret() -> None:
         (["trian"], "No such command 'trian'"),
         (["train", "--demo", "llama"], "'gpt', 'mlp'"),
         (["train", "--plan", "no-such-plan.toml"], "no-such-plan.toml"),
-        (["train", "--steps", "0"], "range x>=1"),
+        (["train", "--steps", "0"], "'--steps'"),
     ],
 )
 def test_wrong_words_are_refused_with_the_right_ones(args: list[str], message: str) -> None:

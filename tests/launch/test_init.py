@@ -173,7 +173,7 @@ def wrong_backend(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("glo", "did you mean 'gloo'?"), ("nccl", "cannot be used here"), ("quantum", "unknown backend")],
+    [("glo", "did you mean 'gloo'?"), ("ucc", "cannot be used here"), ("quantum", "unknown backend")],
 )
 def test_a_backend_that_cannot_work_is_refused_before_ranks_meet(world: World, name: str, message: str) -> None:
     [answer] = world.run(wrong_backend, name, num_ranks=1, backend=None)

@@ -7,11 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from torsh_distributed import events
 from torsh_distributed.cli.train_report import TrainReport
 from torsh_distributed.comm import process_group
+from torsh_distributed.comm.backend import choose_backend
 from torsh_distributed.errors import FeatureNotAvailable, TorshError
 from torsh_distributed.launch.init import distributed
 from torsh_distributed.plan import Plan
@@ -28,9 +30,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     plan = plan_for(options.demo, options.plan, options.steps)
-    with distributed(plan):
+    # A demo runs with as many workers as were asked for, on the CPU where there are fewer GPUs than that.
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
+    with distributed(plan, backend=choose_backend(plan.distributed.backend, device_type=device_type)):
         demo = DEMOS[options.demo](plan.training)
-        engine = parallelize(demo.model.to(process_group.device()), demo.optimizer, plan, loss_fn=demo.loss_fn)
+        device = process_group.device() if device_type == "cuda" else torch.device("cpu")
+        engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn)
         report = _begin_report(demo, plan)
         for batch in engine.batches(demo.loader):
             engine.step(batch)
