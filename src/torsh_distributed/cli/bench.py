@@ -104,7 +104,10 @@ def _median(values: list[float]) -> float:
 
 def _table(rows: list[dict[str, Any]], names: list[str], num_ranks: int) -> Table:
     base = names[-1]
-    table = Table(title=f"{num_ranks} ranks, float32; medians; times below 1 MB, else buffer bytes per second; × is faster than {base}")
+    table = Table(
+        title=f"{num_ranks} ranks, float32, medians: time below 1 MB, else buffer bytes per second; "
+        f"× is how much faster than {base}"
+    )
     table.add_column("operation")
     table.add_column("size", justify="right")
     for name in names:
