@@ -61,6 +61,18 @@ class CommunicationGroup:
         return self.ranks[group_rank]
 
 
+def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group over the same ranks, all of which call this: for operations that another thread starts.
+
+    Why: operations of one group start in the same order on every rank, and two threads have no order.
+    """
+    with new_connections() as connections:
+        twin = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    assert isinstance(twin, dist.ProcessGroup), "the caller is a member"
+    remember_connections(twin, connections)
+    return twin
+
+
 class GroupManager:
     """Creates groups, finds them by name, takes them down. Every rank makes the same calls in the same order."""
 

@@ -6,7 +6,6 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.work import Work
+from torsh_distributed.parallel.buckets import Reduce, bucket_reducer
 from torsh_distributed.parallel.intervals import covered_s
 from torsh_distributed.parallel.strategy import PendingMean, Strategy, check_one_device
 from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan.distributed import DistributedConfig
 
 # torch 2.13 renames the argument; 2.11 knows only the old name. Drop with support for torch < 2.13.
 _NEW_NAME = "forward_sync_buffers"
@@ -29,11 +32,19 @@ _BUFFERS = (
 class DataParallel(Strategy):
     """Replicas kept equal by averaging gradients in buckets while backward still computes."""
 
-    def __init__(self, model: nn.Module, config: BucketConfig, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: BucketConfig,
+        distributed: DistributedConfig | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         world = dist.group.WORLD
         assert world is not None, "parallelize() checks that the group is up"
         self._group = group or world
         device = check_one_device(model)
+        reduce = bucket_reducer(distributed or DistributedConfig(), self._group, device)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -44,7 +55,7 @@ class DataParallel(Strategy):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
-        self._clock = _BucketClock(self._group)
+        self._clock = _BucketClock(self.data_degree, reduce)
         self._ddp.register_comm_hook(self._clock, _average_and_time)
 
     @property
@@ -69,7 +80,7 @@ class DataParallel(Strategy):
     @override
     def mean_loss(self, loss: Tensor) -> PendingMean:
         value = loss.detach().float() / self.data_degree
-        return _ReducedMean(value, dist.all_reduce(value, group=self._group, async_op=True))
+        return _ReducedMean(all_reduce(value, group=self._group, async_op=True))
 
     @override
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -82,24 +93,20 @@ class DataParallel(Strategy):
 
 
 class _ReducedMean(PendingMean):
-    def __init__(self, value: Tensor, work: dist.Work | None) -> None:
-        self._value = value
+    def __init__(self, work: Work[Tensor]) -> None:
         self._work = work
 
     @override
     def wait(self) -> float:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return float(self._value)
+        return float(self._work.wait())
 
 
 class _BucketClock:
     """When each bucket left and when it was back; the union of these is the time spent communicating."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
+    def __init__(self, size: int, reduce: Reduce) -> None:
+        self.size = size
+        self.reduce = reduce
         self.step = 0
         self._intervals: list[tuple[float, float]] = []
 
@@ -121,14 +128,13 @@ def _average_and_time(clock: _BucketClock, bucket: dist.GradBucket) -> torch.fut
     index, num_bytes = bucket.index(), buffer.numel() * buffer.element_size()
     buffer.div_(clock.size)
     start = time.monotonic()
-    work = dist.all_reduce(buffer, group=clock.group, async_op=True)
 
-    def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def done(future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()
         clock.add(index, num_bytes, start, time.monotonic())
-        return value[0]
+        return value
 
-    return cast(dist.Work, work).get_future().then(done)
+    return clock.reduce(buffer).then(done)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def parallelize(
     chosen.require_supported()
     chosen = chosen.resolve(process_group.get_world_size())
     _check_optimizer(model, optimizer)
-    return Engine(DataParallel(model, chosen.ddp), optimizer, chosen, loss_fn=loss_fn)
+    return Engine(DataParallel(model, chosen.ddp, chosen.distributed), optimizer, chosen, loss_fn=loss_fn)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
