@@ -25,6 +25,9 @@ class ReduceOp(StrEnum):
     BXOR = "bxor"
     MEAN = "mean"
 
+    # Enum's own hash is a Python function; as a key this is looked up in every collective.
+    __hash__ = str.__hash__
+
     @classmethod
     @override
     def _missing_(cls, value: object) -> ReduceOp | None:

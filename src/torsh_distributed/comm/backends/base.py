@@ -29,10 +29,11 @@ from torsh_distributed.comm.backends.staging import (
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
+_STRIDED = torch.strided
 _Options = TypeVar("_Options")
 _ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -51,6 +52,8 @@ class TorshProcessGroup(GroupLifecycle):
         self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions | _ReduceOpLike | None = None
     ) -> dist.Work:
         """Fold one tensor over all ranks, in place."""
+        if isinstance(opts, dist.AllreduceOptions) and self._all_reduce_at_once(tensors, opts):
+            return self._finished
         options = _reduce_options(dist.AllreduceOptions, opts)
         tensor = _only(tensors, "all_reduce")
         call = self._new_call("all_reduce", options.timeout)
@@ -61,11 +64,38 @@ class TorshProcessGroup(GroupLifecycle):
         check_tensor(tensor, self._wire.name, "all_reduce")
         c10d_op = options.reduceOp
         op, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
-        if factor is None and tensor.is_contiguous() and self._wire.supports(op, tensor.dtype):
+        if factor is None and self._wire.supports(op, tensor.dtype):
+            self._direct[hash(c10d_op), tensor.dtype] = op
+        if (hash(c10d_op), tensor.dtype) in self._direct and tensor.is_contiguous():
             body = partial(self._wire.all_reduce, tensor, op)
         else:
             body = partial(operations.all_reduce, self._wire, tensor, op, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
+
+    def _all_reduce_at_once(self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions) -> bool:
+        """The short way for the commonest call, where every microsecond shows: synchronous, of a pair seen before.
+
+        Does nothing and returns False for anything else.
+        """
+        if opts.asyncOp or self._refusal is not None or self._coalesced is not None or len(tensors) != 1:
+            return False
+        tensor = tensors[0]
+        op = self._direct.get((hash(opts.reduceOp), tensor.dtype))
+        if op is None or not tensor.is_cpu or tensor.layout is not _STRIDED or not tensor.is_contiguous():
+            return False
+        if opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
+            return False
+        call = self._call_at_once  # only ever used by who has the turn
+        call.timeout_ns = self._timeout_ns
+        call.sequence = self._sequence = self._sequence + 1
+        try:
+            self._wire.all_reduce(tensor, op, call)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self._executor.end()
+        return True
 
     @override
     def allreduce_coalesced(
@@ -336,6 +366,7 @@ class TorshProcessGroup(GroupLifecycle):
         return self._track(work)
 
     def _new_transfer(self, call: Call, tensors: list[Tensor]) -> PendingWork:
+        self._number(call)
         work = PendingWork(call.operation, tensors, self._wire.help_with)
         work.on_error(self._note_failure)
         return work

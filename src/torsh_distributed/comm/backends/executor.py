@@ -39,23 +39,31 @@ class OrderedExecutor:
         self._calls: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self.end = self._turn.release  # gives the turn back; bound once, for it is called in every collective
 
     @property
     def is_busy(self) -> bool:
         """Whether a body is running or waits for its turn."""
         return bool(self._tasks) or self._turn.locked()
 
+    def begin(self) -> bool:
+        """Take the turn if nothing runs or waits; whoever got it runs one collective and calls `end`."""
+        if self._tasks or not self._turn.acquire(False):
+            return False
+        if self._tasks:
+            self._turn.release()
+            return False
+        return True
+
     def run(self, body: Body, call: Call) -> bool:
         """Run `body` now, in this thread, if nothing is before it; whether it was run."""
-        if self._tasks or not self._turn.acquire(blocking=False):
+        if not self.begin():
             return False
         try:
-            if self._tasks:
-                return False
             body(call)
             return True
         finally:
-            self._turn.release()
+            self.end()
 
     def submit(self, body: Body, call: Call, work: PendingWork) -> None:
         """Run `body` after all that came before, and complete `work` with its outcome."""

@@ -14,12 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
-from torsh_distributed.comm.backends.wire import Call, Wire
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, PendingWork
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
-# c10d's mark for "no timeout given": the group's own then holds.
-_UNSET = timedelta(milliseconds=-1)
 _CLOSE_TIMEOUT_S = 5.0
 
 _groups: weakref.WeakSet[GroupLifecycle] = weakref.WeakSet()
@@ -61,8 +60,11 @@ class GroupLifecycle(dist.ProcessGroup):
         self._name = ""
         self._desc = ""
         self._sequence = 0
+        # Pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
+        self._direct: dict[tuple[int, torch.dtype], ReduceOp] = {}
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
+        self._call_at_once = Call("all_reduce", self._timeout_ns)
         self._coalesced: list[dist.Work] | None = None
         self._executor = OrderedExecutor(f"torsh-{wire.name}")
         self._finalizer = weakref.finalize(self, _close, wire, self._executor, os.getpid())
@@ -143,16 +145,20 @@ class GroupLifecycle(dist.ProcessGroup):
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def _new_call(self, operation: str, timeout: timedelta = _UNSET) -> Call:
-        """Number a call; raises if the group refuses work."""
+    def _new_call(self, operation: str, timeout: timedelta = UNSET_TIMEOUT) -> Call:
+        """A call with its deadline, not yet numbered: it may still be refused. Raises if the group refuses all."""
         if self._refusal is not None:
             raise copy.copy(self._refusal)
+        return Call(operation, self._timeout_ns if timeout == UNSET_TIMEOUT else _nanoseconds(timeout))
+
+    def _number(self, call: Call) -> None:
+        """Give a call that will be made its number, the same on all ranks that make the same calls."""
         self._sequence += 1
-        timeout_ns = self._timeout_ns if timeout == _UNSET else _nanoseconds(timeout)
-        return Call(operation, self._sequence, timeout_ns)
+        call.sequence = self._sequence
 
     def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
         """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
+        self._number(call)
         if not is_async and self._coalesced is None:
             try:
                 if self._executor.run(body, call):

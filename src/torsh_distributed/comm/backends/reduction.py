@@ -9,7 +9,7 @@ from torch import Tensor
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
-# c10d's numbers: the hash of a torch ReduceOp, by far the cheapest way to ask one what it is.
+# By the hash of a torch ReduceOp, which is c10d's number and by far the cheapest way to ask one what it is.
 _BY_NUMBER = {
     hash(getattr(dist.ReduceOp, name)): op
     for name, op in {

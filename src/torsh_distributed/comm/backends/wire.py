@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
+
+# c10d's mark for "no timeout given": the group's own then holds.
+UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 
 class Call:
@@ -24,10 +28,10 @@ class Call:
 
     __slots__ = ("is_background", "operation", "sequence", "timeout_ns")
 
-    def __init__(self, operation: str, sequence: int, timeout_ns: int) -> None:
+    def __init__(self, operation: str, timeout_ns: int, sequence: int = 0) -> None:
         self.operation = operation
-        self.sequence = sequence
         self.timeout_ns = timeout_ns
+        self.sequence = sequence
         # Set by the group's own thread: it must not spin, the caller computes meanwhile.
         self.is_background = False
 
