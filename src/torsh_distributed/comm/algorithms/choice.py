@@ -1,13 +1,12 @@
 """`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
 
 The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
-puts within twice the best estimate is tried once for each size (in powers of two), together with the backend's own.
+puts within four times the best is tried once for each size (in powers of two), together with the backend's own.
 Every number that decides was agreed by all ranks before: they all come to the same choice.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,11 +22,14 @@ from torsh_distributed.comm.algorithms.links import measure_links
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
 from torsh_distributed.comm.reduce_op import ReduceOp
 
-_MAX_TRIED = 3
-_WORTH_TRYING = 2.0
+_BACKEND = "backend"
+_MAX_TRIED = 4
+_WORTH_TRYING = 4.0
 _LARGEST_TRIED_BYTES = 64 * 2**20
-_TRIAL_S = 0.05
-"""About how long each candidate is tried: long enough for a median that a busy machine does not upset."""
+_TRIAL_S = 0.1
+"""About how long each candidate is tried."""
+_TIE = 1.05
+"""The backend's own is taken unless something else is faster by more than this."""
 
 
 class Chooser:
@@ -53,9 +55,9 @@ class Chooser:
         estimates = shortlist(num_bytes, figures, deterministic=deterministic)
         candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
         if not deterministic:
-            candidates["backend"] = None
+            candidates[_BACKEND] = None
         taken_s = _try_all(candidates, num_bytes, group, repeat=_repeats(estimates))
-        fastest = min(taken_s, key=lambda name: taken_s[name])
+        fastest = _pick(taken_s)
         tried = ", ".join(f"{name} {taken_s[name] * 1e3:.3f} ms" for name in candidates)
         events.emit(
             events.DecisionEvent(
@@ -66,7 +68,7 @@ class Chooser:
 
 
 def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = False) -> dict[str, float]:
-    """Estimated seconds of what is worth trying, best first: at most three, within twice the best."""
+    """Estimated seconds of what is worth trying, best first: at most four, within four times the best."""
     known = {
         name: estimated_s
         for name, algorithm in ALGORITHMS.items()
@@ -79,13 +81,13 @@ def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = Fal
 
 
 def _repeats(estimates: Mapping[str, float]) -> int:
-    return max(3, min(30, round(_TRIAL_S / max(min(estimates.values()), 1e-6))))
+    return max(5, min(30, round(_TRIAL_S / max(min(estimates.values()), 1e-6))))
 
 
 def _try_all(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, repeat: int
 ) -> dict[str, float]:
-    """Median seconds of each candidate, the largest of any rank. In turns, so that a slow moment hits all of them."""
+    """Median seconds of each candidate on the slowest rank. In turns, so that a slow moment hits all of them."""
     buffer = torch.zeros(max(1, num_bytes // 4))
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
@@ -95,9 +97,15 @@ def _try_all(
             body()
             if index > 0:
                 times.append(time.perf_counter() - started_s)
-    medians = torch.tensor([statistics.median(times) for times in taken], dtype=torch.float64)
-    dist.all_reduce(medians, dist.ReduceOp.MAX, group=group)
-    return dict(zip(candidates, medians.tolist(), strict=True))
+    slowest = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return dict(zip(candidates, slowest.median(dim=1).values.tolist(), strict=True))
+
+
+def _pick(taken_s: Mapping[str, float]) -> str:
+    fastest = min(taken_s, key=lambda name: taken_s[name])
+    is_tie = _BACKEND in taken_s and taken_s[_BACKEND] <= _TIE * taken_s[fastest]
+    return _BACKEND if is_tie else fastest
 
 
 def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:

@@ -55,28 +55,13 @@ class Pipelined(Algorithm):
 
     @override
     def all_reduce(self, flat: Tensor, op: ReduceOp, lane: Lane) -> None:
-        chunks = flat.tensor_split(self._num_chunks(flat.numel() * flat.element_size()))
-        here, last = lane.position, lane.size - 1
-        arrival = flat.new_empty(chunks[0].numel())  # the first chunk is never smaller than another
-        climbing: list[Transfer] = [None] * len(chunks)
-        sent: list[Transfer] = []
-        for move, index in chain_moves(here, lane.size, len(chunks)):
-            chunk = chunks[index]
+        chain = _Chain(flat.tensor_split(self._num_chunks(flat.numel() * flat.element_size())), lane)
+        for move, index in chain_moves(lane.position, lane.size, len(chain.chunks)):
             if move == "up":
-                if here > 0:
-                    lane.wait(lane.receive(arrival[: chunk.numel()], here - 1))
-                    fold_into(chunk, arrival[: chunk.numel()], op)
-                if here < last:
-                    climbing[index] = lane.send(chunk, here + 1)
-                else:
-                    finish_fold(chunk, op, lane.size)
+                chain.move_up(index, op)
             else:
-                if here < last:
-                    lane.wait(climbing[index])
-                    lane.wait(lane.receive(chunk, here + 1))
-                if here > 0:
-                    sent.append(lane.send(chunk, here - 1))
-        lane.wait(*sent)
+                chain.move_down(index)
+        chain.wait()
 
     @override
     def estimated_s(self, num_bytes: int, figures: LinkFigures) -> float | None:
@@ -87,3 +72,57 @@ class Pipelined(Algorithm):
 
     def _num_chunks(self, num_bytes: int) -> int:
         return self.num_chunks or min(_MAX_CHUNKS, max(1, math.ceil(num_bytes / _CHUNK_BYTES)))
+
+
+class _Chain:
+    """One rank's part of the chain. Each receive is posted a chunk ahead: a message never waits for its receiver."""
+
+    def __init__(self, chunks: tuple[Tensor, ...], lane: Lane) -> None:
+        self.chunks = chunks
+        self._lane = lane
+        self._is_first, self._is_last = lane.position == 0, lane.position == lane.size - 1
+        # The first chunk is never smaller than another.
+        self._buffers = [chunks[0].new_empty(chunks[0].numel()) for _ in range(2)]
+        self._climbing: list[Transfer] = [None] * len(chunks)
+        self._sent: list[Transfer] = []
+        self._from_below = [self._receive_up(index) for index in range(min(2, len(chunks)))]
+        self._from_above: list[Transfer] = []
+
+    def move_up(self, index: int, op: ReduceOp) -> None:
+        """Fold chunk `index` into the sum that comes from below and pass it on."""
+        chunk = self.chunks[index]
+        if not self._is_first:
+            self._lane.wait(self._from_below[index])
+            fold_into(chunk, self._arrival(index), op)
+            if index + 2 < len(self.chunks):
+                self._from_below.append(self._receive_up(index + 2))
+        if self._is_last:
+            finish_fold(chunk, op, self._lane.size)
+        else:
+            self._climbing[index] = self._lane.send(chunk, self._lane.position + 1)
+
+    def move_down(self, index: int) -> None:
+        """Take the whole sum of chunk `index` from above and pass it on."""
+        if not self._is_last:
+            if index == 0:
+                self._receive_down(0)
+            self._lane.wait(self._from_above[index])
+            # The next one has climbed on already, by the order of ticks, so its place can be overwritten.
+            if index + 1 < len(self.chunks):
+                self._receive_down(index + 1)
+        if not self._is_first:
+            self._sent.append(self._lane.send(self.chunks[index], self._lane.position - 1))
+
+    def wait(self) -> None:
+        """Return when all that was sent has arrived."""
+        self._lane.wait(*self._sent)
+
+    def _arrival(self, index: int) -> Tensor:
+        return self._buffers[index % 2][: self.chunks[index].numel()]
+
+    def _receive_up(self, index: int) -> Transfer:
+        return None if self._is_first else self._lane.receive(self._arrival(index), self._lane.position - 1)
+
+    def _receive_down(self, index: int) -> None:
+        self._lane.wait(self._climbing[index])
+        self._from_above.append(self._lane.receive(self.chunks[index], self._lane.position + 1))

@@ -1,0 +1,87 @@
+"""How good `algorithm="auto"` is: its pick against every algorithm there is, and the backend's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from tests.bed.world import World
+from torsh_distributed import events
+from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO
+from torsh_distributed.comm.collectives import all_reduce
+
+_BACKENDS = ("gloo", "shm")
+_TIMEOUT_S = 600.0
+# All ranks of this case live on one node: hierarchy would have nothing to separate.
+_WAYS = (None, *(name for name in ALGORITHMS if name != "hierarchical"))
+
+
+def _sample(way: str | None, buffer: torch.Tensor, loops: int) -> float:
+    """Seconds per all-reduce on this rank; all ranks start together."""
+    dist.barrier()
+    started_s = time.perf_counter()
+    for _ in range(loops):
+        all_reduce(buffer, algorithm=way)
+    return (time.perf_counter() - started_s) / loops
+
+
+def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[str, list[float]], str]:
+    """On every rank: seconds by way, in turns; the slowest rank counts. Also what `auto` picked."""
+    picks: list[events.Event] = []
+    end = events.subscribe(picks.append, events.DecisionEvent)
+    buffer = torch.zeros(size_bytes // 4)
+    ways = {"auto": AUTO, **{way or "backend": way for way in _WAYS}}
+    for way in ways.values():
+        all_reduce(buffer, algorithm=way)  # here "auto" measures and picks
+    end()
+    warm = torch.tensor([_sample(way, buffer, 3) for way in ways.values()])
+    dist.all_reduce(warm, dist.ReduceOp.MAX)
+    loops = {name: max(1, round(sample_s / seconds)) for name, seconds in zip(ways, warm.tolist(), strict=True)}
+    taken = torch.tensor(
+        [[_sample(way, buffer, loops[name]) for name, way in ways.items()] for _ in range(num_samples)],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    [pick] = [event.choice for event in picks if isinstance(event, events.DecisionEvent)]
+    return dict(zip(ways, taken.t().tolist(), strict=True)), pick
+
+
+def _rows(budget: Budget) -> Iterator[Row | Note]:
+    world = World()
+    sizes = (2**10, 2**20) if budget.is_quick else tuple(2**power for power in range(8, 27, 3))
+    worst: tuple[float, str] = (0.0, "")
+    try:
+        for backend in _BACKENDS:
+            for num_ranks in (2,) if budget.is_quick else (2, 3, 4):
+                for size_bytes in sizes:
+                    taken, pick = world.run(
+                        _measure,
+                        size_bytes,
+                        budget.num_samples,
+                        budget.sample_s,
+                        num_ranks=num_ranks,
+                        backend=backend,
+                        timeout_s=_TIMEOUT_S,
+                    )[0]
+                    measured = {name: Measurement.of(samples) for name, samples in taken.items()}
+                    auto = measured.pop("auto")
+                    name = f"{backend}, {num_ranks} ranks, {size_bytes >> 10 or size_bytes / 1024:g} KB ({pick})"
+                    worst = max(worst, (auto.median / min(one.median for one in measured.values()), name))
+                    yield Row(name=name, unit=Unit.SECONDS, ours=auto, rivals=measured, x=size_bytes)
+    finally:
+        world.close()
+    yield Note(text=f"The pick takes at most {worst[0]:.3f} times as long as the best way there is: {worst[1]}.")
+
+
+CASE = Case(
+    title="All-reduce algorithms: what `auto` picks against all others",
+    about="""One all-reduce of float32, seconds on the slowest rank, all ways in turns on the same group. Ours is
+    algorithm="auto", its pick in brackets; the rivals are our algorithms by name and the backend's own all-reduce. A
+    ratio of 1 says that the pick is as fast as that way; the claim is that none is below 0.9.""",
+    rows=_rows,
+    x_label="bytes",
+)
