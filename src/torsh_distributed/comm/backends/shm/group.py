@@ -20,6 +20,8 @@ from torsh_distributed.errors import FeatureNotAvailable
 
 # Larger chunks leave the second-level cache, smaller ones meet more often; flat between 128 KB and 1 MB.
 _SLOT_BYTES = 256 * 1024
+# The portable core pays more for every meeting.
+_PORTABLE_SLOT_BYTES = 2 * 1024 * 1024
 _MAX_RING_BYTES = 256 * 1024
 _MIN_RING_BYTES = 16 * 1024
 # All rings together: address space, not memory, until a pair talks.
@@ -85,7 +87,7 @@ class _NativeBuilder:
 
 class _PortableBuilder:
     def __init__(self, num_ranks: int) -> None:
-        self._layout = PortableLayout(num_ranks, _SLOT_BYTES, _ring_bytes(num_ranks))
+        self._layout = PortableLayout(num_ranks, _PORTABLE_SLOT_BYTES, _ring_bytes(num_ranks))
         self.backed_bytes = self._layout.backed_bytes
 
     def create(self) -> tuple[Segment, SegmentAddress]:
@@ -94,7 +96,7 @@ class _PortableBuilder:
         return segment, address
 
     def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
-        return PortableCore(self._layout, segment, rank=rank)
+        return PortableCore(self._layout, segment, rank=rank, spin_ns=spin_ns)
 
 
 def _choose(native: Any, members: list[Member], options: ShmOptions) -> _NativeBuilder | _PortableBuilder:

@@ -7,6 +7,7 @@ is a round of semaphores. The rule about steps and slots is the one noted in `na
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -46,11 +47,12 @@ class PortableCore:
 
     VERSION = 1
 
-    def __init__(self, layout: PortableLayout, segment: Segment, *, rank: int) -> None:
+    def __init__(self, layout: PortableLayout, segment: Segment, *, rank: int, spin_ns: int) -> None:
         self._view = PortableView(layout, segment, rank)
         self._rank = rank
         self._num_ranks = layout.num_ranks
         self._slot_bytes = layout.slot_bytes
+        self._spin_ns = spin_ns
         self._step = 0
         self._sequence = 0
         self._deadline = 0.0
@@ -73,9 +75,12 @@ class PortableCore:
 
     def _await(self, rank: int) -> None:
         door = self._view.door(rank, self._rank)
-        for _ in range(_YIELDS):
+        watch_until_ns = time.monotonic_ns() + self._spin_ns
+        for turn in itertools.count():
             if semaphores.try_take(door):
                 return
+            if turn >= _YIELDS and time.monotonic_ns() >= watch_until_ns:
+                break
             os.sched_yield()
         while True:
             remaining_s = self._deadline - time.monotonic()

@@ -14,13 +14,6 @@
 #define TSH_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-/* Baseline x86-64 has 16-byte vectors; machines that have wider ones get a second copy of each kernel. */
-#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define TSH_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define TSH_CLONES
-#endif
-
 /* The numbers of dtypes and reductions are those of `reduction.py`. */
 enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, U16, U32, U64, NUM_DTYPES };
 enum { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, NUM_REDUCTIONS };
@@ -49,7 +42,7 @@ static inline bfloat_bits store_bfloat(float value) {
     return (bfloat_bits)((((bits & 0x7fffffffu) > 0x7f800000u) ? quiet : rounded) >> 16);
 }
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && !defined(TSH_HALF_BY_BITS)
 static inline float load_half(half_bits bits) {
     __fp16 value;
     memcpy(&value, &bits, sizeof value);
@@ -132,19 +125,17 @@ static inline half_bits store_half(float value) {
     }
 
 #define TSH_KERNEL(NAME, STORED, WIDE, LOAD, STORE, FOLD)                                                              \
-    TSH_CLONES static void NAME(void *out, const void *const *in, int num_inputs, size_t numel, double divisor) {      \
+    static void NAME(void *out, const void *const *in, int num_inputs, size_t numel, double divisor) {                 \
         (void)divisor;                                                                                                 \
         TSH_LOOPS(STORED, WIDE, LOAD, STORE, FOLD, AS_IS)                                                              \
     }
 
 /* Division where it must be exact; by a power of two the product with the reciprocal is the same and quicker. */
 #define TSH_MEAN(NAME, STORED, WIDE, LOAD, STORE)                                                                      \
-    TSH_CLONES static void NAME##_exact(void *out, const void *const *in, int num_inputs, size_t numel,                \
-                                        WIDE divide_by) {                                                              \
+    static void NAME##_exact(void *out, const void *const *in, int num_inputs, size_t numel, WIDE divide_by) {         \
         TSH_LOOPS(STORED, WIDE, LOAD, STORE, FOLD_SUM, DIVIDED)                                                        \
     }                                                                                                                  \
-    TSH_CLONES static void NAME##_scaled(void *out, const void *const *in, int num_inputs, size_t numel,               \
-                                         WIDE scale_by) {                                                              \
+    static void NAME##_scaled(void *out, const void *const *in, int num_inputs, size_t numel, WIDE scale_by) {         \
         TSH_LOOPS(STORED, WIDE, LOAD, STORE, FOLD_SUM, SCALED)                                                         \
     }                                                                                                                  \
     static void NAME(void *out, const void *const *in, int num_inputs, size_t numel, double divisor) {                 \
