@@ -6,8 +6,10 @@ every rank submits the same batch, and its order is a pure function of what was 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +29,17 @@ from torsh_distributed.errors import CommunicationError, InvalidArgument, Operat
 R = TypeVar("R")
 
 _IDLE_S = 1.0
+_EXIT_S = 5.0
 _now_s = time.monotonic
+_schedulers: weakref.WeakSet[CommunicationScheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_threads_finish() -> None:
+    """At interpreter exit, bounded: a thread that is caught inside torch then would take the process down with it."""
+    deadline_s = _now_s() + _EXIT_S
+    for scheduler in list(_schedulers):
+        scheduler._settle(deadline_s - _now_s())
 
 
 class CommunicationScheduler:
@@ -64,10 +76,12 @@ class CommunicationScheduler:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._has_room = threading.Condition(lock)
+        self._at_rest = threading.Condition(lock)
         self._num_threads = 0
         self._num_idle = 0
         self._is_closed = False
         self._batch = threading.local()
+        _schedulers.add(self)
 
     # --- submitting -------------------------------------------------------------------------------------------
 
@@ -218,6 +232,7 @@ class CommunicationScheduler:
                     return partial(self._run, task)
                 if not self._sleep(now_s, None if task is None else delay_s):
                     self._num_threads -= 1
+                    self._at_rest.notify_all()
                     return None
 
     def _sleep(self, now_s: float, delay_s: float | None) -> bool:
@@ -228,6 +243,8 @@ class CommunicationScheduler:
         if delay_s is not None:
             limits.append(delay_s)
         self._num_idle += 1
+        if self._num_idle == self._num_threads:
+            self._at_rest.notify_all()
         was_changed = self._changed.wait(min(limits, default=_IDLE_S))
         self._num_idle -= 1
         return was_changed or bool(self._queue.pending)
@@ -284,9 +301,9 @@ class CommunicationScheduler:
             self._is_closed = True
             self._changed.notify_all()
             self._has_room.notify_all()
-            is_over = self._changed.wait_for(lambda: not self._queue.pending and not self._queue.running, limit_s)
+            self._at_rest.wait_for(lambda: self._num_threads == 0, limit_s)
             left = [*self._queue.running, *self._queue.pending]
-        if not is_over:
+        if left:
             self._cancel_pending()
             raise OperationTimeout(
                 f"{len(left)} operations were not over within {limit_s:g} s of closing the scheduler",
@@ -294,6 +311,12 @@ class CommunicationScheduler:
                 operation=left[0].op,
                 group=left[0].group,
             )
+
+    def _settle(self, timeout_s: float) -> None:
+        """Cancel what waits, and wait for what runs until all threads are idle or the time is over."""
+        self._cancel_pending()
+        with self._changed:
+            self._at_rest.wait_for(lambda: self._num_idle == self._num_threads, timeout_s)
 
     def _cancel_pending(self) -> None:
         with self._changed:
