@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,11 @@ def browser() -> str | None:
     return "no chromium on the PATH"
 
 
+def mpiexec() -> str:
+    """The launcher that the MPI wheel put beside this interpreter, or the one on the PATH."""
+    return shutil.which("mpiexec", path=Path(sys.executable).parent) or "mpiexec"
+
+
 @functools.cache
 def mpi() -> str | None:
     """mpi4py with an MPI library that it can load, and a launcher for its processes."""
@@ -82,7 +88,7 @@ def mpi() -> str | None:
         return 'no mpi4py; pip install "torsh-distributed[mpi]"'
     return _first_failure(
         [sys.executable, "-c", "import mpi4py.rc as rc; rc.initialize = False; from mpi4py import MPI"],
-        ["mpiexec", "--version"],
+        [mpiexec(), "--version"],
     )
 
 

@@ -14,7 +14,6 @@ import struct
 import threading
 from typing import Self
 
-_NAME = "torsh"
 _READ_BYTES = 65536
 _CLOSE_TIMEOUT_S = 5.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -25,6 +24,8 @@ class PmiWorld:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        # Unlike that of every other job on this node: MPICH names its shared memory after it.
+        self._name = f"torsh_{secrets.token_hex(8)}"
         # One node: ranks 0 to size - 1 share memory.
         self._table = {"PMI_process_mapping": f"(vector,(0,1,{size}))"}
         self._at_barrier: list[int] = []
@@ -41,7 +42,7 @@ class PmiWorld:
             case "get_appnum":
                 reply = "cmd=appnum appnum=0 rc=0"
             case "get_my_kvsname":
-                reply = f"cmd=my_kvsname kvsname={_NAME} rc=0"
+                reply = f"cmd=my_kvsname kvsname={self._name} rc=0"
             case "get_universe_size":
                 reply = f"cmd=universe_size size={self._size} rc=0"
             case "put":

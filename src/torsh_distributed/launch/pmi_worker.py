@@ -13,17 +13,22 @@ import sys
 ADDRESS_VARIABLE = "TORSH_PMI_ADDRESS"
 
 
-def main() -> None:
-    """Give the command that follows the connection which MPICH looks for in PMI_FD."""
-    rank = os.environ["RANK"]
+def connect(address: str, *, attempt: int, rank: int, size: int) -> dict[str, str]:
+    """A connection to the launcher's server that a child process inherits; returns the variables that tell MPICH."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.connect(f"\0{address}")
+    link.sendall(f"{attempt} {rank}\n".encode())
+    link.set_inheritable(True)
+    return {"PMI_FD": str(link.detach()), "PMI_RANK": str(rank), "PMI_SIZE": str(size)}
+
+
+def main() -> None:
+    """Become the command that follows, with a connection for MPICH."""
+    attempt, rank, size = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     try:
-        link.connect("\0" + os.environ.pop(ADDRESS_VARIABLE))
-        link.sendall(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {rank}\n".encode())
+        os.environ.update(connect(os.environ.pop(ADDRESS_VARIABLE), attempt=attempt, rank=rank, size=size))
     except OSError as error:
         sys.exit(f"torsh run --mpi: rank {rank} cannot reach the launcher: {error}")
-    os.set_inheritable(link.fileno(), True)
-    os.environ.update(PMI_FD=str(link.fileno()), PMI_RANK=rank, PMI_SIZE=os.environ["WORLD_SIZE"])
     os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 - the user's own command
 
 

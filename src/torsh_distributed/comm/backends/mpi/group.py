@@ -59,12 +59,13 @@ def create_mpi_wire(
         Seat(
             mpi_rank=ours.world.Get_rank(),
             mpi_size=ours.world.Get_size(),
-            library=ours.mpi.Get_library_version().splitlines()[0].strip(),
+            library=ours.version,
             rank=members[rank] if is_first else None,
             world_size=world_size if is_first else None,
             group_id=uuid4().hex[:8],
         )
     )
+    ours.forget_segment_names()
     comm = _communicator(ours, [seat.mpi_rank for seat in seats], name, meeting.remaining_s)
     return MpiWire(ours, comm, group_id=seats[0].group_id, timeout_s=timeout_s)
 

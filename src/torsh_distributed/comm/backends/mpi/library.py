@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 INSTALL = 'pip install "torsh-distributed[mpi]"'
 _FINALIZE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.005
+_SEGMENT_PREFIX = "/dev/shm/mpich_shm_"  # noqa: S108 - MPICH's name
+_DELETED = " (deleted)"
 _MIN_TAG_UB = 32767
 """What the standard promises."""
 
@@ -47,6 +50,11 @@ class Library:
         self._wires: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._abandoned: list[object] = []
         self._exit_timeout_s = 0.0
+
+    @functools.cached_property
+    def version(self) -> str:
+        """The first line of what the MPI library says of itself."""
+        return str(self.mpi.Get_library_version()).splitlines()[0].strip(" \0")
 
     @functools.cached_property
     def max_tag(self) -> int:
@@ -95,6 +103,17 @@ class Library:
                 needed="MPI_THREAD_MULTIPLE",
                 thread_level=level,
             )
+
+    def forget_segment_names(self) -> None:
+        """Remove the names of the shared memory that this process has mapped for MPI; the memory itself stays.
+
+        MPICH keeps them in /dev/shm until `MPI_Finalize`, so a killed job would leave them there for ever. To be called
+        when all ranks are known to be out of `MPI_Init`: from then on nobody needs them.
+        """
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            _, _, path = line.partition(_SEGMENT_PREFIX)
+            if path and not path.endswith(_DELETED):
+                Path(_SEGMENT_PREFIX + path).unlink(missing_ok=True)
 
     def register(self, wire: Closable, timeout_s: float) -> None:
         """Close `wire` before MPI ends; at exit the other ranks are waited for at most `timeout_s`."""

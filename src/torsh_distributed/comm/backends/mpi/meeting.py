@@ -25,7 +25,6 @@ class Seat:
     mpi_rank: int
     mpi_size: int
     library: str
-    """The first line of what the MPI library says of itself."""
     rank: int | None
     """The rank in the world, which must be that of MPI. None: another world was made of this job since it began."""
     world_size: int | None

@@ -26,6 +26,7 @@ Found = tuple[dist.Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOOPBACK = "127.0.0.1"
 _PORT_BYTES = 4
@@ -63,6 +64,7 @@ def meet_through_mpi(timeout_s: float) -> Found:
     ours = library()
     ours.start(timeout_s)
     rank, size = ours.world.Get_rank(), ours.world.Get_size()
+    _check_launcher(ours, size)
     host = _master_addr(size)
     store: dist.Store | None = None
     try:
@@ -77,6 +79,19 @@ def meet_through_mpi(timeout_s: float) -> Found:
             "rank 0 could not open the store of the job", hint="look at that rank's error", operation="rendezvous"
         )
     return store or open_store(host, port, is_host=False, timeout_s=timeout_s), rank, size
+
+
+def _check_launcher(ours: Library, size: int) -> None:
+    """The launcher of one MPI and the library of another make of every process a job of its own."""
+    started = next((int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ), size)
+    if started != size:
+        raise ConfigurationError(
+            f"the launcher started {started} processes, but the MPI library sees a job of {size}",
+            hint="use the mpiexec that belongs to the library, or set MPI4PY_LIBMPI to the library of this mpiexec",
+            library=ours.version,
+            launched=started,
+            mpi_world_size=size,
+        )
 
 
 def _master_addr(size: int) -> str:

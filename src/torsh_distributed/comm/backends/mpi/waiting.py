@@ -28,7 +28,7 @@ _SLEEP_SHARE = 0.05
 """How long to sleep, as a part of the time waited so far: what a sleep can add to it."""
 _WORK_NS = 100_000
 """More processor time than this since the last sleep is not asking: MPI has moved data."""
-_ANNOUNCE_NS = 1_000_000_000
+_ANNOUNCE_NS = 200_000_000
 
 
 class Pacer:

@@ -58,11 +58,16 @@ class MpiWire(Wire):
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         return (op, dtype) in SUPPORTED
 
+    def _begin(self, call: Call) -> None:
+        """Count a collective; raises if this rank knows that it cannot be done."""
+        self._num_collectives += 1
+        self._waits.check(call, self._num_collectives)
+
     # --- reductions -------------------------------------------------------------------------------------------
 
     @override
     def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         mpi_op = self._datatypes.op(op, buffer.dtype)
         for chunk in _chunks(buffer):
             self._wait(self._comm.Iallreduce(self._in_place, self._datatypes.numbers(chunk), mpi_op), call, chunk)
@@ -70,7 +75,7 @@ class MpiWire(Wire):
 
     @override
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         self._reduce(buffer, op, root, call)
         if self.rank == root:
             self._finish_mean(buffer, op)
@@ -87,7 +92,7 @@ class MpiWire(Wire):
 
     @override
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         counts = [source.numel() for source in sources]
         if sum(counts) <= MAX_COUNT:
             whole = _as_one(sources)
@@ -122,17 +127,17 @@ class MpiWire(Wire):
 
     @override
     def barrier(self, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         self._wait(self._comm.Ibarrier(), call, None)
 
     @override
     def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         self._wait(self._comm.Ibcast(self._datatypes.raw(buffer), root), call, buffer)
 
     @override
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         _copy(outputs[self.rank], source)
         sizes = {_size(output) for output in outputs}
         if len(sizes) > 1:
@@ -159,7 +164,7 @@ class MpiWire(Wire):
 
     @override
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         if outputs is None:
             self._exchange({}, {root: source}, call)
             return
@@ -168,7 +173,7 @@ class MpiWire(Wire):
 
     @override
     def scatter(self, output: Tensor, sources: Sequence[Tensor] | None, root: int, call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         if sources is None:
             self._exchange({root: output}, {}, call)
             return
@@ -177,7 +182,7 @@ class MpiWire(Wire):
 
     @override
     def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
-        self._num_collectives += 1
+        self._begin(call)
         _copy(outputs[self.rank], sources[self.rank])
         self._exchange(
             {rank: output for rank, output in enumerate(outputs) if rank != self.rank},
