@@ -7,7 +7,6 @@ is a round of semaphores. The rule about steps and slots is the one noted in `na
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 
 _SLICE_S = 0.04
 """How often a waiter looks whether the group was aborted or a peer died."""
-_YIELDS = 16
+_YIELD_NS = 100_000
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 _REDUCTION_OF = {code: op for op, code in REDUCTIONS.items()}
 _OPERATION = {name: code for code, name in OPERATIONS.items()}
@@ -75,13 +74,8 @@ class PortableCore:
 
     def _await(self, rank: int) -> None:
         door = self._view.door(rank, self._rank)
-        watch_until_ns = time.monotonic_ns() + self._spin_ns
-        for turn in itertools.count():
-            if semaphores.try_take(door):
-                return
-            if turn >= _YIELDS and time.monotonic_ns() >= watch_until_ns:
-                break
-            os.sched_yield()
+        if self._watch(door):
+            return
         while True:
             remaining_s = self._deadline - time.monotonic()
             if semaphores.take(door, max(min(_SLICE_S, remaining_s), 0.001)):
@@ -94,6 +88,16 @@ class PortableCore:
                     self._view.poison(obstacle.status, obstacle.subject, "")
                 self._missing = [one for one in self._missing if not self._has_come(one)]
                 raise obstacle
+
+    def _watch(self, door: int) -> bool:
+        """Look for a while before sleeping; where ranks share cores, let go of this one at every look."""
+        end_ns = time.monotonic_ns() + (self._spin_ns or _YIELD_NS)
+        while not semaphores.try_take(door):
+            if time.monotonic_ns() >= end_ns:
+                return False
+            if not self._spin_ns:
+                os.sched_yield()
+        return True
 
     def _has_come(self, rank: int) -> bool:
         return semaphores.value(self._view.door(rank, self._rank)) > 0

@@ -120,6 +120,7 @@ typedef struct {
     size_t slot_bytes;
     size_t ring_bytes;
     int64_t spin_ns; /* of a caller that waits itself; 0 where ranks outnumber cores */
+    int64_t offer_from_ns; /* before this time the core is not offered to others */
     uint64_t step;
     uint64_t sequence;
     int64_t timeout_ns;

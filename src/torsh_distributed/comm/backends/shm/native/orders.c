@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #define TSH_MAIL_YIELDS 16
+#define TSH_MAIL_YIELD_NS 100000
 
 static int fail(struct tsh_mail *mail, tsh_status status, int subject) {
     tsh_poison_group(mail->group, status, subject, "");
@@ -206,7 +207,8 @@ static bool is_patient(const tsh_group *group, bool is_background, int turn, int
     if (is_background) {
         return true;
     }
-    return group->spin_ns > 0 ? waited_ns > group->spin_ns : turn > TSH_MAIL_YIELDS;
+    return waited_ns > (group->spin_ns > 0 ? group->spin_ns : TSH_MAIL_YIELD_NS) ||
+           (group->spin_ns == 0 && turn > TSH_MAIL_YIELDS);
 }
 
 /* One look at everything: how many orders are done now, or -status. */

@@ -12,10 +12,11 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Where ranks outnumber cores, giving the core away a few times lets a peer on the same core arrive:
- * far cheaper than sleeping (measured: 9 us instead of 23 us for four ranks on two cores). */
-#define TSH_YIELDS 16
-#define TSH_SPINS 1000 /* about 10 us */
+/* Measured with four ranks on two cores: 9 us a meeting where a waiter offers its core, 23 us where it sleeps. */
+#define TSH_OFFER_NS 50000     /* how long a rank without a core of its own looks before it sleeps */
+#define TSH_KEEP_NS 20000      /* how long one with a core looks before it offers it */
+#define TSH_STRANGER_NS 200000 /* a core given back later than this was taken by something else */
+#define TSH_SHY_NS 20000000    /* how long after that no core is offered */
 
 int64_t tsh_now_ns(void) {
     struct timespec now;
@@ -152,24 +153,34 @@ static int sleep_until_met(tsh_group *group) {
     return status;
 }
 
-/* Look for a while before sleeping. Where every rank has a core, first without letting go of it, then offering it to
- * whoever else is there; where ranks share cores, or the caller computes in another thread, offering it at once. */
+/* Look for a while before sleeping; whether all have arrived meanwhile.
+ *
+ * A rank with a core of its own first keeps it: the one waited for is on another. Then, and where ranks share cores or
+ * the caller computes in another thread from the start, it lets go of the core at every look, for the one waited for
+ * may need this very core. But a stranger may take it too, and keep it for milliseconds: after that has happened once
+ * it is not offered again for a while, and the rank sleeps instead, which the scheduler rewards with a prompt waking. */
 static bool watch(tsh_group *group) {
     bool has_core = group->spin_ns > 0 && !group->is_background;
-    for (int turn = 0; turn < TSH_SPINS && has_core; turn++) {
-        if (all_arrived(group)) {
-            return true;
+    int64_t start_ns = tsh_now_ns(), now_ns = start_ns;
+    int64_t end_ns = start_ns + (has_core ? group->spin_ns : TSH_OFFER_NS);
+    for (uint32_t turn = 1; !all_arrived(group); turn++) {
+        bool may_offer = now_ns >= group->offer_from_ns;
+        if (has_core && (now_ns - start_ns < TSH_KEEP_NS || !may_offer)) {
+            tsh_relax();
+            now_ns = turn % 64 == 0 ? tsh_now_ns() : now_ns;
+        } else if (may_offer) {
+            sched_yield();
+            int64_t back_ns = tsh_now_ns();
+            if (back_ns - now_ns > TSH_STRANGER_NS) {
+                group->offer_from_ns = back_ns + TSH_SHY_NS;
+            }
+            now_ns = back_ns;
         }
-        tsh_relax();
-    }
-    int64_t end_ns = has_core ? tsh_now_ns() + group->spin_ns : 0;
-    for (int turn = 0; turn < TSH_YIELDS || (has_core && tsh_now_ns() < end_ns); turn++) {
-        if (all_arrived(group)) {
-            return true;
+        if (now_ns > end_ns || (!has_core && !may_offer)) {
+            return all_arrived(group);
         }
-        sched_yield();
     }
-    return all_arrived(group);
+    return true;
 }
 
 /* Arrive, and wait until all ranks have: what they wrote before is visible after. */
