@@ -7,6 +7,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torsh_distributed.comm.backend import choose_backend
+from torsh_distributed.comm.backend import BackendType, choose_backend
 from torsh_distributed.comm.bench import OPERATIONS
 from torsh_distributed.errors import InvalidArgument, ProcessFailure
 from torsh_distributed.launch.job import launch_job
+from torsh_distributed.launch.mpi import mpi_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
 app = typer.Typer(name="bench", help="Measure this machine: each backend against the others, in one run.")
@@ -91,7 +93,8 @@ def _run(name: str, num_ranks: int, *, ops: str, sizes: list[int], seconds: floa
             kind=EntryKind.MODULE, target="torsh_distributed.cli.bench_worker", args=(*args, "--out", str(out))
         )
         spec = JobSpec(entry=entry, nproc_per_node=num_ranks, env={"OMP_NUM_THREADS": "1"})
-        exit_code = launch_job(spec)
+        with mpi_job(spec) if name == BackendType.MPI else nullcontext(spec) as job:
+            exit_code = launch_job(job)
         if exit_code:
             raise ProcessFailure(f"measuring {name} failed", exit_code=exit_code, backend=name)
         timings: list[dict[str, Any]] = json.loads(out.read_text())
