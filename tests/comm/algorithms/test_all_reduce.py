@@ -242,15 +242,21 @@ def test_mistakes_are_refused_on_every_rank(world: World, case: str, message: st
         assert message in answer
 
 
-def one_rank_comes_late() -> None:
+def one_rank_comes_late(how: str) -> None:
     if dist.get_rank() == 2:
         time.sleep(6)  # busy elsewhere, past the others' deadline and their roll call
-    else:
+    elif how == "wait":
         all_reduce(torch.zeros(1000), algorithm="ring", timeout_s=1.0)
+    else:
+        work = all_reduce(torch.zeros(1000), algorithm="ring", timeout_s=1.0, async_op=True)
+        with pytest.raises(Exception, match=r"all_reduce:ring did not end within 1 s; missing: ranks 2"):
+            work.get_future().wait()
+        work.wait()
 
 
-def test_a_deadline_names_the_ranks_that_did_not_come(world: World) -> None:
-    for outcome in world.outcomes(one_rank_comes_late, num_ranks=3)[:2]:
+@pytest.mark.parametrize("how", ["wait", "future"])
+def test_a_deadline_names_the_ranks_that_did_not_come(world: World, how: str) -> None:
+    for outcome in world.outcomes(one_rank_comes_late, how, num_ranks=3)[:2]:
         assert isinstance(outcome.error, OperationTimeout), outcome
         assert outcome.error.context["missing_ranks"] == [2]
         assert outcome.error.operation == "all_reduce:ring"

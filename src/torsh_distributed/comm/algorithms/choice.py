@@ -44,15 +44,15 @@ class Chooser:
         tried_bytes = min(num_bytes, _LARGEST_TRIED_BYTES)
         key = (tried_bytes.bit_length(), deterministic)
         if key not in self._chosen:
-            if self.figures is None:
-                self.figures = measure_links(group)
-            self._chosen[key] = self._decide(tried_bytes, group, self.figures, deterministic=deterministic)
+            self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
         return self._chosen[key]
 
-    def _decide(
-        self, num_bytes: int, group: dist.ProcessGroup, figures: LinkFigures, *, deterministic: bool
-    ) -> Algorithm | None:
-        estimates = shortlist(num_bytes, figures, deterministic=deterministic)
+    def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+        if num_bytes == 0 or group.size() == 1:
+            return DETERMINISTIC if deterministic else None
+        if self.figures is None:
+            self.figures = measure_links(group)
+        estimates = shortlist(num_bytes, self.figures, deterministic=deterministic)
         candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
         if not deterministic:
             candidates[_BACKEND] = None
@@ -124,16 +124,21 @@ def choose_algorithm(
 
     The first use of "auto" for a size measures: every rank of the group is here at the same point of its program.
     """
-    if wanted is None or (wanted == AUTO and (group.size() == 1 or tensor.numel() == 0)):
-        return DETERMINISTIC if deterministic else None
     if wanted == AUTO:
-        if deterministic:
-            check_on_cpu(tensor)
-        elif tensor.device.type != "cpu":
-            return None
-        chooser = _choosers.setdefault(group, Chooser())
-        return chooser.choose(tensor.numel() * tensor.element_size(), group, deterministic=deterministic)
+        return _choose_by_measurement(tensor, group, deterministic=deterministic)
+    if wanted is None:
+        return DETERMINISTIC if deterministic else None
     chosen = wanted if isinstance(wanted, Algorithm) else find_algorithm(wanted)
     if deterministic:
         check_order(chosen)
     return chosen
+
+
+def _choose_by_measurement(tensor: Tensor, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+    if not deterministic and (not tensor.is_cpu or tensor.layout is not torch.strided):
+        return None
+    check_on_cpu(tensor)
+    chooser = _choosers.get(group)
+    if chooser is None:
+        chooser = _choosers[group] = Chooser()
+    return chooser.choose(tensor.numel() * tensor.element_size(), group, deterministic=deterministic)

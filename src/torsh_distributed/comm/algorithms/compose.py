@@ -94,7 +94,7 @@ def with_flat(tensor: Tensor, body: Callable[[Tensor], None]) -> None:
 
 def check_on_cpu(tensor: Tensor) -> None:
     """Named algorithms travel over tagged messages and fold on the CPU; nccl has neither tags nor a need for them."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise InvalidArgument(
             "named algorithms and deterministic sums are for dense CPU tensors",
             hint="leave algorithm out: the backend chooses its own (nccl: NCCL_ALGO)",
