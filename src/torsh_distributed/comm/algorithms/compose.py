@@ -24,8 +24,8 @@ from torsh_distributed.comm.scheduler import CommunicationScheduler, ScheduledWo
 from torsh_distributed.errors import InvalidArgument
 
 FIRST_TAG = 16384
-NUM_TAGS = 16384
-"""Tags from 16384 to 32767 belong to algorithms; 32767 is the largest that every MPI has."""
+NUM_TAGS = 16000
+"""Tags from 16384 to 32383 belong to algorithms; every MPI has 32767, and our backend keeps the last few."""
 
 
 class _GroupState:
