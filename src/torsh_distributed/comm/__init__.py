@@ -1,6 +1,11 @@
 """Moving bytes between ranks: stores, backends, groups, collectives."""
 
 from torsh_distributed.comm.abort import abort
+from torsh_distributed.comm.algorithms.base import Algorithm
+from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
+from torsh_distributed.comm.algorithms.packed import bucketed_all_reduce, fused_all_reduce
+from torsh_distributed.comm.algorithms.pipelined import Pipelined
+from torsh_distributed.comm.algorithms.spread import multi_root_broadcast, scatter_reduce, tree_broadcast
 from torsh_distributed.comm.backend import BackendCapabilities, BackendType, is_available, probe_capabilities
 from torsh_distributed.comm.collectives import (
     all_gather,
@@ -47,6 +52,7 @@ from torsh_distributed.comm.trace import FlightRecorder, Record, recorder
 from torsh_distributed.comm.work import Work
 
 __all__ = [
+    "Algorithm",
     "BackendCapabilities",
     "BackendType",
     "CommunicationGroup",
@@ -55,7 +61,9 @@ __all__ = [
     "FlightRecorder",
     "GroupManager",
     "GroupType",
+    "Hierarchical",
     "OperationStats",
+    "Pipelined",
     "Priority",
     "Record",
     "ReduceOp",
@@ -72,8 +80,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "bucketed_all_reduce",
     "destroy_process_group",
     "device",
+    "fused_all_reduce",
     "gather",
     "gather_object",
     "get_backend",
@@ -85,6 +95,7 @@ __all__ = [
     "isend",
     "local_rank",
     "local_world_size",
+    "multi_root_broadcast",
     "node_rank",
     "open_store",
     "probe_capabilities",
@@ -97,7 +108,9 @@ __all__ = [
     "roster",
     "scatter",
     "scatter_object",
+    "scatter_reduce",
     "send",
     "send_object",
+    "tree_broadcast",
     "validate_rank",
 ]
