@@ -14,6 +14,9 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends import ShmOptions, register_backends
 
+# Torch 2.13 renamed these; 2.11 knows the old names alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 CORES = ("native", "portable")
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGER = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -37,6 +40,12 @@ def on_shm(folder: Path, core: str, function: Callable[..., Any], *args: Any, ti
         return function(*args)
     finally:
         dist.destroy_process_group()
+
+
+def barrier_within(timeout_s: float) -> None:
+    """A barrier of the world with a deadline of its own, which only some versions of dist.barrier take."""
+    group = dist.distributed_c10d._get_default_group()
+    group.barrier(timeout=timedelta(seconds=timeout_s)).wait()
 
 
 def data(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:

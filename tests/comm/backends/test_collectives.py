@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bed.world import World
-from tests.comm.backends.ranks import ALL_DTYPES, CORES, assert_same, data, fold_reference, on_shm, ops_for
+from tests.comm.backends.ranks import (
+    ALL_DTYPES,
+    CORES,
+    all_gather_single,
+    assert_same,
+    data,
+    fold_reference,
+    on_shm,
+    ops_for,
+    reduce_scatter_single,
+)
 
 SMALL: tuple[tuple[int, ...], ...] = ((0,), (), (3, 5), (1000,))
 # Around the edge of a slot in 4-byte elements, and more than two slots.
@@ -55,7 +65,7 @@ def reduce_everything() -> int:
                 if shape:
                     source = torch.cat([part[rank] for part in parts])
                     output = torch.empty_like(inputs[rank])
-                    dist.reduce_scatter_single(output, source, op)
+                    reduce_scatter_single(output, source, op)
                     assert_same(output, fold_reference(parts[rank], op), f"reduce_scatter_single {what}")
                 cases += 1
     return cases
@@ -87,7 +97,7 @@ def copy_everything() -> int:
 
             if shape:
                 single = torch.zeros(shape[0] * size, *shape[1:], dtype=torch.float32).to(dtype)
-                dist.all_gather_single(single, inputs[rank])
+                all_gather_single(single, inputs[rank])
                 assert torch.equal(_bits(single), torch.cat([_bits(tensor) for tensor in inputs])), what
 
             outputs = [torch.zeros_like(inputs[rank]) for _ in range(size)]
@@ -156,7 +166,7 @@ def odd_layouts() -> None:
     torch.testing.assert_close(outputs[rank], whole, rtol=0, atol=0)
 
     output = torch.empty(10, 2 * size).t()
-    dist.all_gather_single(output, whole[:2])
+    all_gather_single(output, whole[:2])
     torch.testing.assert_close(output[2 * rank : 2 * rank + 2], whole[:2], rtol=0, atol=0)
 
     parameter = torch.nn.Parameter(torch.ones(4) * rank)
@@ -177,7 +187,7 @@ def scaled_sums() -> None:
 
     source = torch.full((4 * size,), float(rank + 1))
     output = torch.empty(4)
-    dist.reduce_scatter_single(output, source, half)
+    reduce_scatter_single(output, source, half)
     assert output.tolist() == [0.5 * sum(range(1, size + 1))] * 4
     assert source.unique().tolist() == [float(rank + 1)], "the input of a reduce_scatter is not changed"
 
@@ -194,12 +204,12 @@ def coalesced() -> None:
     outputs = [torch.empty(length * size) for length in (2, 5)]
     with dist.distributed_c10d._coalescing_manager():
         for output, length in zip(outputs, (2, 5), strict=True):
-            dist.all_gather_single(output, torch.full((length,), float(rank)))
+            all_gather_single(output, torch.full((length,), float(rank)))
     assert outputs[1].tolist() == [float(one) for one in range(size) for _ in range(5)]
 
     with dist.distributed_c10d._coalescing_manager():
         for output, length in zip(outputs, (2, 5), strict=True):
-            dist.reduce_scatter_single(output[:length], torch.full((length * size,), float(rank)))
+            reduce_scatter_single(output[:length], torch.full((length * size,), float(rank)))
     assert outputs[0][:2].tolist() == [float(sum(range(size)))] * 2
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.bed.zygote import Outcome
-from tests.comm.backends.ranks import CORES, on_shm
+from tests.comm.backends.ranks import CORES, all_gather_single, barrier_within, on_shm
 from torsh_distributed.comm.backends import TorshProcessGroup
 from torsh_distributed.errors import (
     BackendError,
@@ -144,7 +144,7 @@ def stop_before_barrier() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     limit = 1.0 if dist.get_rank() == 0 else 20.0  # the third rank is released by the first one's giving up
-    dist.barrier(timeout=timedelta(seconds=limit))
+    barrier_within(limit)
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -227,7 +227,7 @@ def misuse() -> None:
     with pytest.raises(InvalidArgument, match="sparse tensors can only be summed"):
         dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX)
     with pytest.raises(TensorShapeMismatch, match="the output has the wrong number of elements"):
-        dist.all_gather_single(torch.ones(3), torch.ones(3))
+        all_gather_single(torch.ones(3), torch.ones(3))
     with pytest.raises(TensorShapeMismatch, match="same dtype"):
         group.all_gather_single(torch.ones(6, dtype=torch.int32), torch.ones(3))
     with pytest.raises(InvalidArgument, match="one tensor per rank"):
@@ -239,7 +239,7 @@ def misuse() -> None:
     with pytest.raises(RankOutOfBounds):
         group.broadcast([torch.ones(1)], dist.BroadcastOptions() if rank > 9 else 7)
     with pytest.raises(InvalidArgument, match="above zero"):
-        dist.barrier(timeout=timedelta(seconds=0))
+        barrier_within(0)
     # Nothing was sent, so nobody is out of step.
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
@@ -289,7 +289,7 @@ def _wait_for_the_abort() -> float:
     while group.wire._core.failure() is None:  # type: ignore[attr-defined]  # looks inside
         time.sleep(0.01)
     with pytest.raises(CommunicationError, match="rank 0 ended the group: the test wants it"):
-        dist.barrier(timeout=timedelta(seconds=15))
+        barrier_within(15)
     return 0.0
 
 

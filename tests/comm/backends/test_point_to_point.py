@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from tests.comm.backends.ranks import ALL_DTYPES, CORES, data, on_shm
+from tests.comm.backends.ranks import ALL_DTYPES, CORES, barrier_within, data, on_shm
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TensorShapeMismatch
 
 LARGE = 1_000_000  # elements of 4 bytes: 16 times the ring
@@ -150,7 +150,7 @@ def nobody_sends() -> None:
     if dist.get_rank() == 1:
         dist.recv(torch.ones(4), 0)
     else:
-        dist.barrier(timeout=timedelta(seconds=20))
+        barrier_within(20)
 
 
 def wait_with_a_limit() -> None:

@@ -328,7 +328,7 @@ class TorshProcessGroup(GroupLifecycle):
     ) -> dist.Work:
         """Wait until every rank has called it."""
         options = opts or dist.BarrierOptions()
-        call = self._new_call("barrier", timeout or options.timeout)
+        call = self._new_call("barrier", options.timeout if timeout is None else timeout)
         return self._start(self._wire.barrier, call, is_async=options.asyncOp, outputs=[])
 
     # --- point-to-point ---------------------------------------------------------------------------------------
