@@ -1,6 +1,6 @@
 """The smallest whole job: two workers, one plan, the same losses as one process.
 
-    torsh run --nproc-per-node 2 examples/train.py
+torsh run --nproc-per-node 2 examples/train.py
 """
 
 import torch

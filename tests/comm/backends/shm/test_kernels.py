@@ -1,4 +1,4 @@
-"""The compiled arithmetic where torch is the judge: half precision by bits, as on machines without such instructions."""
+"""The compiled arithmetic, with torch as the judge: half precision by bits, as on machines without instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PROBE = """
 void widen(const uint16_t *in, float *out, size_t n) { for (size_t i = 0; i < n; i++) out[i] = load_half(in[i]); }
 void narrow(const float *in, uint16_t *out, size_t n) { for (size_t i = 0; i < n; i++) out[i] = store_half(in[i]); }
 void widen_bf(const uint16_t *in, float *out, size_t n) { for (size_t i = 0; i < n; i++) out[i] = load_bfloat(in[i]); }
-void narrow_bf(const float *in, uint16_t *out, size_t n) { for (size_t i = 0; i < n; i++) out[i] = store_bfloat(in[i]); }
+void narrow_bf(const float *in, uint16_t *out, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = store_bfloat(in[i]);
+}
 """
 
 
