@@ -18,7 +18,7 @@ from torsh_distributed.comm.backends.mpi.control import Control
 from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
 from torsh_distributed.comm.backends.mpi.failures import Failures
 from torsh_distributed.comm.backends.mpi.library import Library
-from torsh_distributed.comm.backends.mpi.waiting import Pacer
+from torsh_distributed.comm.backends.mpi.waiting import ASKS_PER_REST, Pacer
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import TorshError
@@ -155,10 +155,11 @@ class Transfers:
         """Ask MPI until `work` is complete or the time is over."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pacer = Pacer(self._control, is_background=False)
-        while not work.is_completed():
-            self._look()
-            if work.is_completed() or (deadline is not None and time.monotonic() >= deadline):
-                return
+        while not work.is_completed() and (deadline is None or time.monotonic() < deadline):
+            for _ in range(ASKS_PER_REST):
+                self._look()
+                if work.is_completed():
+                    return
             if pacer.rest():
                 self._control.look()
 

@@ -3,7 +3,7 @@
 Note on waiting. MPI's own waits cannot be left: no deadline, no abort, and they keep a core busy. So nothing here
 blocks in MPI: every operation is a non-blocking one that is asked again and again whether it is done, and MPI moves
 data only while it is asked. At first the asking is only interrupted by giving the core to others; then by sleeps that
-grow with the time spent waiting, to 5 ms: a rank that waits for long uses about one hundredth of a core. The sleeps end
+grow with the time spent waiting, to 5 ms: a rank that waits for long uses a few hundredths of a core. The sleeps end
 at once when the group is aborted here. When MPI has moved data since the last sleep, the pace is fast again.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from torsh_distributed.comm.backends.mpi.control import Control
 from torsh_distributed.comm.backends.mpi.failures import Failures
@@ -21,7 +24,11 @@ from torsh_distributed.comm.backends.wire import Call
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+ASKS_PER_REST = 8
+"""One question moves a small part of a message only; giving the core away after each would cost a turn per part."""
 _SPIN_NS = 200_000
+_SPIN_NS_PER_BYTE = 1
+"""A large message is not late before it could have been moved at 1 GB/s."""
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 5e-3
 _SLEEP_SHARE = 0.05
@@ -34,10 +41,10 @@ _ANNOUNCE_NS = 200_000_000
 class Pacer:
     """The rests between two questions to MPI."""
 
-    def __init__(self, control: Control, *, is_background: bool) -> None:
+    def __init__(self, control: Control, *, is_background: bool, num_bytes: int = 0) -> None:
         self._control = control
         # The group's own thread does not spin: the program computes meanwhile.
-        self._spin_ns = 0 if is_background else _SPIN_NS
+        self._spin_ns = 0 if is_background else _SPIN_NS + num_bytes * _SPIN_NS_PER_BYTE
         self._idle_since_ns = time.monotonic_ns()
         self._cpu_ns: int | None = None
 
@@ -65,7 +72,7 @@ class Waits:
         self._failures = failures
 
     def until_done(
-        self, request: MPI.Request, call: Call, sequence: int, kept: object, status: MPI.Status | None = None
+        self, request: MPI.Request, call: Call, sequence: int, kept: Sequence[Tensor], status: MPI.Status | None = None
     ) -> None:
         """Return when `request` is done; raise when it cannot be any more, or at the call's deadline.
 
@@ -73,20 +80,23 @@ class Waits:
         it must never be given to anybody else, for MPI may still write to it.
         """
         try:
-            if not request.Test(status):
-                self._wait(request, call, sequence, status)
+            if not _is_done(request, status):
+                self._wait(request, call, sequence, kept, status)
         except BaseException as error:
             self._library.abandon(request, kept)
             if isinstance(error, self._library.mpi.Exception):
                 raise self._failures.of_mpi(error, call) from error
             raise
 
-    def _wait(self, request: MPI.Request, call: Call, sequence: int, status: MPI.Status | None) -> None:
-        pacer = Pacer(self._control, is_background=call.is_background)
+    def _wait(
+        self, request: MPI.Request, call: Call, sequence: int, kept: Sequence[Tensor], status: MPI.Status | None
+    ) -> None:
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        pacer = Pacer(self._control, is_background=call.is_background, num_bytes=num_bytes)
         started_ns = time.monotonic_ns()
         announce_ns = started_ns + min(_ANNOUNCE_NS, call.timeout_ns // 4)
         is_announced = False
-        while not request.Test(status):
+        while not _is_done(request, status):
             if not pacer.rest():
                 continue
             self._control.look()
@@ -108,3 +118,10 @@ class Waits:
             raise self._failures.left(call, gone)
         if self._control.released.is_set():
             raise self._failures.closed(call)
+
+
+def _is_done(request: MPI.Request, status: MPI.Status | None) -> bool:
+    for _ in range(ASKS_PER_REST):  # noqa: SIM110 - a generator would cost as much as the questions
+        if request.Test(status):
+            return True
+    return False

@@ -70,7 +70,7 @@ class MpiWire(Wire):
         self._begin(call)
         mpi_op = self._datatypes.op(op, buffer.dtype)
         for chunk in _chunks(buffer):
-            self._wait(self._comm.Iallreduce(self._in_place, self._datatypes.numbers(chunk), mpi_op), call, chunk)
+            self._wait(self._comm.Iallreduce(self._in_place, self._datatypes.numbers(chunk), mpi_op), call, (chunk,))
         self._finish_mean(buffer, op)
 
     @override
@@ -88,7 +88,7 @@ class MpiWire(Wire):
                 request = self._comm.Ireduce(self._in_place, numbers, mpi_op, root)
             else:
                 request = self._comm.Ireduce(numbers, None, mpi_op, root)
-            self._wait(request, call, chunk)
+            self._wait(request, call, (chunk,))
 
     @override
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
@@ -128,12 +128,12 @@ class MpiWire(Wire):
     @override
     def barrier(self, call: Call) -> None:
         self._begin(call)
-        self._wait(self._comm.Ibarrier(), call, None)
+        self._wait(self._comm.Ibarrier(), call, ())
 
     @override
     def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
         self._begin(call)
-        self._wait(self._comm.Ibcast(self._datatypes.raw(buffer), root), call, buffer)
+        self._wait(self._comm.Ibcast(self._datatypes.raw(buffer), root), call, (buffer,))
 
     @override
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
@@ -160,7 +160,7 @@ class MpiWire(Wire):
         request = self._comm.Iallgather(
             self._in_place, self._datatypes.raw_at(whole.data_ptr(), size, times=self.num_ranks)
         )
-        self._wait(request, call, whole)
+        self._wait(request, call, (whole,))
 
     @override
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
@@ -197,7 +197,7 @@ class MpiWire(Wire):
         of memory only, and say nothing when two ranks disagree on a size.
         """
         tag, raw = self._exchange_tag, self._datatypes.raw
-        kept = (outputs, sources)
+        kept = (*outputs.values(), *sources.values())
         receives = {rank: self._comm.Irecv(raw(output), rank, tag) for rank, output in outputs.items()}
         sends = [self._comm.Isend(raw(source), rank, tag) for rank, source in sources.items()]
         status = self._library.mpi.Status()
@@ -213,7 +213,7 @@ class MpiWire(Wire):
             self._library.abandon(receives, sends, kept)
             raise
 
-    def _wait(self, request: MPI.Request, call: Call, kept: object, status: MPI.Status | None = None) -> None:
+    def _wait(self, request: MPI.Request, call: Call, kept: Sequence[Tensor], status: MPI.Status | None = None) -> None:
         self._waits.until_done(request, call, self._num_collectives, kept, status)
 
     # --- point-to-point ---------------------------------------------------------------------------------------
