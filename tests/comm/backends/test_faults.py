@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.bed.world import World
 from tests.bed.zygote import Outcome
@@ -85,6 +86,42 @@ def test_a_rank_that_exits_is_named_too(world: World, tmp_path: Path, core: str)
     outcomes = world.outcomes(on_shm, tmp_path, core, die_before, "barrier", 0, "exit", num_ranks=2, backend=None)
     assert outcomes[1].is_ok
     assert outcomes[1].value < 10
+
+
+def die_in_backward() -> str:
+    """The reducer of DDP waits in C++, for a future that must fail there as well."""
+    net = DistributedDataParallel(torch.nn.Linear(100, 100))
+    loss = net(torch.ones(2, 100)).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_during_backward_is_named(world: World, tmp_path: Path) -> None:
+    outcomes = world.outcomes(on_shm, tmp_path, "native", die_in_backward, backend=None)
+    assert "ProcessFailure: the process of rank 1 ended" in outcomes[0].value
+
+
+def futures() -> None:
+    total = float(sum(range(dist.get_world_size())))
+    tensor = torch.full((3,), float(dist.get_rank()))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    assert work.get_future().then(lambda done: done.value()[0].sum().item()).wait() == 3 * total
+    assert work.get_future().value()[0] is tensor
+    with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        works = [torch.full((2,), float(dist.get_rank())), torch.ones(1)]
+        dist.broadcast(works[0], 0)
+        dist.broadcast(works[1], 0)
+    [combined] = manager.works
+    assert [part.tolist() for part in combined.get_future().wait()] == [[0.0, 0.0], [1.0]]
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_futures_hold_the_outputs(world: World, tmp_path: Path, core: str) -> None:
+    world.run(on_shm, tmp_path, core, futures, backend=None)
 
 
 def die_instead_of_sending() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +77,7 @@ class PendingWork(dist.Work):
         self._finish: Callable[[], None] | None = None
         self._on_error: Callable[[BaseException], None] | None = None
         self._future: Future[list[Tensor]] | None = None
+        self._trigger: Future[None] | None = None
         # Guards the hand-over between `complete` and `get_future`; `_done` is held until completion.
         self._guard = threading.Lock()
         self._done = threading.Lock()
@@ -101,16 +101,16 @@ class PendingWork(dist.Work):
         self._finish = self._on_error = None
         with self._guard:
             self._is_completed = True
-            future = self._future
+            trigger = self._trigger
         self._done.release()
-        if future is not None:
-            self._settle(future)
+        if trigger is not None:
+            trigger.set_result(None)
 
-    def _settle(self, future: Future[list[Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub asks for the result type
+    def _outcome(self, done: Future[None]) -> list[Tensor]:
+        """The outputs, or what went wrong: the end of the future that others hold."""
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
     def wait_for_completion(self, timeout_s: float | None) -> bool:
         """Sleep until somebody completes the work; whether they did in time."""
@@ -169,16 +169,23 @@ class PendingWork(dist.Work):
         return self._peer
 
     @override
-    def get_future(self) -> Future[Any]:
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the outputs. It fails if the operation does, in C++ as well, where DDP's reducer waits for it.
+
+        Why through `then`: an exception put into a torch future from Python is an ordinary value to C++, which takes
+        it for tensors and crashes; one raised in a callback is an error to both.
+        """
         with self._guard:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._trigger = torch.futures.Future()
+                self._future = self._trigger.then(self._outcome)
                 is_late = self._is_completed
             else:
                 is_late = False
-        if is_late:
-            self._settle(self._future)
-        return self._future
+            future, trigger = self._future, self._trigger
+        if is_late and trigger is not None:
+            trigger.set_result(None)
+        return future
 
 
 class CombinedWork(dist.Work):
@@ -213,3 +220,8 @@ class CombinedWork(dist.Work):
     @override
     def synchronize(self) -> None:
         self.wait()
+
+    @override
+    def get_future(self) -> Future[list[Tensor]]:
+        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
+        return gathered.then(lambda done: [tensor for one in done.value() for tensor in one.value()])
