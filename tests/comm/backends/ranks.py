@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends import ShmOptions, register_backends
+from torsh_distributed.comm.backends.shm import group as shm_group
 
 # Torch 2.13 renamed these; 2.11 knows the old names alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 CORES = ("native", "portable")
+SLOT_BYTES = 64 * 1024
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGER = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -25,8 +27,12 @@ ALL_DTYPES = (*FLOATING, *INTEGER, *COMPLEX, torch.bool)
 
 
 def on_shm(folder: Path, core: str, function: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> Any:
-    """Runs on every rank: `function(*args)` inside a shm world with that core."""
+    """Runs on every rank: `function(*args)` inside a shm world with that core.
+
+    Slots are small, so that tensors of a size to test with take several chunks.
+    """
     register_backends()
+    shm_group._MAX_SLOT_BYTES = shm_group._MIN_SLOT_BYTES = SLOT_BYTES
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "shm",

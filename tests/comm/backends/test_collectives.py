@@ -13,6 +13,7 @@ from tests.bed.world import World
 from tests.comm.backends.ranks import (
     ALL_DTYPES,
     CORES,
+    SLOT_BYTES,
     all_gather_single,
     assert_same,
     data,
@@ -23,8 +24,8 @@ from tests.comm.backends.ranks import (
 )
 
 SMALL: tuple[tuple[int, ...], ...] = ((0,), (), (3, 5), (1000,))
-# Around the edge of a slot in 4-byte elements, and more than two slots.
-LARGE = ((65_536,), (65_537,), (200_003,))
+# Around the edge of a slot in 4-byte elements, and several slots.
+LARGE = ((SLOT_BYTES // 4,), (SLOT_BYTES // 4 + 1,), (7 * SLOT_BYTES // 8 + 3,))
 WORLDS = (1, 2, 3, 4)
 
 

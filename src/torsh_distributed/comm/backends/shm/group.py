@@ -18,10 +18,11 @@ from torsh_distributed.comm.backends.shm.segment import Segment, SegmentAddress
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.errors import FeatureNotAvailable
 
-# Larger chunks leave the second-level cache, smaller ones meet more often; flat between 128 KB and 1 MB.
-_SLOT_BYTES = 256 * 1024
-# The portable core pays more for every meeting.
-_PORTABLE_SLOT_BYTES = 2 * 1024 * 1024
+# The chunk of a collective. On an idle machine speed is flat between 128 KB and 4 MB; larger chunks meet less often,
+# which counts where cores are shared, smaller ones keep the segments of many ranks small: each rank has two.
+_MAX_SLOT_BYTES = 1024 * 1024
+_MIN_SLOT_BYTES = 256 * 1024
+_ALL_SLOTS_BYTES = 16 * 1024 * 1024
 _MAX_RING_BYTES = 256 * 1024
 _MIN_RING_BYTES = 16 * 1024
 # All rings together: address space, not memory, until a pair talks.
@@ -72,22 +73,23 @@ class _NativeBuilder:
     def __init__(self, native: Any, num_ranks: int) -> None:
         self._native = native
         self._num_ranks = num_ranks
+        self._slot_bytes = _slot_bytes(num_ranks)
         self._ring_bytes = _ring_bytes(num_ranks)
-        self._size_bytes, self.backed_bytes = native.segment_bytes(num_ranks, _SLOT_BYTES, self._ring_bytes)
+        self._size_bytes, self.backed_bytes = native.segment_bytes(num_ranks, self._slot_bytes, self._ring_bytes)
 
     def create(self) -> tuple[Segment, SegmentAddress]:
         return Segment.create(self._size_bytes, backed_bytes=self.backed_bytes)
 
     def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
         core: Core = self._native.Group(
-            segment.memory, segment.fd, rank, self._num_ranks, _SLOT_BYTES, self._ring_bytes, spin_ns
+            segment.memory, segment.fd, rank, self._num_ranks, self._slot_bytes, self._ring_bytes, spin_ns
         )
         return core
 
 
 class _PortableBuilder:
     def __init__(self, num_ranks: int) -> None:
-        self._layout = PortableLayout(num_ranks, _PORTABLE_SLOT_BYTES, _ring_bytes(num_ranks))
+        self._layout = PortableLayout(num_ranks, _slot_bytes(num_ranks), _ring_bytes(num_ranks))
         self.backed_bytes = self._layout.backed_bytes
 
     def create(self) -> tuple[Segment, SegmentAddress]:
@@ -116,6 +118,12 @@ def _choose(native: Any, members: list[Member], options: ShmOptions) -> _NativeB
         reason = f"no compiled core on ranks {without}" if without else f"different compiled cores: {sorted(versions)}"
         events.emit(events.DecisionEvent(subject="shm core", choice="portable", reason=reason))
     return _PortableBuilder(len(members))
+
+
+def _slot_bytes(num_ranks: int) -> int:
+    """The room of a rank for its part of a chunk; less for many ranks."""
+    share = _ALL_SLOTS_BYTES // (2 * num_ranks + 2) // 4096 * 4096
+    return max(min(_MAX_SLOT_BYTES, share), _MIN_SLOT_BYTES)
 
 
 def _ring_bytes(num_ranks: int) -> int:
