@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -37,7 +38,8 @@ class Work(Generic[R]):
         self._pending = pending
         self._finish = finish
         self._record = record
-        self._group = group
+        # Weak: callbacks run on the backend's own thread, and a group that is freed there cannot join that thread.
+        self._group = weakref.ref(group)
         self._timeout_s = timeout_s
         self._is_done = False
         self._result: R
@@ -70,7 +72,7 @@ class Work(Generic[R]):
             except TorshError as error:
                 self._error = error
             except RuntimeError as error:
-                self._error = explain(error, self._group, self._record, self._record.start_s, self._timeout_s)
+                self._error = explain(error, self._group(), self._record, self._record.start_s, self._timeout_s)
             self._is_done = True
             recorder.end(self._record, self._error)
             if self._error is not None:
@@ -103,13 +105,20 @@ class Work(Generic[R]):
         except TorshError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            raise explain(error, self._group, self._record, started, timeout_s) from error
+            raise explain(error, self._group(), self._record, started, timeout_s) from error
 
 
 def explain(
-    error: Exception, group: dist.ProcessGroup, record: Record, started: float, timeout_s: float | None
+    error: Exception, group: dist.ProcessGroup | None, record: Record, started: float, timeout_s: float | None
 ) -> TorshError:
     """c10d raises RuntimeError for everything: tell a deadline from a broken connection by the clock, and say who."""
+    if group is None:
+        return CommunicationError(
+            f"{record.op} failed: the group was taken down while it was under way",
+            hint="wait for operations before destroy_process_group()",
+            operation=record.op,
+            group=record.group,
+        )
     if is_aborted(group):
         return aborted(group, record.op)
     limit_s = group_timeout_s(group) if timeout_s is None else timeout_s

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,8 @@ class DataParallel(Strategy):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
-        self._clock = _BucketClock(self.data_degree, reduce)
-        self._ddp.register_comm_hook(self._clock, _average_and_time)
+        self._clock = _BucketClock()
+        self._ddp.register_comm_hook(_HookState(self.data_degree, reduce, self._clock), _average_and_time)
 
     @property
     @override
@@ -104,9 +105,7 @@ class _ReducedMean(PendingMean):
 class _BucketClock:
     """When each bucket left and when it was back; the union of these is the time spent communicating."""
 
-    def __init__(self, size: int, reduce: Reduce) -> None:
-        self.size = size
-        self.reduce = reduce
+    def __init__(self) -> None:
         self.step = 0
         self._intervals: list[tuple[float, float]] = []
 
@@ -122,19 +121,29 @@ class _BucketClock:
         return covered_s(taken)
 
 
-def _average_and_time(clock: _BucketClock, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclass(frozen=True)
+class _HookState:
+    """What the hook is given: how many ranks share a bucket, how it is summed, and the clock."""
+
+    size: int
+    reduce: Reduce
+    clock: _BucketClock
+
+
+def _average_and_time(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's own averaging (divide, then sum), with the time of each bucket noted."""
     buffer = bucket.buffer()
     index, num_bytes = bucket.index(), buffer.numel() * buffer.element_size()
-    buffer.div_(clock.size)
-    start = time.monotonic()
+    buffer.div_(state.size)
+    # The callback keeps the clock alone: it runs on the backend's thread, where the group must not be freed.
+    clock, start = state.clock, time.monotonic()
 
     def done(future: torch.futures.Future[Tensor]) -> Tensor:
         value = future.value()
         clock.add(index, num_bytes, start, time.monotonic())
         return value
 
-    return clock.reduce(buffer).then(done)
+    return state.reduce(buffer).then(done)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld, on_mpi
+from torsh_distributed.comm.backend import BackendType, choose_backend
 from torsh_distributed.comm.backends import register_backends
 from torsh_distributed.comm.backends.mpi.library import library
 from torsh_distributed.comm.backends.mpi.meeting import Seat, check_seats
@@ -109,6 +110,22 @@ def test_a_rank_without_mpi4py_says_so_and_the_others_say_which(world: World, mp
     assert 'pip install "torsh-distributed[mpi]"' in str(outcomes[1].error)
     assert isinstance(outcomes[0].error, BackendError)
     assert "rank 1 cannot use MPI: mpi4py is not installed" in str(outcomes[0].error)
+
+
+def choose_without_mpi4py() -> None:
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]  # Python's own way to say: not importable
+    choose_backend("mpi4py")
+
+
+def test_choosing_it_without_the_extra_names_the_extra(world: World) -> None:
+    with pytest.raises(FeatureNotAvailable, match=r'pip install "torsh-distributed\[mpi\]"'):
+        world.run(choose_without_mpi4py, num_ranks=1, backend=None)
+
+
+@pytest.mark.needs_mpi
+def test_it_is_a_backend_like_the_others() -> None:
+    assert choose_backend("mpi4py") == BackendType.MPI
+    assert not library().is_usable, "asking does not initialise MPI"
 
 
 def load_a_wrong_library() -> None:

@@ -145,6 +145,9 @@ class Datatypes:
     def _fold(
         self, fold: Callable[[Tensor, Tensor], object], other: MPI.buffer, mine: MPI.buffer, datatype: MPI.Datatype
     ) -> None:
-        """Called by MPI, in whatever thread makes progress, with parts of two ranks' tensors; the second is changed."""
+        """Called by MPI, in whatever thread makes progress, with parts of two ranks' tensors; the second is changed.
+
+        It waits for Python's lock inside MPI. This cannot lock up: mpi4py gives it back in every call that may wait.
+        """
         dtype = self._dtypes[datatype.handle]
         fold(torch.frombuffer(other, dtype=dtype), torch.frombuffer(mine, dtype=dtype))

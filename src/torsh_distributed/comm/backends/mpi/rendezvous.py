@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from importlib.util import find_spec
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -51,9 +50,9 @@ def _wrap(torch_handler: Handler) -> Handler:
 
 
 def _is_left_to_mpi(url: str) -> bool:
-    """Whether nobody says the rank, an MPI launcher started this process, and MPI can be asked."""
+    """Whether nobody says the rank, and an MPI launcher started this process."""
     is_given = "RANK" in os.environ or "rank=" in urlparse(url).query
-    return not is_given and any(name in os.environ for name in _RANK_VARIABLES) and find_spec("mpi4py") is not None
+    return not is_given and any(name in os.environ for name in _RANK_VARIABLES)
 
 
 def meet_through_mpi(timeout_s: float) -> Found:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -78,15 +80,21 @@ class Transfers:
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
         """Start a send."""
         self._check_tag(tag, call)
-        request = self._comm.Isend(self._datatypes.raw(buffer), dest=peer, tag=tag)
+        request = self._start(partial(self._comm.Isend, self._datatypes.raw(buffer), peer, tag), call)
         self._add(_Transfer(request, buffer, work, call, peer, False, time.monotonic_ns() + call.timeout_ns))
 
     def receive(self, buffer: Tensor, peer: int | None, tag: int, work: PendingWork, call: Call) -> None:
         """Start a receive."""
         self._check_tag(tag, call)
         source = self._library.mpi.ANY_SOURCE if peer is None else peer
-        request = self._comm.Irecv(self._datatypes.raw(buffer), source=source, tag=tag)
+        request = self._start(partial(self._comm.Irecv, self._datatypes.raw(buffer), source, tag), call)
         self._add(_Transfer(request, buffer, work, call, peer, True, time.monotonic_ns() + call.timeout_ns))
+
+    def _start(self, start: Callable[[], MPI.Request], call: Call) -> MPI.Request:
+        try:
+            return start()
+        except self._library.mpi.Exception as error:
+            raise self._failures.of_mpi(error, call) from error
 
     def _check_tag(self, tag: int, call: Call) -> None:
         if not 0 <= tag <= self._max_tag:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -70,6 +70,14 @@ class Waits:
         self._library = library
         self._control = control
         self._failures = failures
+
+    def run(self, start: Callable[[], MPI.Request], call: Call, sequence: int, kept: Sequence[Tensor]) -> None:
+        """Start an operation and wait until it is done; see `until_done`."""
+        try:
+            request = start()
+        except self._library.mpi.Exception as error:
+            raise self._failures.of_mpi(error, call) from error
+        self.until_done(request, call, sequence, kept)
 
     def until_done(
         self, request: MPI.Request, call: Call, sequence: int, kept: Sequence[Tensor], status: MPI.Status | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -70,7 +71,8 @@ class MpiWire(Wire):
         self._begin(call)
         mpi_op = self._datatypes.op(op, buffer.dtype)
         for chunk in _chunks(buffer):
-            self._wait(self._comm.Iallreduce(self._in_place, self._datatypes.numbers(chunk), mpi_op), call, (chunk,))
+            numbers = self._datatypes.numbers(chunk)
+            self._run(partial(self._comm.Iallreduce, self._in_place, numbers, mpi_op), call, (chunk,))
         self._finish_mean(buffer, op)
 
     @override
@@ -85,10 +87,10 @@ class MpiWire(Wire):
         for chunk in _chunks(buffer):
             numbers = self._datatypes.numbers(chunk)
             if self.rank == root:
-                request = self._comm.Ireduce(self._in_place, numbers, mpi_op, root)
+                start = partial(self._comm.Ireduce, self._in_place, numbers, mpi_op, root)
             else:
-                request = self._comm.Ireduce(numbers, None, mpi_op, root)
-            self._wait(request, call, (chunk,))
+                start = partial(self._comm.Ireduce, numbers, None, mpi_op, root)
+            self._run(start, call, (chunk,))
 
     @override
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
@@ -98,13 +100,14 @@ class MpiWire(Wire):
             whole = _as_one(sources)
             if whole is None:
                 whole = torch.cat([source.detach().view(-1) for source in sources])
-            request = self._comm.Ireduce_scatter(
+            start = partial(
+                self._comm.Ireduce_scatter,
                 self._datatypes.numbers(whole),
                 self._datatypes.numbers(output),
                 counts,
                 self._datatypes.op(op, output.dtype),
             )
-            self._wait(request, call, (whole, output))
+            self._run(start, call, (whole, output))
         else:
             self._reduce_one_by_one(output, sources, op, call)
         self._finish_mean(output, op)
@@ -128,12 +131,12 @@ class MpiWire(Wire):
     @override
     def barrier(self, call: Call) -> None:
         self._begin(call)
-        self._wait(self._comm.Ibarrier(), call, ())
+        self._run(self._comm.Ibarrier, call, ())
 
     @override
     def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
         self._begin(call)
-        self._wait(self._comm.Ibcast(self._datatypes.raw(buffer), root), call, (buffer,))
+        self._run(partial(self._comm.Ibcast, self._datatypes.raw(buffer), root), call, (buffer,))
 
     @override
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
@@ -157,10 +160,8 @@ class MpiWire(Wire):
 
     def _all_gather_single(self, whole: Tensor, size: int, call: Call) -> None:
         """This rank's part is in its place already."""
-        request = self._comm.Iallgather(
-            self._in_place, self._datatypes.raw_at(whole.data_ptr(), size, times=self.num_ranks)
-        )
-        self._wait(request, call, (whole,))
+        parts = self._datatypes.raw_at(whole.data_ptr(), size, times=self.num_ranks)
+        self._run(partial(self._comm.Iallgather, self._in_place, parts), call, (whole,))
 
     @override
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
@@ -198,23 +199,26 @@ class MpiWire(Wire):
         """
         tag, raw = self._exchange_tag, self._datatypes.raw
         kept = (*outputs.values(), *sources.values())
-        receives = {rank: self._comm.Irecv(raw(output), rank, tag) for rank, output in outputs.items()}
-        sends = [self._comm.Isend(raw(source), rank, tag) for rank, source in sources.items()]
         status = self._library.mpi.Status()
+        started: list[MPI.Request] = []
         try:
-            for rank, request in receives.items():
-                self._wait(request, call, kept, status)
-                received, expected = status.Get_elements(self._library.mpi.BYTE), _size(outputs[rank])
-                if received != expected:
-                    raise self._failures.other_size(call, rank, received, expected)
-            for request in sends:
-                self._wait(request, call, kept)
-        except BaseException:
-            self._library.abandon(receives, sends, kept)
+            started += [self._comm.Irecv(raw(output), rank, tag) for rank, output in outputs.items()]
+            started += [self._comm.Isend(raw(source), rank, tag) for rank, source in sources.items()]
+            for request, (rank, output) in zip(started, outputs.items(), strict=False):  # receives come first
+                self._waits.until_done(request, call, self._num_collectives, kept, status)
+                received = status.Get_elements(self._library.mpi.BYTE)
+                if received != _size(output):
+                    raise self._failures.other_size(call, rank, received, _size(output))
+            for request in started[len(outputs) :]:
+                self._waits.until_done(request, call, self._num_collectives, kept)
+        except BaseException as error:
+            self._library.abandon(started, kept)
+            if isinstance(error, self._library.mpi.Exception):
+                raise self._failures.of_mpi(error, call) from error
             raise
 
-    def _wait(self, request: MPI.Request, call: Call, kept: Sequence[Tensor], status: MPI.Status | None = None) -> None:
-        self._waits.until_done(request, call, self._num_collectives, kept, status)
+    def _run(self, start: Callable[[], MPI.Request], call: Call, kept: Sequence[Tensor]) -> None:
+        self._waits.run(start, call, self._num_collectives, kept)
 
     # --- point-to-point ---------------------------------------------------------------------------------------
 
