@@ -202,8 +202,10 @@ class MpiWire(Wire):
         status = self._library.mpi.Status()
         started: list[MPI.Request] = []
         try:
-            started += [self._comm.Irecv(raw(output), rank, tag) for rank, output in outputs.items()]
-            started += [self._comm.Isend(raw(source), rank, tag) for rank, source in sources.items()]
+            for rank, output in outputs.items():
+                started.append(self._comm.Irecv(raw(output), rank, tag))
+            for rank, source in sources.items():
+                started.append(self._comm.Isend(raw(source), rank, tag))
             for request, (rank, output) in zip(started, outputs.items(), strict=False):  # receives come first
                 self._waits.until_done(request, call, self._num_collectives, kept, status)
                 received = status.Get_elements(self._library.mpi.BYTE)
