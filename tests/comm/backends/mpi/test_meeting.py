@@ -145,6 +145,8 @@ def join_with_an_mpi_for_one_thread(address: str, folder: Path) -> None:
     os.environ.update(connect(address, attempt=0, rank=rank, size=size))
     mpi = library().mpi
     mpi.Init_thread(mpi.THREAD_SINGLE)
+    mpi.COMM_WORLD.Barrier()
+    library().forget_segment_names()
     join_without_a_job(folder)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.mpi.library import Library, library, missing_mpi
-from torsh_distributed.comm.backends.mpi.meeting import Meeting, Seat
+from torsh_distributed.comm.backends.mpi.meeting import Meeting, Seat, check_seats
 from torsh_distributed.comm.backends.mpi.wire import MpiWire
 from torsh_distributed.errors import OperationTimeout
 
@@ -66,6 +66,7 @@ def create_mpi_wire(
         )
     )
     ours.forget_segment_names()
+    check_seats(seats)
     comm = _communicator(ours, [seat.mpi_rank for seat in seats], name, meeting.remaining_s)
     return MpiWire(ours, comm, group_id=seats[0].group_id, timeout_s=timeout_s)
 

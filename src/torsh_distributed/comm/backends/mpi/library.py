@@ -167,6 +167,7 @@ class Library:
         for wire in list(self._wires):
             wire.close()
         if getattr(sys, "last_value", None) is not None:
+            self.forget_segment_names()
             return
         self.wait_asleep(self.world.Ibarrier(), _FINALIZE_TIMEOUT_S if self._abandoned else self._exit_timeout_s)
         if not self.call_within(self.mpi.Finalize, _FINALIZE_TIMEOUT_S):
