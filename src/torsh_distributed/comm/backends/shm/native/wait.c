@@ -157,27 +157,26 @@ static int sleep_until_met(tsh_group *group) {
  *
  * A rank with a core of its own first keeps it: the one waited for is on another. Then, and where ranks share cores or
  * the caller computes in another thread from the start, it lets go of the core at every look, for the one waited for
- * may need this very core. But a stranger may take it too, and keep it for milliseconds: after that has happened once
- * it is not offered again for a while, and the rank sleeps instead, which the scheduler rewards with a prompt waking. */
+ * may need this very core. But a stranger may take it too, and keep it for milliseconds: after that has happened it is
+ * not offered again for a while, and the rank sleeps instead, which the scheduler rewards with a prompt waking. */
 static bool watch(tsh_group *group) {
     bool has_core = group->spin_ns > 0 && !group->is_background;
-    int64_t start_ns = tsh_now_ns(), now_ns = start_ns;
-    int64_t end_ns = start_ns + (has_core ? group->spin_ns : TSH_OFFER_NS);
+    int64_t now_ns = tsh_now_ns();
+    int64_t keep_until_ns = has_core ? now_ns + TSH_KEEP_NS : now_ns;
+    int64_t end_ns = now_ns + (has_core ? group->spin_ns : TSH_OFFER_NS);
     for (uint32_t turn = 1; !all_arrived(group); turn++) {
-        bool may_offer = now_ns >= group->offer_from_ns;
-        if (has_core && (now_ns - start_ns < TSH_KEEP_NS || !may_offer)) {
+        if (now_ns < keep_until_ns) {
             tsh_relax();
             now_ns = turn % 64 == 0 ? tsh_now_ns() : now_ns;
-        } else if (may_offer) {
+        } else if (now_ns < group->offer_from_ns || now_ns > end_ns) {
+            return false;
+        } else {
             sched_yield();
             int64_t back_ns = tsh_now_ns();
-            if (back_ns - now_ns > TSH_STRANGER_NS) {
+            if (back_ns - now_ns > TSH_STRANGER_NS && !all_arrived(group)) {
                 group->offer_from_ns = back_ns + TSH_SHY_NS;
             }
             now_ns = back_ns;
-        }
-        if (now_ns > end_ns || (!has_core && !may_offer)) {
-            return all_arrived(group);
         }
     }
     return true;
