@@ -39,12 +39,14 @@ class OrderedExecutor:
         self._calls: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        # The last body is done and those who wait are being told: the turn is still held, but nothing runs.
+        self._is_finishing = False
         self.end = self._turn.release  # gives the turn back; bound once, for it is called in every collective
 
     @property
     def is_busy(self) -> bool:
         """Whether a body is running or waits for its turn."""
-        return bool(self._tasks) or self._turn.locked()
+        return bool(self._tasks) or (self._turn.locked() and not self._is_finishing)
 
     def begin(self) -> bool:
         """Take the turn if nothing runs or waits; whoever got it runs one collective and calls `end`."""
@@ -53,6 +55,7 @@ class OrderedExecutor:
         if self._tasks:
             self._turn.release()
             return False
+        self._is_finishing = False
         return True
 
     def run(self, body: Body, call: Call) -> bool:
@@ -92,11 +95,13 @@ class OrderedExecutor:
     def _run_first(self, *, is_background: bool) -> None:
         task = self._tasks.popleft()
         task.call.is_background = is_background
+        self._is_finishing = False
         error: BaseException | None = None
         try:
             task.body(task.call)
         except BaseException as raised:  # it belongs to whoever waits for the work, not to this thread
             error = raised
+        self._is_finishing = not self._tasks  # until the next one begins
         task.work.complete(error)
         if isinstance(error, KeyboardInterrupt) and not is_background:
             raise error
@@ -104,11 +109,13 @@ class OrderedExecutor:
     def _serve(self) -> None:
         while True:
             self._calls.get()
+            if not self._tasks:  # whoever waited did the work itself
+                if self._is_closed:
+                    return
+                continue
             with self._turn:
                 if self._tasks:
                     self._run_first(is_background=True)
-                elif self._is_closed:
-                    return
 
     def close(self, timeout_s: float) -> bool:
         """End the group's thread after what is queued; whether it ended in time."""
