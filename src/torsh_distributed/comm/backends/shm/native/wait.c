@@ -14,7 +14,7 @@
 
 /* Measured with four ranks on two cores: 9 us a meeting where a waiter offers its core, 23 us where it sleeps. */
 #define TSH_OFFER_NS 50000     /* how long a rank without a core of its own looks before it sleeps */
-#define TSH_KEEP_NS 20000      /* how long one with a core looks before it offers it */
+#define TSH_KEEP_NS 4000      /* how long one with a core looks before it offers it */
 #define TSH_STRANGER_NS 200000 /* a core given back later than this was taken by something else */
 #define TSH_SHY_NS 20000000    /* how long after that no core is offered */
 
