@@ -81,13 +81,22 @@ def mpiexec() -> str:
     return shutil.which("mpiexec", path=Path(sys.executable).parent) or "mpiexec"
 
 
+_LOAD_MPICH = """
+import mpi4py.rc as rc
+rc.initialize = False
+from mpi4py import MPI
+vendor, _ = MPI.get_vendor()
+assert vendor == "MPICH", f"the MPI library is {vendor}, not MPICH"
+"""
+
+
 @functools.cache
 def mpi() -> str | None:
-    """mpi4py with an MPI library that it can load, and a launcher for its processes."""
+    """mpi4py with an MPICH that it can load, and a launcher for its processes; the tests speak MPICH's PMI."""
     if importlib.util.find_spec("mpi4py") is None:
         return 'no mpi4py; pip install "torsh-distributed[mpi]"'
     return _first_failure(
-        [sys.executable, "-c", "import mpi4py.rc as rc; rc.initialize = False; from mpi4py import MPI"],
+        [sys.executable, "-c", _LOAD_MPICH],
         [mpiexec(), "--version"],
     )
 

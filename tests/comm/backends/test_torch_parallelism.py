@@ -183,13 +183,6 @@ CASES: list[Callable[[], Any]] = [
 ]
 
 
-def on_both(folder: Path, case: Callable[[], Any]) -> Any:
-    """Runs on every rank, inside a world of gloo: the same program on gloo and, on the same ranks, on shm."""
-    expected = case()
-    dist.destroy_process_group()
-    return expected, on_shm(folder, "native", case)
-
-
 def assert_equal(actual: Any, expected: Any) -> None:
     if isinstance(expected, list | tuple):
         assert len(actual) == len(expected)
@@ -203,7 +196,10 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shm_gives_what_gloo_gives(world: World, tmp_path: Path, num_ranks: int, case: Callable[[], Any]) -> None:
-    for expected, actual in world.run(on_both, tmp_path, case, num_ranks=num_ranks, timeout_s=60):
+    # Two worlds, not one after the other in the same processes: DTensor of torch 2.11 remembers the first one's groups.
+    on_gloo = world.run(case, num_ranks=num_ranks, timeout_s=60)
+    ours = world.run(on_shm, tmp_path, "native", case, num_ranks=num_ranks, backend=None, timeout_s=60)
+    for expected, actual in zip(on_gloo, ours, strict=True):
         assert_equal(actual, expected)
 
 

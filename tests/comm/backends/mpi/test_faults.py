@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.backends import test_faults as faults
+from tests.comm.backends import test_lifecycle as lifecycle
 from tests.comm.backends import test_point_to_point as messages
 from tests.comm.backends.mpi.world import MpiWorld
 from torsh_distributed.comm.backends.mpi import MpiWire
@@ -179,7 +180,7 @@ def abort_while_blocked(name: str) -> float:
     timer = threading.Timer(0.3, abort)
     timer.start()
     with pytest.raises(CommunicationError, match="this rank ended the group: the test wants it"):
-        faults.BLOCKED[name]()
+        lifecycle.BLOCKED[name]()
     delay_s = time.monotonic() - aborted_at[0]
     timer.join()
     for call in (dist.barrier, lambda: dist.send(torch.ones(1), 1)):
@@ -188,7 +189,7 @@ def abort_while_blocked(name: str) -> float:
     return delay_s
 
 
-@pytest.mark.parametrize("name", faults.BLOCKED)
+@pytest.mark.parametrize("name", lifecycle.BLOCKED)
 def test_abort_releases_a_blocked_call(mpi_world: MpiWorld, name: str) -> None:
     delays = [mpi_world.run(abort_while_blocked, name)[0] for _ in range(2)]
     # The promise is 50 ms on a machine that has time; on a busy one the fastest of a few tells more than the slowest.
@@ -240,11 +241,11 @@ def test_survivors_make_a_new_world(mpi_world: MpiWorld, tmp_path: Path) -> None
 
 
 def test_a_forked_child_may_not_use_the_group(mpi_world: MpiWorld) -> None:
-    assert mpi_world.run(faults.use_in_a_child) == ["ok", "ok"]
+    assert mpi_world.run(lifecycle.use_in_a_child) == ["ok", "ok"]
 
 
 def test_waiting_does_not_burn_a_core(mpi_world: MpiWorld) -> None:
-    burnt = mpi_world.run(faults.wait_idly, 1.0, num_ranks=4)
+    burnt = mpi_world.run(lifecycle.wait_idly, 1.0, num_ranks=4)
     assert max(burnt) < 0.3
 
 
