@@ -10,7 +10,10 @@ PYTEST_ARGS ?=
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
-$(READY): pyproject.toml constraints.txt
+# The compiled core is part of the install: a changed source means a new one.
+NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/*)
+
+$(READY): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "torsh-distributed needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (a minute or two the first time)"
