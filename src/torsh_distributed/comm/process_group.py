@@ -121,6 +121,12 @@ def _await_all(store: dist.Store, world_size: int, timeout_s: float) -> None:
             hint="look at the output of the others: their backend could not connect",
             operation="init_process_group",
         )
+    # Rank 0 leaves last: the others have their answer from the store before it can go away with its host.
+    if dist.get_rank() != 0:
+        if store.add("seen", 1) == world_size - 1:
+            store.set("all-seen", "")
+    elif world_size > 1:
+        wait_for_keys(store, ["all-seen"], timeout_s)
 
 
 def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
