@@ -49,6 +49,7 @@ def test_nobody_at_either_end_ends_quietly() -> None:
     os.close(out_read)
     with Terminal(out_fd=out_write, err_fd=out_write) as terminal:
         terminal.post("stdout", b"line\n")
+    assert not any(thread.name == "torsh-terminal" for thread in threading.enumerate())
     os.close(out_write)
 
 

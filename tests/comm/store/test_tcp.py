@@ -107,6 +107,7 @@ def test_a_client_waits_for_a_server_that_starts_late() -> None:
         time.sleep(0.1)
         with TcpStoreServer("127.0.0.1", port), opening.result(timeout=20) as store:
             store.set("key", "1")
+            assert store.get("key") == b"1"
 
 
 def test_something_else_at_the_port_is_told_from_a_store() -> None:
