@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
@@ -80,6 +80,13 @@ class Codec(ABC):
     def contraction(self, num_elements: int) -> float | None:
         """The α in |decode(encode(x)) - x|² ≤ (1 - α)|x|² that holds for every `x`; None where none is promised."""
         return None
+
+    def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 (most codecs see elements only)
+        """Say which tensors, in order, were flattened one after the other into the `x` of that stream.
+
+        For codecs that look at matrices or layers (`powersgd`, `layerwise`); the same on every rank. The numbers of
+        elements must add up to those of `x`. A stream without shapes is taken for one tensor of one dimension.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart; plain values and tensors. Empty for most."""
