@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel import whole_state
 
 
 class Strategy(ABC):
-    """A model spread over the world: what to call, who gets which data, how gradients and numbers come together."""
+    """A model spread over the world: what to call, who gets which data, how gradients and numbers come together.
+
+    The optimizer is built, or given its final parameters, after the strategy exists: a strategy may replace the model's
+    parameters (by shards of them), but keeps their names.
+    """
 
     @property
     @abstractmethod
     def model(self) -> nn.Module:
         """The module to call in forward: the user's model, wrapped."""
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """The user's own model, whose parameters are trained."""
+        inner = getattr(self.model, "module", self.model)
+        assert isinstance(inner, nn.Module)
+        return inner
 
     @property
     @abstractmethod
@@ -31,7 +46,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one microbatch: only the last of a step brings gradients together."""
+        """Around forward, and again around backward, of a microbatch: the last of a step brings gradients together."""
 
     @abstractmethod
     def mean_loss(self, loss: Tensor) -> PendingMean:
@@ -44,6 +59,29 @@ class Strategy(ABC):
     @abstractmethod
     def take_comm_s(self) -> float | None:
         """Seconds during which gradients were on their way since the last call; None where that is not measured."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank alone holds beyond model and optimizer, such as what compression left out so far."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of the same rank in a world of the same size."""
+        if state:
+            raise InvalidArgument(
+                f"{type(self).__name__} has no state of its own to load", hint="use the plan the state was made under"
+            )
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`model` and `optimizer` state by parameter name, whole tensors equal on every rank, which all call it."""
+        return {
+            "model": whole_state.model_state(self.unwrapped),
+            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer),
+        }
+
+    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of `whole_state()`, made under any strategy and world size, equal on all ranks."""
+        whole_state.load_model_state(self.unwrapped, state["model"])
+        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
 
 
 class PendingMean(ABC):

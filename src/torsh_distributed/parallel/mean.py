@@ -1,0 +1,47 @@
+"""The mean of a scalar over ranks that travels while backward computes, and is read without waiting for backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.work import Work
+from torsh_distributed.parallel.strategy import PendingMean
+
+
+def mean_over(value: Tensor, group: dist.ProcessGroup) -> PendingMean:
+    """Start averaging a scalar over the group; every rank of it calls this. `value` is left as it is."""
+    sent = value.detach().float() / group.size()
+    work = all_reduce(sent, group=group, async_op=True)
+    return _CudaMean(work, sent) if sent.is_cuda else _CpuMean(work)
+
+
+class _CpuMean(PendingMean):
+    def __init__(self, work: Work[Tensor]) -> None:
+        self._work = work
+
+    @override
+    def wait(self) -> float:
+        return float(self._work.wait())
+
+
+class _CudaMean(PendingMean):
+    """Copied to the host beside the computation: reading it does not wait for kernels queued later."""
+
+    def __init__(self, work: Work[Tensor], sent: Tensor) -> None:
+        self._host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+        aside = torch.cuda.Stream(sent.device)  # type: ignore[no-untyped-call]  # untyped in torch
+        aside.wait_stream(torch.cuda.current_stream(sent.device))
+        with torch.cuda.stream(aside):
+            self._host.copy_(work.wait(), non_blocking=True)
+            sent.record_stream(aside)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._arrived.record(aside)
+
+    @override
+    def wait(self) -> float:
+        self._arrived.synchronize()
+        return float(self._host)

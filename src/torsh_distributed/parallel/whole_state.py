@@ -1,0 +1,129 @@
+"""State of model and optimizer as whole tensors by parameter name: fits every strategy and every world size.
+
+A sharded tensor is gathered on the way out and cut on the way in. Names outlast wrapping, indices of parameters do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from torsh_distributed.errors import InvalidArgument
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into names."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it is in the model without wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by plain name; a shared one under its first."""
+    return {plain_name(name): param for name, param in model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or all of a sharded one; then every rank of its mesh calls this."""
+    if isinstance(tensor, DTensor):
+        gathered: Tensor = tensor.full_tensor()
+        return gathered
+    return tensor
+
+
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """What this rank keeps of a whole `value`, equal on all ranks, for a tensor spread as `like`."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
+        return value
+    # src_data_rank=None: every rank cuts its own part; nothing travels.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """`model.state_dict()` with plain names and whole tensors."""
+    return {
+        plain_name(name): whole(value.detach()) if isinstance(value, Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `model_state` gave, every key of it; a name or shape that does not fit raises InvalidArgument."""
+    held = model.state_dict()
+    own = {plain_name(name): name for name in held}
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unknown:
+        raise InvalidArgument(
+            "the state is not of this model: names differ",
+            hint="build the model as it was when the state was made",
+            missing=missing[:3] or None,
+            unknown=unknown[:3] or None,
+        )
+    for name, value in state.items():
+        here = held[own[name]]
+        if isinstance(value, Tensor) and value.shape != here.shape:
+            raise InvalidArgument(
+                f"the state is not of this model: {name} differs",
+                hint="build the model as it was when the state was made",
+                state=tuple(value.shape),
+                model=tuple(here.shape),
+            )
+    cut = {
+        own[name]: part_of(value, held[own[name]]) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+    model.load_state_dict(cut)
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` with names in place of indices and whole tensors."""
+    names = {id(param): name for name, param in named_params(model).items()}
+    groups, state = [], {}
+    for group in optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**kept, "params": [names[id(param)] for param in group["params"]]})
+        for param in group["params"]:
+            if param in optimizer.state:
+                state[names[id(param)]] = {key: _whole_value(value) for key, value in optimizer.state[param].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` gave; the groups must hold the same parameters in the same order."""
+    params = named_params(model)
+    names = {id(param): name for name, param in params.items()}
+    mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in state["param_groups"]]
+    if mine != theirs:
+        raise InvalidArgument(
+            "the state is of an optimizer with other parameters or groups",
+            hint="build the optimizer as it was when the state was made",
+            groups=[len(group) for group in mine],
+            state_groups=[len(group) for group in theirs],
+        )
+    index = {name: number for number, name in enumerate(name for group in mine for name in group)}
+    optimizer.load_state_dict(
+        {
+            "state": {index[name]: carried(values, params[name]) for name, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [index[name] for name in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+    )
+
+
+def carried(values: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The optimizer's values for a parameter, cut as the parameter is."""
+    return {key: part_of(value, param) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _whole_value(value: Any) -> Any:
+    return whole(value.detach()) if isinstance(value, torch.Tensor) else value
