@@ -44,6 +44,14 @@ class Strategy(ABC):
     def data_degree(self) -> int:
         """Into how many parts a batch is cut."""
 
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether ranks communicate in forward: then all of them call it equally often, in evaluation too."""
+        return False
+
+    def attach(self, optimizer: Optimizer) -> None:  # noqa: B027 (most strategies leave the optimizer alone)
+        """Called once with the optimizer over the final parameters: a strategy may hook into its steps."""
+
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around forward, and again around backward, of a microbatch: the last of a step brings gradients together."""
