@@ -18,6 +18,7 @@
     ├── ProcessGroupNotFound                  an unknown group (LookupError)
     ├── MemoryAllocationFailed                out of memory on host or device (MemoryError)
     ├── SerializationError                    encode or decode failed (ValueError)
+    │   └── CompressionError                  a payload is damaged, foreign, or of another codec
     └── InternalError                         a broken invariant: our bug (RuntimeError)
 
 Whether to retry is decided by type (`retryable`), never by searching the text.
@@ -280,6 +281,17 @@ class SerializationError(TorshError, ValueError):
         "check that the bytes were not cut: compare lengths on both sides",
         "only plain values travel: numbers, text, bytes, lists, dicts, tensors",
         "what came over a socket is never unpickled: convert the object to plain values first",
+    )
+
+
+class CompressionError(SerializationError):
+    """A compressed message is damaged, or was made by another codec or for another size than this rank expects."""
+
+    advice = (
+        "check that every rank has the same compression settings and the same model",
+        "check that every rank runs the same version",
+        "a damaged message is a fault of memory or network: look at the node of the rank that is named",
+        "train with compress.method = none to tell the codec from the rest",
     )
 
 
