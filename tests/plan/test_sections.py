@@ -54,6 +54,31 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
         "take a multiple of 4, or another mesh.ep",
     ),
     (
+        {"expert": {"num_experts_per_token": 1, "normalize_weights": True}},
+        "expert.normalize_weights with num_experts_per_token 1 makes every weight 1, and the gate learns nothing",
+        "leave normalize_weights false, or send a token to 2 experts",
+    ),
+    (
+        {"expert": {"num_experts": 6, "gate_groups": 4}},
+        "expert.gate_groups 4 does not divide num_experts 6",
+        "groups have the same number of experts",
+    ),
+    (
+        {"expert": {"gate_groups": 8, "gate_top_groups": 1}},
+        "expert.gate_top_groups 1 of 8 groups of 1 does not give a token 2 experts to choose",
+        "take more of them, at most gate_groups",
+    ),
+    (
+        {"expert": {"gate_grouping": "learned"}},
+        "expert.gate_grouping = learned needs gate_groups above 1, and no gate_top_groups",
+        "an expert then belongs to every group a little: there is no group to choose from",
+    ),
+    (
+        {"expert": {"placement": "replicated", "rebalance_threshold": 0.3}},
+        "expert.rebalance_threshold 0.3 has nothing to move: every rank has every expert",
+        'leave rebalance_threshold out, or set placement = "contiguous"',
+    ),
+    (
         {
             "offload": {
                 "enabled": True,
