@@ -1,0 +1,123 @@
+"""The mesh of a running world: one owner of the groups along its axes and of torch's DeviceMesh over them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torsh_distributed import events
+from torsh_distributed.comm import process_group
+from torsh_distributed.comm.abort import remember_connections
+from torsh_distributed.comm.sockets import new_connections
+from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
+from torsh_distributed.parallel.layout import DATA_AXES, MeshLayout
+from torsh_distributed.plan.mesh import MeshConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Mesh:
+    """This rank's place in the mesh, and a process group along any axis or set of axes.
+
+    Every rank of the world makes one, and asks for the same groups in the same order: a group is brought up when it is
+    first asked for. Axes with one rank cost nothing; a group that spans the world is the world's own.
+    """
+
+    def __init__(self, layout: MeshLayout | MeshConfig, *, device_type: str = "cpu") -> None:
+        if not process_group.is_initialized():
+            raise BackendNotInitialized("a mesh with groups needs the process group")
+        world_size = process_group.get_world_size()
+        self.layout = layout if isinstance(layout, MeshLayout) else MeshLayout(layout.resolve(world_size))
+        if self.layout.world_size != world_size:
+            raise InvalidArgument(
+                f"{self.layout.config.equation}, but the world has {world_size} ranks",
+                hint="resolve the mesh for this world: config.resolve(world_size)",
+            )
+        self.rank = process_group.get_rank()
+        self.device_type = device_type
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._device_mesh: DeviceMesh | None = None
+        _warn_of_crossing(self.layout)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Axis to this rank's index."""
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every batch this rank works on."""
+        return self.layout.data_part(self.rank)
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.layout.config.data_degree
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that together work on a whole batch: losses are averaged over it."""
+        return self.group(*DATA_AXES)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one along `axes` only, in the mesh's order."""
+        members = self.layout.group_ranks(self.rank, *axes)
+        used = tuple(axis for axis in self.layout.used_axes if axis in axes)
+        if used not in self._groups:
+            self._groups[used] = _group_over(members)
+        return self._groups[used]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's view: a dimension for each axis with more than one rank, outermost first; of `shard` alone if none.
+
+        Slices that go together (sharding and tensor parallelism) are cut from this one: `device_mesh["dp", "shard"]`.
+        """
+        if self._device_mesh is None:
+            axes = self.layout.used_axes or ("shard",)
+            shape = [self.layout.degree(axis) for axis in axes]
+            grid = torch.arange(self.layout.world_size, dtype=torch.int).view(shape)
+            self._device_mesh = DeviceMesh.from_group(
+                [self.group(axis) for axis in axes], self.device_type, mesh=grid, mesh_dim_names=axes
+            )
+        return self._device_mesh
+
+    def slice(self, *axes: str) -> DeviceMesh:
+        """torch's view of some axes, in the mesh's order; those with one rank are left out, but for the last."""
+        used = tuple(axis for axis in self.layout.used_axes if axis in axes)
+        if used:
+            return self.device_mesh[used]
+        return DeviceMesh.from_group(self.group(), self.device_type, mesh_dim_names=(axes[-1],))
+
+
+def _group_over(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group over `members`, all of which call this."""
+    world = dist.group.WORLD
+    assert world is not None, "checked when the mesh was made"
+    if len(members) == world.size():
+        return world
+    with new_connections() as connections:
+        # Groups along an axis do not overlap: each rank has to take part in the making of its own alone.
+        group = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "the caller is a member"
+    remember_connections(group, connections)
+    return group
+
+
+def _warn_of_crossing(layout: MeshLayout) -> None:
+    """Tensor parallelism talks in every layer: over a network it is slow, and most often a mistake."""
+    try:
+        nodes = process_group.roster().nodes
+    except BackendNotInitialized:
+        return  # a world brought up by torch alone: where its ranks live is not known
+    crossing = layout.crossing_groups("tp", nodes)
+    if crossing:
+        message = (
+            f"mesh.tp {layout.degree('tp')}: {len(crossing)} tensor-parallel groups lie on more than one node, such as"
+            f" ranks {', '.join(map(str, crossing[0]))}; every layer then waits for the network"
+        )
+        _log.warning("%s", message)
+        events.emit(events.LogEvent(level="warning", message=message))
