@@ -19,6 +19,7 @@
     ├── MemoryAllocationFailed                out of memory on host or device (MemoryError)
     ├── SerializationError                    encode or decode failed (ValueError)
     │   └── CompressionError                  a payload is damaged, foreign, or of another codec
+    ├── NonFiniteLoss                         the loss or the gradients are nan or infinite (ArithmeticError)
     └── InternalError                         a broken invariant: our bug (RuntimeError)
 
 Whether to retry is decided by type (`retryable`), never by searching the text.
@@ -292,6 +293,17 @@ class CompressionError(SerializationError):
         "check that every rank runs the same version",
         "a damaged message is a fault of memory or network: look at the node of the rank that is named",
         "train with compress.method = none to tell the codec from the rest",
+    )
+
+
+class NonFiniteLoss(TorshError, ArithmeticError):
+    """The loss or the gradients are nan or infinite; no parameter was changed by them."""
+
+    advice = (
+        "look at the batch of that step on the rank that is named: nan in the data, an empty mask, log or division of 0",
+        "lower the learning rate, or warm it up (training.warmup_steps)",
+        "clip the gradients (training.gradient_clipping)",
+        "run the step again under torch.autograd.detect_anomaly() to find the operation",
     )
 
 

@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent(Event):
-    """One optimizer update was done."""
+    """One optimizer update was done, or skipped after an overflow of fp16."""
 
     kind: ClassVar[str] = "step"
 
@@ -52,6 +52,10 @@ class StepEvent(Event):
     num_tokens: int | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    loss_scale: float | None = None
+    """What the loss was multiplied with before backward, under fp16."""
+    is_skipped: bool = False
+    """Whether gradients overflowed: parameters are as before, and the step is tried again with the next batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
