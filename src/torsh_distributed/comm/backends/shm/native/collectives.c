@@ -64,9 +64,9 @@ static tsh_signature signature(tsh_operation operation, int dtype, int reduction
 
 int tsh_barrier(tsh_group *group) { return tsh_meet_as(group, signature(TSH_BARRIER, 0, 0, -1, 0)); }
 
-/* The meeting at the end of a turn: none after the last; in the first, signatures are shown if they were not before. */
+/* The meeting at the end of a turn: none after the last; in the first, signatures are shown. */
 static int meet_in_turn(tsh_group *group, size_t turn, size_t last, const tsh_signature *mine) {
-    if (turn == 0 && mine != NULL) {
+    if (turn == 0) {
         return tsh_meet_as(group, *mine);
     }
     return turn < last ? tsh_meet(group) : TSH_OK;
@@ -343,29 +343,47 @@ static void take_shares(tsh_group *group, const tsh_move *move, size_t index, ui
     }
 }
 
-/* Sizes may differ from pair to pair: a first meeting shows them all, which also tells how many chunks there are. */
+/* Sizes may differ from pair to pair: the first meeting shows them all, which also tells how many chunks there are.
+ * The first chunk is put before it, since that needs one's own sizes alone. */
 int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
                    const size_t *in_bytes, int dtype) {
     size_t n = (size_t)group->num_ranks, longest = 0;
-    uint64_t *table = group->counts + ((group->sequence + 1) & 1) * n * n;
-    for (int rank = 0; rank < group->num_ranks; rank++) {
-        table[(size_t)group->rank * n + (size_t)rank] = in_bytes[rank];
+    uint64_t step = group->step + 1;
+    uint64_t *sent = group->counts + ((group->sequence + 1) & 1) * 2 * n * n, *expected = sent + n * n;
+    tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
+                     .in_bytes = in_bytes, .chunk = units_per_slot(group, n, 1), .root = -1};
+    for (size_t rank = 0; rank < n; rank++) {
+        sent[(size_t)group->rank * n + rank] = in_bytes[rank];
+        expected[(size_t)group->rank * n + rank] = out_bytes[rank];
     }
+    put_shares(group, &move, 0, step);
     int status = tsh_meet_as(group, signature(TSH_ALL_TO_ALL, dtype, 0, -1, 0));
     if (status != TSH_OK) {
         return status;
     }
-    for (int rank = 0; rank < group->num_ranks; rank++) {
-        if (table[(size_t)rank * n + (size_t)group->rank] != out_bytes[rank]) {
-            group->subject = rank;
-            tsh_poison_group(group, TSH_MISMATCH, rank, "");
-            return TSH_MISMATCH;
+    bool is_agreed = true;
+    for (size_t from = 0; from < n; from++) {
+        for (size_t to = 0; to < n; to++) {
+            size_t bytes = sent[from * n + to];
+            longest = bytes > longest ? bytes : longest;
+            is_agreed = is_agreed && bytes == expected[to * n + from];
+            if (to == (size_t)group->rank && bytes != out_bytes[from]) {
+                group->subject = (int)from;
+                tsh_poison_group(group, TSH_MISMATCH, (int)from, "");
+                return TSH_MISMATCH;
+            }
         }
     }
-    for (size_t pair = 0; pair < n * n; pair++) {
-        longest = table[pair] > longest ? table[pair] : longest;
+    if (!is_agreed) {
+        return tsh_meet(group); /* those concerned do not come: their report is what this one ends with */
     }
-    tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
-                     .in_bytes = in_bytes, .chunk = units_per_slot(group, n, 1), .root = -1};
-    return move_chunks(group, &move, num_chunks(longest, move.chunk), NULL);
+    size_t num = num_chunks(longest, move.chunk);
+    for (size_t turn = 1; turn <= num && status == TSH_OK; turn++) {
+        if (turn < num) {
+            put_shares(group, &move, turn, step + turn);
+        }
+        take_shares(group, &move, turn - 1, step + turn - 1);
+        status = meet_in_turn(group, turn, num, NULL);
+    }
+    return status;
 }

@@ -5,7 +5,7 @@
  *     preamble   128 bytes, written by Python: magic and token, compared by every rank that maps it
  *     shared     counters on which all ranks meet, and the record of the first failure
  *     ranks      one `rank_line` per rank: how far it is, what it was called with, whether it left
- *     counts     two tables num_ranks x num_ranks of byte counts, for all_to_all
+ *     counts     two pairs of tables num_ranks x num_ranks, for all_to_all: bytes sent, bytes expected
  *     channels   num_ranks x num_ranks ring positions, for point-to-point
  *     slots      two per rank, then two for results: the data of collectives
  *     rings      num_ranks x num_ranks, for point-to-point; given memory at the first message of a pair

@@ -94,34 +94,60 @@ static inline half_bits store_half(float value) {
 
 #define TSH_BLOCK 512 /* accumulators of a block stay in the first cache */
 
-/* STORED is the storage type, WIDE the type of accumulation. */
+/* One pass over elements: each begins with START, takes in the arrays named next, and ends with END. STORED is the
+ * storage type, WIDE the type of accumulation. */
+#define TSH_TAKE(WIDE, LOAD, FOLD, FROM)                                                                               \
+    {                                                                                                                  \
+        WIDE next = (WIDE)LOAD((FROM)[i]);                                                                             \
+        folded = (WIDE)FOLD(folded, next);                                                                             \
+    }
+#define TSH_PASS(LENGTH, WIDE, START, END, ...)                                                                        \
+    TSH_INDEPENDENT                                                                                                    \
+    for (size_t i = 0; i < (LENGTH); i++) {                                                                            \
+        WIDE folded = (WIDE)(START);                                                                                   \
+        __VA_ARGS__                                                                                                    \
+        END;                                                                                                           \
+    }
+
+/* Up to four inputs are folded in one pass, further ones two at a time: a pass for every input would spend its time on
+ * storing and loading what is folded so far (measured with four: 1.9 instead of 4.3 GB/s). */
 #define TSH_LOOPS(STORED, WIDE, LOAD, STORE, FOLD, FINISH)                                                             \
     STORED *result = out;                                                                                              \
     const STORED *const *inputs = (const STORED *const *)in;                                                           \
-    const STORED *first = inputs[0], *second = inputs[1];                                                              \
+    const STORED *a = inputs[0], *b = inputs[1], *c = b, *d = b;                                                       \
     if (num_inputs == 2) {                                                                                             \
-        TSH_INDEPENDENT                                                                                                \
-        for (size_t i = 0; i < numel; i++) {                                                                           \
-            WIDE folded = (WIDE)FOLD((WIDE)LOAD(first[i]), (WIDE)LOAD(second[i]));                                     \
-            result[i] = STORE((WIDE)FINISH(folded));                                                                   \
-        }                                                                                                              \
+        TSH_PASS(numel, WIDE, LOAD(a[i]), result[i] = STORE((WIDE)FINISH(folded)), TSH_TAKE(WIDE, LOAD, FOLD, b))      \
         return;                                                                                                        \
     }                                                                                                                  \
-    WIDE folded[TSH_BLOCK];                                                                                            \
+    c = inputs[2];                                                                                                     \
+    if (num_inputs == 3) {                                                                                             \
+        TSH_PASS(numel, WIDE, LOAD(a[i]), result[i] = STORE((WIDE)FINISH(folded)), TSH_TAKE(WIDE, LOAD, FOLD, b)       \
+                 TSH_TAKE(WIDE, LOAD, FOLD, c))                                                                        \
+        return;                                                                                                        \
+    }                                                                                                                  \
+    d = inputs[3];                                                                                                     \
+    if (num_inputs == 4) {                                                                                             \
+        TSH_PASS(numel, WIDE, LOAD(a[i]), result[i] = STORE((WIDE)FINISH(folded)), TSH_TAKE(WIDE, LOAD, FOLD, b)       \
+                 TSH_TAKE(WIDE, LOAD, FOLD, c) TSH_TAKE(WIDE, LOAD, FOLD, d))                                          \
+        return;                                                                                                        \
+    }                                                                                                                  \
+    WIDE sums[TSH_BLOCK];                                                                                              \
     for (size_t start = 0; start < numel; start += TSH_BLOCK) {                                                        \
         size_t length = numel - start < TSH_BLOCK ? numel - start : TSH_BLOCK;                                         \
-        for (size_t i = 0; i < length; i++) {                                                                          \
-            folded[i] = (WIDE)LOAD(first[start + i]);                                                                  \
+        a = inputs[0] + start, b = inputs[1] + start, c = inputs[2] + start, d = inputs[3] + start;                    \
+        TSH_PASS(length, WIDE, LOAD(a[i]), sums[i] = folded, TSH_TAKE(WIDE, LOAD, FOLD, b)                             \
+                 TSH_TAKE(WIDE, LOAD, FOLD, c) TSH_TAKE(WIDE, LOAD, FOLD, d))                                          \
+        int source = 4;                                                                                                \
+        for (; source + 2 <= num_inputs; source += 2) {                                                                \
+            a = inputs[source] + start, b = inputs[source + 1] + start;                                                \
+            TSH_PASS(length, WIDE, sums[i], sums[i] = folded, TSH_TAKE(WIDE, LOAD, FOLD, a)                            \
+                     TSH_TAKE(WIDE, LOAD, FOLD, b))                                                                    \
         }                                                                                                              \
-        for (int source = 1; source < num_inputs; source++) {                                                          \
-            const STORED *next = inputs[source] + start;                                                               \
-            for (size_t i = 0; i < length; i++) {                                                                      \
-                folded[i] = (WIDE)FOLD(folded[i], (WIDE)LOAD(next[i]));                                                \
-            }                                                                                                          \
+        if (source < num_inputs) {                                                                                     \
+            a = inputs[source] + start;                                                                                \
+            TSH_PASS(length, WIDE, sums[i], sums[i] = folded, TSH_TAKE(WIDE, LOAD, FOLD, a))                           \
         }                                                                                                              \
-        for (size_t i = 0; i < length; i++) {                                                                          \
-            result[start + i] = STORE((WIDE)FINISH(folded[i]));                                                        \
-        }                                                                                                              \
+        TSH_PASS(length, WIDE, sums[i], result[start + i] = STORE((WIDE)FINISH(folded)), )                             \
     }
 
 #define TSH_KERNEL(NAME, STORED, WIDE, LOAD, STORE, FOLD)                                                              \

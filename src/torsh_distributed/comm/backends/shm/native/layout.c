@@ -13,7 +13,7 @@ static tsh_offsets offsets(int num_ranks, size_t slot_bytes, size_t ring_bytes) 
     at.shared = TSH_PREAMBLE_BYTES;
     at.ranks = at.shared + sizeof(tsh_shared);
     at.counts = at.ranks + n * sizeof(tsh_rank_line);
-    at.channels = round_up(at.counts + 2 * n * n * sizeof(uint64_t), TSH_LINE);
+    at.channels = round_up(at.counts + 4 * n * n * sizeof(uint64_t), TSH_LINE);
     at.slots = round_up(at.channels + n * n * sizeof(tsh_channel), TSH_PAGE);
     at.rings = at.slots + (2 * n + 2) * slot_bytes;
     at.end = at.rings + n * n * ring_bytes;
