@@ -1,0 +1,76 @@
+"""How a tensor is cut along one dim into the pieces that the ranks of an axis keep. Pure: no process, no group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut along `dim`, as torch.chunk does it: the last pieces may be smaller, or empty.
+
+    With `sections` the dim holds several matrices one after the other, such as query, key and value in one linear
+    layer: every rank gets its piece of each.
+    """
+
+    dim: int
+    sections: tuple[int, ...] = ()
+
+    def part(self, whole: Tensor, *, rank: int, size: int) -> Tensor:
+        """The piece of `rank` among `size`, a copy."""
+        pieces = [_chunk(section, self.dim, rank, size) for section in self._sections_of(whole)]
+        return torch.cat(pieces, dim=self.dim).contiguous()
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the pieces of all ranks, in order."""
+        if not self.sections:
+            return torch.cat(list(parts), dim=self.dim)
+        size = len(parts)
+        cuts = [
+            torch.split(part, [_chunk_length(length, rank, size) for length in self.sections], dim=self.dim)
+            for rank, part in enumerate(parts)
+        ]
+        return torch.cat([torch.cat(pieces, dim=self.dim) for pieces in zip(*cuts, strict=True)], dim=self.dim)
+
+    def length(self, whole: int, *, rank: int, size: int) -> int:
+        """How much of a dim of `whole` rank keeps."""
+        return sum(_chunk_length(length, rank, size) for length in self.sections or (whole,))
+
+    def shape(self, whole: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:
+        """The shape of the piece of a tensor of shape `whole`."""
+        out = list(whole)
+        out[self.dim] = self.length(out[self.dim], rank=rank, size=size)
+        return tuple(out)
+
+    def _sections_of(self, whole: Tensor) -> Sequence[Tensor]:
+        if not self.sections:
+            return (whole,)
+        if sum(self.sections) != whole.shape[self.dim]:
+            raise InvalidArgument(
+                f"sections {self.sections} do not add up to dim {self.dim} of the tensor",
+                hint="name the length of every matrix in the fused layer",
+                shape=tuple(whole.shape),
+            )
+        return torch.split(whole, list(self.sections), dim=self.dim)
+
+
+def bounds(whole: int, *, rank: int, size: int) -> tuple[int, int]:
+    """Start and stop of a rank's piece of a dim of length `whole`."""
+    step = -(-whole // size)
+    return min(rank * step, whole), min((rank + 1) * step, whole)
+
+
+def _chunk(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    start, stop = bounds(tensor.shape[dim], rank=rank, size=size)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def _chunk_length(whole: int, rank: int, size: int) -> int:
+    start, stop = bounds(whole, rank=rank, size=size)
+    return stop - start

@@ -1,0 +1,137 @@
+"""Which layers of a transformer go together, told by class, name and shape.
+
+Names are those that widely used models give to their layers; anything else can be named with overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+FUSED_QKV = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "wqkv", "to_qkv", "attn_qkv"})
+QUERY = frozenset({"q", "q_proj", "query", "wq", "to_q", "query_proj"})
+KEY_VALUE = frozenset(
+    {"k", "k_proj", "key", "wk", "to_k", "key_proj", "v", "v_proj", "value", "wv", "to_v", "value_proj"}
+)
+ATTENTION_OUT = frozenset(
+    {"o", "o_proj", "out_proj", "wo", "c_proj", "proj", "projection", "dense", "to_out", "out", "output"}
+)
+UP = frozenset(
+    {"up", "up_proj", "gate", "gate_proj", "fc1", "c_fc", "w1", "w3", "fc_in", "linear1", "dense_h_to_4h", "wi", "lin1"}
+)
+DOWN = frozenset({"down", "down_proj", "fc2", "c_proj", "w2", "fc_out", "linear2", "dense_4h_to_h", "wo", "lin2"})
+POSITIONS = frozenset(
+    {"position", "positions", "wpe", "pos", "pos_emb", "pos_embed", "position_embedding", "position_embeddings"}
+    | {"positional_embedding", "embed_positions", "pos_embedding"}
+)
+HEAD = frozenset({"head", "lm_head", "output", "output_projection", "unembed", "embed_out", "decoder", "to_logits"})
+
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads")
+KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+
+_ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish, nn.ReLU6, nn.Softplus)
+_HARMLESS = (*_ELEMENTWISE, nn.Dropout, nn.Identity)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The layers of one attention module, by role, and its heads."""
+
+    where: str
+    fused: str | None
+    split: tuple[str, ...]
+    out: str
+    num_heads: int | None
+    num_key_value_heads: int | None
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The layers of one feed-forward module: those that widen, and the one that narrows again."""
+
+    up: tuple[str, ...]
+    down: str
+    is_elementwise: bool
+    """Whether nothing but element-wise modules lies between: then pieces need not know the whole width."""
+
+
+def attentions(model: nn.Module) -> Iterator[Attention]:
+    """Every module whose direct children are the linear layers of an attention."""
+    for where, parent in model.named_modules():
+        linears = _linears(parent)
+        fused = next((name for name in linears if name.lower() in FUSED_QKV), None)
+        split = tuple(name for name in linears if name.lower() in QUERY | KEY_VALUE)
+        out = next((name for name in linears if name.lower() in ATTENTION_OUT), None)
+        if out is None or (fused is None and len(split) != 3):
+            continue
+        heads = _count(parent, HEAD_COUNTS)
+        yield Attention(
+            where,
+            None if fused is None else _join(where, fused),
+            () if fused is not None else tuple(_join(where, name) for name in split),
+            _join(where, out),
+            heads,
+            _count(parent, KEY_VALUE_COUNTS) or heads,
+        )
+
+
+def feed_forwards(model: nn.Module) -> Iterator[FeedForward]:
+    """Every module whose direct children widen and narrow again, or a Sequential that does so."""
+    for where, parent in model.named_modules():
+        linears = _linears(parent)
+        found = _sequential(linears, parent) if isinstance(parent, nn.Sequential) else _named(linears, parent)
+        if found is not None:
+            up, down, is_elementwise = found
+            yield FeedForward(tuple(_join(where, name) for name in up), _join(where, down), is_elementwise)
+
+
+def _sequential(linears: Mapping[str, nn.Linear], parent: nn.Sequential) -> tuple[tuple[str, ...], str, bool] | None:
+    between = [child for child in parent.children() if not isinstance(child, nn.Linear)]
+    if len(linears) != 2 or not all(isinstance(child, _HARMLESS) for child in between):
+        return None
+    (first, up), (last, down) = linears.items()
+    is_pair = up.out_features == down.in_features and up.in_features == down.out_features
+    return ((first,), last, True) if is_pair else None
+
+
+def _named(linears: Mapping[str, nn.Linear], parent: nn.Module) -> tuple[tuple[str, ...], str, bool] | None:
+    up = tuple(name for name in linears if name.lower() in UP)
+    down = next((name for name in linears if name.lower() in DOWN and name not in up), None)
+    if not up or down is None or any(linears[name].out_features != linears[down].in_features for name in up):
+        return None
+    others = [child for name, child in parent.named_children() if name not in (*up, down)]
+    return up, down, all(isinstance(child, _HARMLESS) for child in others)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises each position by itself."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+
+
+def is_position_table(name: str, module: nn.Module) -> bool:
+    """Whether an embedding holds positions, not tokens."""
+    return isinstance(module, nn.Embedding) and name.rpartition(".")[2].lower() in POSITIONS
+
+
+def is_head(name: str, module: nn.Module) -> bool:
+    """Whether a linear layer gives the logits: by its name, near the root of the model."""
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2].lower() in HEAD and name.count(".") <= 1
+
+
+def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+
+
+def _count(parent: nn.Module, names: tuple[str, ...]) -> int | None:
+    for owner in (parent, getattr(parent, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

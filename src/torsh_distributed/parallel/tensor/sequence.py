@@ -1,0 +1,71 @@
+"""Modules that see only this rank's piece of the sequence: what sequence parallelism does between split layers.
+
+The module keeps its class as a base, its parameters and their names. Each rank computes with its own positions, so the
+gradients of its (whole) parameters are summed over the ranks in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
+
+from torsh_distributed.parallel.tensor.layers import check_sequence, replicate_param
+from torsh_distributed.parallel.tensor.regions import enter_split
+
+
+def work_on_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Change a norm or a table of positions, in place, into one that works on its piece of the sequence."""
+    mixin = _OnPositions if isinstance(module, nn.Embedding) else _OnSequence
+    for param in module.parameters(recurse=False):
+        replicate_param(param, mesh.get_group())
+    base = type(module)
+    module.__class__ = type(f"Sequence{base.__name__}", (mixin, base), {"tp_mesh": mesh})
+
+
+class _SummedGradients(nn.Module):
+    tp_mesh: DeviceMesh
+
+    @contextmanager
+    def _summed_gradients(self) -> Iterator[None]:
+        """While open, the parameters stand for themselves with gradients summed over the ranks."""
+        own = dict(self._parameters)
+        group = self.tp_mesh.get_group()
+        for name, param in own.items():
+            if param is not None:
+                self._parameters[name] = cast(nn.Parameter, enter_split(param, group))
+        try:
+            yield
+        finally:
+            self._parameters.update(own)
+
+
+class _OnSequence(_SummedGradients):
+    """In and out: a DTensor split along the sequence. A plain (whole) input is taken as it is: nothing is split."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, DTensor):
+            return cast(Tensor, super().forward(input))
+        with self._summed_gradients():
+            out = super().forward(input.to_local())
+        return DTensor.from_local(out, self.tp_mesh, input.placements, run_check=False)
+
+
+class _OnPositions(_SummedGradients):
+    """In: whole positions (…, length). Out: a DTensor (…, length, width) split along the sequence."""
+
+    @override
+    def forward(self, input: Tensor) -> Any:
+        length = input.shape[-1]
+        check_sequence(length, self.tp_mesh)
+        step = length // self.tp_mesh.size()
+        mine = input.narrow(-1, self.tp_mesh.get_local_rank() * step, step)
+        with self._summed_gradients():
+            out = super().forward(mine)
+        return DTensor.from_local(out, self.tp_mesh, [Shard(input.dim() - 1)], run_check=False)
