@@ -32,7 +32,7 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(tp=2, precision=MixedPrecisionConfig(dtype="fp16"))
+    plan = Plan(tp=2, precision=MixedPrecisionConfig(dtype="fp8"))
     assert plan.unsupported() == ("mesh.tp", "precision.dtype")
     assert plan.explain()["mesh.tp"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
@@ -40,7 +40,7 @@ def test_what_is_not_built_yet_is_refused_by_name() -> None:
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
         "  mesh.tp = 2 is not supported by this version yet (leave it at its default, 1)",
-        "  precision.dtype = fp16 is not supported by this version yet (leave it at its default, fp32)",
+        "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
     ]
 
 

@@ -52,8 +52,9 @@ def epoch_of(loader: object, num_parts: int, epoch: int = 0, skip: int = 0) -> l
     ]
     whole = []
     for pieces in zip(*parts, strict=True):
-        rows = [int(value) for piece, _ in pieces if piece is not None for value in piece]
-        assert {total for _, total in pieces} == {len(rows)}
+        rows = [int(value) for piece in pieces if piece.num_samples for value in piece.batch]
+        assert {piece.total for piece in pieces} == {len(rows)}
+        assert all(len(piece.batch) == max(piece.num_samples, 1) for piece in pieces)
         whole.append(rows)
     return whole
 

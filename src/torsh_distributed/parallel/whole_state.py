@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
@@ -33,6 +32,8 @@ def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of a sharded one; then every rank of its mesh calls this."""
+    from torch.distributed.tensor import DTensor  # a second of importing that data-parallel jobs need not spend
+
     if isinstance(tensor, DTensor):
         gathered: Tensor = tensor.full_tensor()
         return gathered
@@ -41,6 +42,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
     """What this rank keeps of a whole `value`, equal on all ranks, for a tensor spread as `like`."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
     # src_data_rank=None: every rank cuts its own part; nothing travels.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,66 +15,62 @@ from torch.optim import Optimizer
 
 from torsh_distributed import events
 from torsh_distributed.comm import process_group
-from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
-from torsh_distributed.parallel.data import DataParallel
-from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.parallel.strategy import PendingMean, Strategy
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.sharding import Batch, count_samples, sharded, take_rows, to_device
+from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
+from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.train.precision import make_precision
+from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.sharding import Batch, Piece, count_samples, sharded, split_rows, to_device
 
 _log = logging.getLogger(__name__)
 
-LossFn = Callable[[Any, Any], Tensor]
 
+@dataclass
+class _Update:
+    """The optimizer update under way: what its microbatches have given so far."""
 
-def parallelize(
-    model: nn.Module, optimizer: Optimizer, plan: Plan | None = None, *, loss_fn: LossFn | None = None
-) -> Engine:
-    """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
-
-    `loss_fn(outputs, targets)` is called with the model's output and the second half of each `(inputs, targets)` batch;
-    without it the model is called with the whole batch and must return the loss. Parameters and buffers become those of
-    rank 0. What the plan asks for and this version cannot do is refused here, before the first step.
-    """
-    chosen = plan or Plan()
-    if not process_group.is_initialized():
-        raise BackendNotInitialized("parallelize() needs the process group")
-    chosen.require_supported()
-    chosen = chosen.resolve(process_group.get_world_size())
-    _check_optimizer(model, optimizer)
-    return Engine(DataParallel(model, chosen.ddp, chosen.distributed), optimizer, chosen, loss_fn=loss_fn)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """The optimizer must hold this model's parameters: a model rebuilt after the optimizer would never learn."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    trained = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
-    if not trained:
-        raise InvalidArgument(
-            "the model has no parameter that requires a gradient", hint="unfreeze the part that should learn"
-        )
-    if not held & trained.keys():
-        raise InvalidArgument(
-            "the optimizer holds none of the model's parameters",
-            hint="build the optimizer from model.parameters() after the model has its final shape and device",
-            first_parameter=next(iter(trained.values())),
-        )
+    started: float = field(default_factory=time.monotonic)
+    losses: list[Tensor] = field(default_factory=list)
+    mean: PendingMean | None = None
+    num_samples: int | None = None
+    share: float = 1.0
+    """What the present microbatch is of this rank's batch."""
+    is_last: bool = True
 
 
 class Engine:
-    """Steps of training: `step(batch)`, or `forward`, `backward` and `apply` in a loop of your own."""
+    """Steps of training: `step(batch)`, or `microbatches`, `forward`, `backward` and `apply` in a loop of your own."""
 
-    def __init__(self, strategy: Strategy, optimizer: Optimizer, plan: Plan, *, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        plan: Plan,
+        *,
+        loss_fn: LossFn | None,
+        scheduler_fn: SchedulerFn | None = None,
+    ) -> None:
         self.strategy = strategy
         self.optimizer = optimizer
         self.plan = plan
         self.num_steps = 0
         """Optimizer updates done so far."""
+        self.num_skipped = 0
+        """Updates not done because gradients overflowed fp16."""
         self.epoch = 0
         self._num_batches = 0
         self._loss_fn = loss_fn
-        self._device = next(strategy.model.parameters()).device
-        self._global_batch: int | None = None
-        self._grad_norm: float | None = None
+        self._device = next(strategy.unwrapped.parameters()).device
+        self.precision = make_precision(plan.precision, self._device)
+        self.learning_rate = LearningRate(
+            optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
+        )
+        self._update: _Update | None = None
+        # Ranks are averaged equally, samples must be: what this rank's share of a batch is of an equal one.
+        self._evenness = 1.0
 
     @property
     def model(self) -> nn.Module:
@@ -84,9 +80,7 @@ class Engine:
     @property
     def unwrapped(self) -> nn.Module:
         """The user's model, as it was given."""
-        inner = getattr(self.strategy.model, "module", self.strategy.model)
-        assert isinstance(inner, nn.Module)
-        return inner
+        return self.strategy.unwrapped
 
     def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
         """This rank's share of every batch of `loader`, over and over until `training.steps` updates are done.
@@ -94,24 +88,26 @@ class Engine:
         The loader's batches are global: the same at every world size, each sample seen by one rank. After
         `load_state_dict` the first epoch goes on where it stopped. `epochs` ends it earlier.
         """
+        degree = self.strategy.data_degree
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
             found, was_whole_epoch = False, self._num_batches == 0
-            for batch, total in self._sharded(loader, epoch=self.epoch, skip=self._num_batches):
+            for piece in self._sharded(loader, epoch=self.epoch, skip=self._num_batches):
                 self._num_batches += 1
-                if total < self.strategy.data_degree:
-                    _log.warning("a batch of %d samples is left out: it has fewer than there are ranks", total)
+                if piece.total < degree:
+                    _log.warning("a batch of %d samples is left out: it has fewer than there are ranks", piece.total)
                     continue
                 found = True
-                self._global_batch = total
-                yield to_device(batch, self._device)
+                self._evenness = piece.num_samples * degree / piece.total
+                yield to_device(piece.batch, self._device)
+                self._evenness = 1.0
                 if self.num_steps >= self.plan.training.steps:
                     return
             if not found and was_whole_epoch:
                 raise InvalidArgument(
                     "the loader gave no batch that every rank can have a share of",
                     hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
-                    num_ranks=self.strategy.data_degree,
+                    num_ranks=degree,
                 )
             self.epoch += 1
             self._num_batches = 0
@@ -122,95 +118,153 @@ class Engine:
         The batch is cut into `training.gradient_accumulation` microbatches; gradients travel with the last one.
         After an exception the parameters are as before the step.
         """
-        started = time.monotonic()
-        num_samples = count_samples(batch)
-        weight = self._weight(num_samples)
-        pieces = self._microbatches(batch, num_samples)
-        self.strategy.take_comm_s()
-        losses = []
+        for piece in self.microbatches(batch):
+            self.backward(self.forward(piece))
+        return self.apply()
+
+    def microbatches(self, batch: Batch) -> Iterator[Batch]:
+        """Begin an update: `batch` in `training.gradient_accumulation` pieces (fewer, if it has fewer samples).
+
+        Call `forward` and `backward` on each, then `apply`: the gradients are those of the whole batch. Gradients of an
+        update that was begun and not applied are forgotten.
+        """
+        if self._update is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        update = self._update = _Update(num_samples=count_samples(batch))
+        pieces = split_rows(batch, self.plan.training.gradient_accumulation)
         for number, (piece, share) in enumerate(pieces):
-            with self.strategy.accumulating(is_last=number == len(pieces) - 1):
-                loss = self.forward(piece) * (share * weight)
-                losses.append(loss.detach())
-                if number == len(pieces) - 1:
-                    # Started before backward, so that it travels for nothing while gradients are computed.
-                    mean = self.strategy.mean_loss(torch.stack(losses).sum())
-                loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.apply()
-        value = mean.wait()
-        self._report(value, num_samples, time.monotonic() - started)
-        return value
+            update.share, update.is_last = share, number == len(pieces) - 1
+            yield piece
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
-        return self._loss(self.model, batch)
-
-    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        with self._precision():
-            if self._loss_fn is None:
-                output = _call(model, batch)
-                loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
-            else:
-                inputs, targets = _pair(batch)
-                loss = self._loss_fn(_call(model, inputs), targets)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            raise InvalidArgument(
-                "the loss must be a tensor with one value",
-                hint="average it over the batch: loss.mean()",
-                got=type(loss).__name__ if not isinstance(loss, Tensor) else tuple(loss.shape),
-            )
-        return loss
+        update = self._begun()
+        with self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
+            return loss_of(self.model, batch, self._loss_fn)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of `loss`, averaged over the ranks unless inside `strategy.accumulating(is_last=False)`."""
-        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        """Gradients of `loss`, scaled as the precision asks; after the last microbatch averaged over the ranks."""
+        update = self._begun()
+        weight = update.share * self._evenness
+        weighted = loss if weight == 1.0 else loss * weight
+        update.losses.append(weighted.detach())
+        if update.is_last:
+            if update.mean is not None:
+                update.mean.wait()
+            # Started before backward, so that it travels for nothing while gradients are computed.
+            update.mean = self.strategy.mean_loss(torch.stack(update.losses).sum())
+        with self.strategy.accumulating(is_last=update.is_last):
+            self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def apply(self) -> None:
-        """Clip as the plan says, update the parameters, forget the gradients, count the step."""
-        max_norm = self.plan.training.gradient_clipping
-        self._grad_norm = None if max_norm is None else self.strategy.clip_grad_norm(max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.num_steps += 1
+    def apply(self) -> float:
+        """Clip as the plan says, update the parameters, forget the gradients, count the step; returns the mean loss.
+
+        A loss that is not finite raises NonFiniteLoss on every rank, with the parameters as they were; under fp16 such
+        a step is skipped, by all ranks alike.
+        """
+        update, self._update = self._update, None
+        if update is None or update.mean is None:
+            raise InvalidArgument(
+                "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
+            )
+        loss = update.mean.wait()
+        grad_norm = rate = None
+        scale = self.precision.loss_scale
+        try:
+            if scale is None:
+                self._require_finite("the loss", loss, torch.stack(update.losses).sum())
+            is_done = self.precision.unscale(self.optimizer)
+            if is_done and self.plan.training.gradient_clipping is not None:
+                grad_norm = self.strategy.clip_grad_norm(self.plan.training.gradient_clipping)
+                self._require_finite("the norm of the gradient", grad_norm)
+            with self.learning_rate.updating(self.num_steps) as rate:
+                self.precision.update(self.optimizer)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        if is_done:
+            self.num_steps += 1
+            self.learning_rate.advance()
+        else:
+            self.num_skipped += 1
+        comm_s = self.strategy.take_comm_s()
+        if events.wanted(events.StepEvent):
+            events.emit(
+                events.StepEvent(
+                    step=self.num_steps if is_done else self.num_steps + 1,
+                    loss=loss,
+                    duration_s=time.monotonic() - update.started,
+                    comm_s=comm_s,
+                    num_samples=self._global(update.num_samples),
+                    grad_norm=grad_norm,
+                    learning_rate=rate,
+                    loss_scale=scale,
+                    is_skipped=not is_done,
+                )
+            )
+        return loss
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch]) -> float:
         """The mean loss over every sample of `loader`, each looked at by one rank; every rank gets the same value."""
         was_training = self.model.training
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for batch, _ in self._sharded(loader, epoch=0, skip=0):
-            if batch is None:
-                continue  # other ranks look at these samples
-            count = count_samples(batch)
-            loss = self._loss(self.unwrapped, to_device(batch, self._device))
-            total += torch.stack([loss.double() * count, torch.tensor(float(count), device=self._device)])
-        self.model.train(was_training)
-        loss_sum = self.strategy.mean_loss(total[0]).wait()
-        count_sum = self.strategy.mean_loss(total[1]).wait()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        try:
+            for piece in self._sharded(loader, epoch=0, skip=0):
+                if piece.num_samples == 0 and not self.strategy.forward_is_collective:
+                    continue  # other ranks look at these samples
+                with self.precision.computing():
+                    loss = loss_of(self.unwrapped, to_device(piece.batch, self._device), self._loss_fn)
+                if piece.num_samples:
+                    sums[0] += loss.double() * piece.num_samples
+                    sums[1] += piece.num_samples
+        finally:
+            self.model.train(was_training)
+        loss_sum, count_sum = (self.strategy.mean_loss(value).wait() for value in sums)
         if count_sum == 0:
             raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
         return loss_sum / count_sum
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on: model, optimizer, step, and the place in the data."""
+        """Everything needed to go on, at this or another world size; every rank calls this.
+
+        All of it is equal on every rank, except `rank_state`, which is this rank's own.
+        """
         return {
-            "model": self.unwrapped.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self.strategy.whole_state(self.optimizer),
+            "precision": self.precision.state_dict(),
+            "learning_rate": self.learning_rate.state_dict(),
             "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
             "epoch": self.epoch,
             "num_batches": self._num_batches,
+            "random": gather_random_states(),
+            "rank_state": {"place": self._place(), "strategy": self.strategy.state_dict()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, at the same or another world size; call it on every rank with equal state."""
-        self.unwrapped.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Go on from `state_dict()`, at the same or another world size; every rank calls this.
+
+        Ranks may be given their own state or that of another rank: what only a rank itself can know (`rank_state`)
+        starts afresh where the state is of another rank or of a world of another size.
+        """
+        self.strategy.load_whole_state(self.optimizer, state)
+        self.precision.load_state_dict(state["precision"])
+        self.learning_rate.load_state_dict(state["learning_rate"], data_degree=self.strategy.data_degree)
         self.num_steps = state["num_steps"]
+        self.num_skipped = state["num_skipped"]
         self.epoch = state["epoch"]
         self._num_batches = state["num_batches"]
+        restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
+        if list(state["rank_state"]["place"]) == self._place():
+            self.strategy.load_state_dict(state["rank_state"]["strategy"])
 
-    def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[tuple[Batch, int]]:
+    def _begun(self) -> _Update:
+        if self._update is None:
+            self._update = _Update()
+        return self._update
+
+    def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[Piece]:
         return sharded(
             loader,
             part=self.strategy.data_rank,
@@ -220,55 +274,21 @@ class Engine:
             skip=skip,
         )
 
-    def _weight(self, num_samples: int) -> float:
-        """Corrects for uneven shares of a ragged last batch: ranks are averaged equally, samples must be."""
-        total, self._global_batch = self._global_batch, None
-        return 1.0 if total is None else num_samples * self.strategy.data_degree / total
+    def _global(self, num_samples: int | None) -> int | None:
+        return None if num_samples is None else round(num_samples * self.strategy.data_degree / self._evenness)
 
-    def _microbatches(self, batch: Batch, num_samples: int) -> list[tuple[Batch, float]]:
-        """The batch in `gradient_accumulation` pieces (fewer, if it has fewer samples), each with its share of it."""
-        count = min(self.plan.training.gradient_accumulation, num_samples)
-        if count == 1:
-            return [(batch, 1.0)]
-        edges = [number * num_samples // count for number in range(count + 1)]
-        return [
-            (take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in itertools.pairwise(edges)
-        ]
+    def _place(self) -> list[int]:
+        return [process_group.get_rank(), process_group.get_world_size()]
 
-    def _precision(self) -> AbstractContextManager[None]:
-        if self.plan.precision.dtype == "bf16":
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
-    def _report(self, loss: float, num_samples: int, duration_s: float) -> None:
-        comm_s = self.strategy.take_comm_s()
-        if events.wanted(events.StepEvent):
-            events.emit(
-                events.StepEvent(
-                    step=self.num_steps,
-                    loss=loss,
-                    duration_s=duration_s,
-                    comm_s=comm_s,
-                    num_samples=num_samples * self.strategy.data_degree,
-                    grad_norm=self._grad_norm,
-                    learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-                )
-            )
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
-
-
-def _pair(batch: Batch) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise InvalidArgument(
-        "with a loss_fn a batch must be a pair (inputs, targets)",
-        hint="let the loader yield pairs, or leave loss_fn out and return the loss from the model",
-        got=f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__,
-    )
+    def _require_finite(self, what: str, value: float, local: Tensor | None = None) -> None:
+        """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""
+        if math.isfinite(value):
+            return
+        mine = value if local is None else float(local)
+        bad = [rank for rank, other in enumerate(all_gather_object(mine)) if not math.isfinite(other)]
+        raise NonFiniteLoss(
+            f"{what} of step {self.num_steps + 1} is {value}: no parameter was changed",
+            step=self.num_steps + 1,
+            ranks=bad,
+            rank=process_group.get_rank(),
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ class Share:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+class Piece(NamedTuple):
+    """A rank's share of a global batch of `total` samples."""
+
+    batch: Batch
+    num_samples: int
+    """How many of them are this rank's. At 0 the batch holds one sample of another rank: something to call forward
+    with, where all ranks must call it equally often."""
+    total: int
 
 
 def share_of(num_samples: int, *, part: int, num_parts: int) -> Share:
@@ -65,6 +75,18 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch
 
 
+def split_rows(batch: Batch, num_pieces: int) -> list[tuple[Batch, float]]:
+    """The batch in `num_pieces` pieces, or one for each sample if it has fewer, each with its share of the samples."""
+    num_samples = count_samples(batch)
+    count = min(num_pieces, num_samples)
+    if count == 0:
+        raise InvalidArgument("the batch is empty", hint="every rank needs a sample at least: use a larger batch")
+    if count == 1:
+        return [(batch, 1.0)]
+    edges = [number * num_samples // count for number in range(count + 1)]
+    return [(take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in itertools.pairwise(edges)]
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`; without a copy where it is there already."""
     if isinstance(batch, Tensor):
@@ -80,12 +102,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def sharded(
     loader: Iterable[Batch], *, part: int, num_parts: int, seed: int, epoch: int = 0, skip: int = 0
-) -> Iterator[tuple[Batch, int]]:
-    """This rank's batches of one epoch, each with the number of samples of the global batch it is a share of.
-
-    The order depends on `seed` and `epoch` alone; the first `skip` batches are passed over. Where a last batch has
-    fewer samples than there are ranks, the ranks without a share get None in its place.
-    """
+) -> Iterator[Piece]:
+    """This rank's batches of one epoch, the first `skip` passed over; the order depends on `seed` and `epoch` alone."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         batches = _batches_of(loader, seed=seed, epoch=epoch)
         if batches is not None:
@@ -95,7 +113,9 @@ def sharded(
     for batch in itertools.islice(loader, skip, None):
         total = count_samples(batch)
         share = share_of(total, part=part, num_parts=num_parts)
-        yield (take_rows(batch, share.start, share.stop) if len(share) else None), total
+        yield Piece(
+            take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1), len(share), total
+        )
 
 
 def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[list[int]] | None:
@@ -112,14 +132,14 @@ def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[l
     return batches
 
 
-def _fetched(
-    loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int
-) -> Iterator[tuple[Batch, int]]:
+def _fetched(loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int) -> Iterator[Piece]:
     """This rank's share of each planned batch, fetched as the loader would."""
-    shares = [_mine(indices, part=part, num_parts=num_parts) for indices in planned]
+    shares = [share_of(len(indices), part=part, num_parts=num_parts) for indices in planned]
     mine = DataLoader(
         loader.dataset,
-        batch_sampler=[indices for indices in shares if indices],
+        batch_sampler=[
+            indices[share.start : share.stop] or indices[:1] for indices, share in zip(planned, shares, strict=True)
+        ],
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -128,11 +148,5 @@ def _fetched(
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
     )
-    fetched = iter(mine)
-    for indices, whole in zip(shares, planned, strict=True):
-        yield (next(fetched) if indices else None), len(whole)
-
-
-def _mine(indices: list[int], *, part: int, num_parts: int) -> list[int]:
-    share = share_of(len(indices), part=part, num_parts=num_parts)
-    return indices[share.start : share.stop]
+    for batch, indices, share in zip(mine, planned, shares, strict=True):
+        yield Piece(batch, len(share), len(indices))

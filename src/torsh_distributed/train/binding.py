@@ -1,0 +1,76 @@
+"""From what the user gives as optimizer to one that holds the parameters the model has after it was spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.whole_state import carried, named_params
+
+OptimizerFn = Callable[[Any], Optimizer]
+"""Takes the model's parameters, as `torch.optim.AdamW` does; `functools.partial` fills in the rest."""
+
+
+def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> Callable[[nn.Module], Optimizer]:
+    """Check the optimizer against the model as it is now; what is returned gives it once the model is spread.
+
+    A function is called then, with the final parameters. An optimizer that exists gets its parameters exchanged, by
+    name, for those that took their place, with the state it already has for them.
+    """
+    trained = {id(param): name for name, param in named_params(model).items() if param.requires_grad}
+    if not trained:
+        raise InvalidArgument(
+            "the model has no parameter that requires a gradient", hint="unfreeze the part that should learn"
+        )
+    if not isinstance(optimizer, Optimizer):
+        return lambda spread: _call(optimizer, spread)
+    names = {id(param): name for name, param in named_params(model).items()}
+    held = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
+    if not any(id(param) in trained for group in optimizer.param_groups for param in group["params"]):
+        raise InvalidArgument(
+            "the optimizer holds none of the model's parameters",
+            hint="build the optimizer from model.parameters() after the model has its final shape and device",
+            first_parameter=next(iter(trained.values())),
+        )
+    foreign = sum(name is None for group in held for name in group)
+    if foreign:
+        raise InvalidArgument(
+            "the optimizer holds parameters that are not the model's: they would not be kept equal on all ranks",
+            hint="put them into the model, or give them an optimizer of their own",
+            num_foreign=foreign,
+        )
+    return lambda spread: _rebind(optimizer, held, spread)
+
+
+def _call(optimizer_fn: OptimizerFn, spread: nn.Module) -> Optimizer:
+    made = optimizer_fn(spread.parameters())
+    if not isinstance(made, Optimizer):
+        raise InvalidArgument(
+            "the optimizer must be a torch.optim.Optimizer, or a function from parameters to one",
+            hint="for example functools.partial(torch.optim.AdamW, lr=1e-3)",
+            got=type(made).__name__,
+        )
+    return made
+
+
+def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Module) -> Optimizer:
+    params = named_params(spread)
+    for group, names in zip(optimizer.param_groups, held, strict=True):
+        for place, name in enumerate(names):
+            assert name is not None, "prepare_optimizer refuses foreign parameters"
+            old, new = group["params"][place], params.get(name)
+            if new is old:
+                continue
+            if new is None or new.shape != old.shape:
+                raise InvalidArgument(
+                    f"the optimizer cannot follow {name}: the plan splits it",
+                    hint="give a function in place of the optimizer: it is called with the final parameters",
+                )
+            group["params"][place] = new
+            if old in optimizer.state:
+                optimizer.state[new] = carried(optimizer.state.pop(old), new)
+    return optimizer
