@@ -1,0 +1,188 @@
+"""The mean of named gradients over a group: small ones as they are, in one buffer; the rest through the codec.
+
+Every average begins with one all-reduce that carries, beside the small gradients, what the ranks must agree on before
+they compress: whether anyone's gradients hold NaN or infinity, whether anyone's memory does not fit the others', and
+whether all are at the same step. So what is wrong on one rank is seen by all of them, at the price of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.message import check_dense, is_finite, norm, num_bytes
+from torsh_distributed.compress.named import Layout, Piece, split
+
+if TYPE_CHECKING:
+    from torsh_distributed.compress.compressor import GradientCompressor
+
+_STEP_MODULUS = 64  # its square, added up over a thousand ranks, is still exact in fp32
+_MEASURE_EVERY = 10  # steps: two more passes over the gradients are not worth their time at each one
+
+
+class _Part(NamedTuple):
+    """Gradients that travel as one: who lies where, and where they came from."""
+
+    layout: Layout
+    tensors: list[Tensor]
+
+    def flat(self, *, room: int = 0, device: torch.device | None = None) -> Tensor:
+        """A copy of all of them, one after the other, with `room` for more elements at the end.
+
+        In fp32, where the codecs and sums of halves are at home; in fp64 if there is one of fp64.
+        """
+        numel = sum(piece.numel for piece in self.layout)
+        is_wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
+        flat = torch.empty(
+            numel + room,
+            dtype=torch.float64 if is_wide else torch.float32,
+            device=self.tensors[0].device if self.tensors else device,
+        )
+        for place, tensor in zip(split(flat[:numel], self.layout), self.tensors, strict=True):
+            place.view(tensor.shape).copy_(tensor)
+        return flat
+
+    def put_back(self, flat: Tensor) -> None:
+        """Copy the parts of `flat` back to where they came from."""
+        for value, tensor in zip(split(flat, self.layout), self.tensors, strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+class _Said(NamedTuple):
+    """What the ranks said to each other before they compress: the same on all of them."""
+
+    is_finite: bool
+    must_begin_anew: bool
+    """Someone's memory does not fit the others': everything travels once as it is, after which it does."""
+
+
+@torch.no_grad()
+def average_named(
+    compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor], group: dist.ProcessGroup
+) -> int:
+    """Replace each tensor by its mean over the ranks, in place; every rank calls this with the same names in order.
+
+    Returns the bytes this rank sent. If any rank's tensors hold NaN or infinity, the compressed ones become NaN on
+    every rank and nothing is remembered: as without compression, a loss scaler sees it everywhere and skips the step.
+    """
+    if not tensors:
+        return 0
+    started = time.perf_counter()
+    small, large = _parted(compressor, names, tensors)
+    is_dense = compressor.is_dense_step
+    x = tensors[0].new_empty(0) if is_dense else compressor.feedback.prepare(large.layout, large.flat().float())
+    said, sent_bytes = _agree_and_average_small(compressor, small, x, group)
+    if not said.is_finite:
+        compressor.stats.num_nonfinite += 1
+    if said.must_begin_anew:
+        compressor.reset_codec()
+    if said.must_begin_anew or is_dense:
+        sent_bytes += _average_dense(compressor, large, group)
+    elif not said.is_finite:
+        for tensor in large.tensors:
+            tensor.fill_(float("nan"))
+    elif large.tensors:
+        sent_bytes += _average_compressed(compressor, large, x, group)
+    stats = compressor.stats
+    stats.num_dense += len(tensors) if is_dense else len(small.tensors)
+    stats.num_tensors += 0 if is_dense else len(large.tensors)
+    stats.bytes_before += ring_bytes(sum(map(num_bytes, tensors)), group)
+    stats.bytes_on_wire += sent_bytes
+    stats.exchange_s += time.perf_counter() - started
+    return sent_bytes
+
+
+def _parted(compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[_Part, _Part]:
+    """What is never compressed, and what is."""
+    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for name, tensor in zip(names, tensors, strict=True):
+        check_dense(name, tensor)
+        is_large = not compressor.travels_dense(name, tensor.numel())
+        pieces[is_large].append(Piece(name, tensor.numel()))
+        parts[is_large].append(tensor)
+    return _Part(tuple(pieces[0]), parts[0]), _Part(tuple(pieces[1]), parts[1])
+
+
+def _agree_and_average_small(
+    compressor: GradientCompressor, small: _Part, x: Tensor, group: dist.ProcessGroup
+) -> tuple[_Said, int]:
+    """One all-reduce: the small gradients and four numbers to agree by."""
+    feedback, num_ranks = compressor.feedback, group.size()
+    buffer = small.flat(room=4, device=x.device)
+    values, extra = buffer[:-4], buffer[-4:]
+    # Only where a tensor was compressed before the settings changed.
+    carried = feedback.carried(small.layout, values.device)
+    if carried is not None:
+        values.add_(carried)
+    is_good = is_finite(x) and is_finite(values)
+    step = compressor.num_steps % _STEP_MODULUS
+    extra.copy_(torch.tensor([float(not is_good), float(compressor.has_foreign_state), step, step * step]))
+    all_reduce(buffer, group=group)
+    num_bad, num_foreign, steps, squares = (int(number) for number in extra.tolist())
+    has_one_step = num_ranks * squares == steps * steps  # equal only where all summands are
+    if not has_one_step:
+        _catch_up(compressor, group, values.device)
+    values.div_(num_ranks)
+    small.put_back(values)
+    if num_bad == 0 and carried is not None:
+        feedback.accept_dense(small.layout, values, values)
+    return _Said(num_bad == 0, num_foreign > 0 or not has_one_step), ring_bytes(num_bytes(buffer), group)
+
+
+def _catch_up(compressor: GradientCompressor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Go on from the furthest step that any rank has seen: some loaded their state and others had none."""
+    furthest = torch.tensor(compressor.num_steps, dtype=torch.float64, device=device)
+    all_reduce(furthest, "max", group=group)
+    events.emit(
+        events.AlertEvent(
+            severity="warning",
+            name="compression_out_of_step",
+            message=f"the ranks were at different steps of compression: this one at {compressor.num_steps}, the"
+            f" furthest at {int(furthest)}; all go on from there, and what was compressed before is forgotten",
+        )
+    )
+    compressor.num_steps = int(furthest)
+
+
+def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+    """Whole gradients, with what was carried over: afterwards what the ranks remember fits together."""
+    if not large.tensors:
+        return 0
+    feedback = compressor.feedback
+    mean = large.flat()
+    own = mean.float().clone() if feedback.is_shared else mean
+    carried = feedback.carried(large.layout, mean.device)
+    if carried is not None:
+        mean.add_(carried)
+    all_reduce(mean, group=group).div_(group.size())
+    large.put_back(mean)
+    if (feedback.is_shared or carried is not None) and is_finite(mean):
+        feedback.accept_dense(large.layout, own, mean)
+    return ring_bytes(num_bytes(mean), group)
+
+
+def _average_compressed(compressor: GradientCompressor, large: _Part, x: Tensor, group: dist.ProcessGroup) -> int:
+    key = compressor.key([piece.name for piece in large.layout])
+    compressor.tell_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
+    averaged = compressor.codec.average(x, group, key)
+    if not is_finite(averaged.mean):  # a sum too large for the codec's type: all ranks see it, none remembers it
+        compressor.stats.num_nonfinite += 1
+        large.put_back(averaged.mean)
+        return averaged.num_bytes
+    if compressor.stats.error_norm is None or compressor.num_steps % _MEASURE_EVERY == 0:
+        compressor.stats.error_norm, compressor.stats.original_norm = norm(x - averaged.sent), norm(x)
+    large.put_back(compressor.feedback.accept(large.layout, x, averaged.sent, averaged.mean))
+    return averaged.num_bytes
+
+
+def ring_bytes(size_bytes: int, group: dist.ProcessGroup) -> int:
+    """What a rank sends when a buffer goes round a ring: the least an all-reduce can do with."""
+    return 2 * (group.size() - 1) * size_bytes // group.size()

@@ -1,0 +1,177 @@
+"""What becomes of the part of a gradient that compression left out.
+
+`x` is always flat, fp32, and laid out by name. `prepare` gives what to send; `accept` is told what came of it and gives
+the gradient to train with. Between the two nothing is changed: a step that is given up leaves no trace.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.compress.named import Layout, NamedBuffers
+from torsh_distributed.plan import CompressionConfig
+
+
+class Feedback(ABC):
+    """What a rank remembers of earlier gradients, for the sake of the next one."""
+
+    is_shared = False
+    """Whether ranks keep something that must be the same on all of them."""
+
+    @abstractmethod
+    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
+        """What to send for this gradient, which may be changed in place."""
+
+    @abstractmethod
+    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+        """`x` of `prepare` was sent as `sent`, and `mean` is the mean of all ranks' `sent`: the averaged gradient."""
+
+    @abstractmethod
+    def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
+        """What to add to a gradient that travels uncompressed; None where that is nothing."""
+
+    @abstractmethod
+    def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
+        """The whole gradient, with what was carried, travelled uncompressed."""
+
+    def reset(self, names: Iterable[str] | None = None) -> None:  # noqa: B027 (nothing to forget without memory)
+        """Forget everything, or what is kept for some names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart; it is this rank's own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:  # noqa: B027 (as `reset`)
+        """Go on from `state_dict()`; `is_own` says whether this rank saved it, in a group of the same size."""
+
+
+class NoFeedback(Feedback):
+    """What is left out is lost."""
+
+    @override
+    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @override
+    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+        return mean
+
+    @override
+    def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
+        return None
+
+    @override
+    def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
+        """Nothing is kept."""
+
+
+class ResidualFeedback(Feedback):
+    """EF14: what was left out is added to the next gradient.
+
+    residual = (gradient + momentum * old residual) - sent. With momentum 1 nothing is ever lost: at any time the sum of
+    all that was sent, plus the residual, is the sum of all gradients.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        self._momentum = momentum
+        self._residuals = NamedBuffers()
+
+    @override
+    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
+        if not self._residuals.has_any(piece.name for piece in layout):
+            return gradient
+        return gradient.add_(self._residuals.flat(layout, gradient.device), alpha=self._momentum)
+
+    @override
+    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+        torch.sub(x, sent, out=self._residuals.flat(layout, x.device))
+        return mean
+
+    @override
+    def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
+        if not self._residuals.has_any(piece.name for piece in layout):
+            return None
+        return self._residuals.flat(layout, device) * self._momentum
+
+    @override
+    def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
+        self._residuals.drop(piece.name for piece in layout)
+
+    @override
+    def reset(self, names: Iterable[str] | None = None) -> None:
+        if names is None:
+            self._residuals.clear()
+        else:
+            self._residuals.drop(names)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": self._residuals.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        # A residual is of one rank. Taken over by several it would be sent several times: a stranger starts at zero.
+        self._residuals.load_state_dict(state["residuals"] if is_own else {})
+
+
+class DifferenceFeedback(Feedback):
+    """EF21: every rank sends how its gradient differs from what it last told the others.
+
+    own state += sent; mean state += mean of all sent; the mean state is the gradient to train with. It equals the mean
+    of all own states as long as all ranks began alike. A step that travels uncompressed makes it so from any beginning.
+    """
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        self._own = NamedBuffers()
+        self._mean = NamedBuffers()
+
+    @override
+    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
+        return gradient.sub_(self._own.flat(layout, gradient.device))
+
+    @override
+    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+        self._own.flat(layout, x.device).add_(sent)
+        return self._mean.flat(layout, x.device).add_(mean)
+
+    @override
+    def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
+        return None
+
+    @override
+    def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
+        self._own.flat(layout, gradient.device).copy_(gradient)
+        self._mean.flat(layout, mean.device).copy_(mean)
+
+    @override
+    def reset(self, names: Iterable[str] | None = None) -> None:
+        for buffers in (self._own, self._mean):
+            if names is None:
+                buffers.clear()
+            else:
+                buffers.drop(names)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self._own.state_dict(), "mean": self._mean.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        # Ranks that all take over one rank's state agree if each believes to have told the mean.
+        self._own.load_state_dict(state["own" if is_own else "mean"])
+        self._mean.load_state_dict(state["mean"])
+
+
+def make_feedback(config: CompressionConfig) -> Feedback:
+    """The error feedback that a config names."""
+    if config.error_feedback == "ef14":
+        return ResidualFeedback(config.error_feedback_momentum)
+    return DifferenceFeedback() if config.error_feedback == "ef21" else NoFeedback()
