@@ -83,9 +83,7 @@ def check_embeddings() -> None:
         )
         compare(whole, split, ids, {"weight": Cut(0)})
     # Three rows over four ranks: the last has none.
-    compare(
-        *twins(lambda: nn.Embedding(3, 4), lambda: ParallelEmbedding(3, 4, mesh=mesh)), ids % 3, {"weight": Cut(0)}
-    )
+    compare(*twins(lambda: nn.Embedding(3, 4), lambda: ParallelEmbedding(3, 4, mesh=mesh)), ids % 3, {"weight": Cut(0)})
     with pytest.raises(InvalidArgument, match="max_norm"):
         ParallelEmbedding.from_embedding(nn.Embedding(9, 4, max_norm=1.0), mesh)
 
