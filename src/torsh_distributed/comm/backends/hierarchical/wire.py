@@ -25,8 +25,10 @@ from torsh_distributed.errors import FeatureNotAvailable
 
 # Below this, one message of a leader is quicker than a shard of every lane.
 _SMALL_BYTES = 32 * 1024
-# Pieces in which large buffers travel: while one is between the nodes, the next is folded in memory.
+# Pieces in which large buffers travel: while one is between the nodes, the next is folded in memory. The first and the
+# last are small: nothing is on the link while the first is folded and while the last is gathered.
 _PIECE_BYTES = 4 * 1024 * 1024
+_EDGE_BYTES = 256 * 1024
 
 
 class HierarchicalWire(Wire):
@@ -75,9 +77,8 @@ class HierarchicalWire(Wire):
 
     def _all_reduce_in_lanes(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """Piece by piece: fold on the node into a shard per lane, fold each between nodes, gather the shards again."""
-        piece_numel = max(_PIECE_BYTES // flat.element_size(), 1)
         under_way: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
-        for piece in torch.split(flat, piece_numel):
+        for piece in torch.split(flat, _piece_numels(flat)):
             shards = self._shards(piece)
             mine = torch.empty_like(shards[self._layout.position])
             self._node.reduce_scatter(mine, shards, op, call)
@@ -227,6 +228,17 @@ class HierarchicalWire(Wire):
         if self._is_leader:
             assert self._lane is not None, "position 0 is in a lane of every layout"
             act(self._lane)
+
+
+def _piece_numels(flat: Tensor) -> list[int]:
+    """Pieces that grow from the beginning of a buffer and shrink towards its end."""
+    edge, most = _EDGE_BYTES // flat.element_size(), _PIECE_BYTES // flat.element_size()
+    numels, left = [], flat.numel()
+    while left:
+        done = flat.numel() - left
+        numels.append(min(max(min(done, left // 2, most), edge), left))
+        left -= numels[-1]
+    return numels
 
 
 def _without_mean(op: ReduceOp) -> ReduceOp:
