@@ -12,6 +12,9 @@ _CODECS: dict[str, str] = {
     "none": "cast:Fp32Codec",
     "fp16": "cast:Fp16Codec",
     "bf16": "cast:Bf16Codec",
+    "topk": "topk:TopKCodec",
+    "threshold": "threshold:ThresholdCodec",
+    "gaussian": "gaussian:GaussianCodec",
 }
 """Module of this package and what in it makes the codec, from the method's number where the method has one.
 
