@@ -129,6 +129,42 @@ class MembershipEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingEvent(Event):
+    """A mixture-of-experts layer routed a batch; numbers are of all ranks that share it."""
+
+    kind: ClassVar[str] = "routing"
+
+    num_tokens: int
+    num_routed: int
+    """Choices of experts that were computed; each token makes one or more."""
+    num_dropped: int
+    load: tuple[int, ...]
+    """Rows of each expert."""
+    load_variation: float
+    """Standard deviation over mean of the load."""
+    capacity_use: float | None
+    gate_entropy: float
+    """On this rank, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RebalanceEvent(Event):
+    """Experts moved between ranks; loads are shares of all choices."""
+
+    kind: ClassVar[str] = "rebalance"
+
+    layer: str
+    num_moved: int
+    max_load_before: float
+    """Of the busiest rank, under the old placement."""
+    max_load_after: float
+    """The same loads under the new one."""
+    moved_bytes: int
+    """Weights and optimizer state that left this rank."""
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionEvent(Event):
     """The library chose for the user (a backend, a fallback, a codec); `reason` says why."""
 
@@ -168,6 +204,8 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     MemoryEvent,
     CheckpointEvent,
     MembershipEvent,
+    RoutingEvent,
+    RebalanceEvent,
     DecisionEvent,
     AlertEvent,
     LogEvent,

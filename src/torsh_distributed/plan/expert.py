@@ -50,7 +50,7 @@ class ExpertParallelismConfig(Section):
     """Linear layers of the gate; with more than one, GELU lies between them."""
 
     gate_groups: int = Field(default=1, ge=1)
-    """Groups of experts. With more than one the gate chooses in two steps, group then expert: for more than 32 experts."""
+    """Groups of experts. With more than one the gate chooses in two steps, group then expert; for many experts."""
 
     gate_grouping: Literal["static", "learned"] = "static"
     """Which expert is in which group: neighbours, or a membership learned with the gate."""
