@@ -10,8 +10,8 @@ PYTEST_ARGS ?=
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
-# The compiled core is part of the install: a changed source means a new one.
-NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/*)
+# The compiled parts are part of the install: a changed source means a new one.
+NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/* src/torsh_distributed/compress/native/*)
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "torsh-distributed needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'

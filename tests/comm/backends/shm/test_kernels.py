@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torsh_distributed.comm.backends.shm.build import SOURCES
+from torsh_distributed.native import SHM_CORE, build, fingerprint
+
+SOURCES = SHM_CORE.sources
 
 PROBE = """
 #define TSH_VERSION 1
@@ -75,12 +77,10 @@ def test_floats_round_to_half_as_torch_rounds_them(probe: ctypes.CDLL) -> None:
 
 
 def test_the_core_is_rebuilt_when_its_sources_change(tmp_path: Path) -> None:
-    from torsh_distributed.comm.backends.shm.build import build, fingerprint
-
     for path in SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     before = fingerprint(tmp_path)
-    assert before == fingerprint()
+    assert before == fingerprint(SOURCES)
     (tmp_path / "layout.c").write_text((tmp_path / "layout.c").read_text() + "\n#error no\n")
     assert fingerprint(tmp_path) != before
     assert "the compiler failed" in build(tmp_path, tmp_path / "core.so")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torsh_distributed.comm.backends.shm.build import SOURCES, fingerprint
+from torsh_distributed.native import SHM_CORE, is_stale
 
 Receipt = tuple[int, int, int, int]
 """An order of point-to-point that ended: id, status, peer, bytes of the message."""
@@ -143,5 +143,4 @@ def load_native() -> Any | None:
         from torsh_distributed.comm.backends.shm import _core  # type: ignore[attr-defined]  # built at install, or not
     except ImportError:
         return None
-    is_stale = SOURCES.exists() and fingerprint() != _core.VERSION
-    return None if is_stale else _core
+    return None if is_stale(SHM_CORE, _core.VERSION) else _core
