@@ -6,6 +6,7 @@ indices, so each sample is fetched by one rank alone; from any other iterable wh
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ def sharded(
         batches = _batches_of(loader, seed=seed, epoch=epoch)
         if batches is not None:
             planned = [list(indices) for indices in itertools.islice(batches, skip, None)]
-            yield from _fetched(loader, planned, part=part, num_parts=num_parts)
+            # Of its own: a loader draws from torch's global generator otherwise, and resuming would change dropout.
+            generator = _generator(seed, epoch, part)
+            yield from _fetched(loader, planned, part=part, num_parts=num_parts, generator=generator)
             return
     for batch in itertools.islice(loader, skip, None):
         total = count_samples(batch)
@@ -126,13 +129,21 @@ def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[l
             loader.dataset,  # type: ignore[arg-type]  # a map-style dataset with a sampler has a length
             replacement=loader.sampler.replacement,
             num_samples=loader.sampler.num_samples,
-            generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch),
+            generator=_generator(seed, epoch),
         )
         return BatchSampler(order, batches.batch_size, batches.drop_last)
     return batches
 
 
-def _fetched(loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int) -> Iterator[Piece]:
+def _generator(*numbers: int) -> torch.Generator:
+    """Seeded by all of the numbers."""
+    mixed = functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**63, numbers)
+    return torch.Generator().manual_seed(mixed)
+
+
+def _fetched(
+    loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int, generator: torch.Generator
+) -> Iterator[Piece]:
     """This rank's share of each planned batch, fetched as the loader would."""
     shares = [share_of(len(indices), part=part, num_parts=num_parts) for indices in planned]
     mine = DataLoader(
@@ -147,6 +158,7 @@ def _fetched(loader: DataLoader[Any], planned: list[list[int]], *, part: int, nu
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
+        generator=generator,
     )
     for batch, indices, share in zip(mine, planned, shares, strict=True):
         yield Piece(batch, len(share), len(indices))

@@ -1,0 +1,143 @@
+"""The optimizer follows the model to its final parameters."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.bed.world import World
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.whole_state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
+from torsh_distributed.train.binding import prepare_optimizer
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def groups_of(model: nn.Sequential) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters()}], lr=0.01
+    )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def spread(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def follow(num_steps_before: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Adam steps before the parameters are sharded, and after; two groups, odd shapes."""
+    model = make()
+    optimizer = groups_of(model)
+    for seed in range(num_steps_before):
+        step(model, optimizer, seed)
+    optimizer_for = prepare_optimizer(model, optimizer)
+    bound = optimizer_for(spread(model))
+    assert bound is optimizer
+    for seed in range(num_steps_before, 6):
+        step(model, bound, seed)
+    return model_state(model), optimizer_state(model, bound)
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 3])
+def test_an_optimizer_goes_on_over_sharded_parameters_with_its_state(world: World, num_steps_before: int) -> None:
+    plain = make()
+    optimizer = groups_of(plain)
+    for seed in range(6):
+        step(plain, optimizer, seed)
+    for state, optimizer_values in world.run(follow, num_steps_before):
+        torch.testing.assert_close(state, plain.state_dict())
+        expected = optimizer_state(plain, optimizer)
+        torch.testing.assert_close(optimizer_values["state"], expected["state"])
+        assert optimizer_values["param_groups"] == expected["param_groups"]
+
+
+def resume_sharded(state: dict[str, torch.Tensor], optimizer_values: dict[str, object]) -> dict[str, torch.Tensor]:
+    model = make()
+    optimizer = groups_of(spread(model))
+    load_model_state(model, state)
+    load_optimizer_state(model, optimizer, optimizer_values)
+    step(model, optimizer, 6)
+    return model_state(model)
+
+
+def test_whole_state_is_cut_for_another_number_of_ranks(world: World) -> None:
+    [(state, optimizer_values), _] = world.run(follow, 3)
+    plain = make()
+    optimizer = groups_of(plain)
+    for seed in range(7):
+        step(plain, optimizer, seed)
+    for found in world.run(resume_sharded, state, optimizer_values, num_ranks=3):
+        torch.testing.assert_close(found, plain.state_dict())
+
+
+def test_a_function_is_called_with_the_final_parameters() -> None:
+    model = make()
+    optimizer_for = prepare_optimizer(model, functools.partial(torch.optim.SGD, lr=0.5))
+    model[0] = nn.Linear(5, 7)  # stands for a strategy that replaces parameters
+    made = optimizer_for(model)
+    assert made.param_groups[0]["params"][0] is model[0].weight
+    assert made.defaults["lr"] == 0.5
+
+
+def test_state_of_another_model_is_refused_by_name() -> None:
+    state = model_state(make())
+    with pytest.raises(InvalidArgument, match=re.escape("names differ")):
+        load_model_state(nn.Sequential(nn.Linear(5, 7)), state)
+    with pytest.raises(InvalidArgument, match=r"2\.weight differs(?s:.*)\(3, 7\)(?s:.*)\(4, 7\)"):
+        load_model_state(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)), state | {"2.bias": torch.ones(4)})
+    model = make()
+    values = optimizer_state(model, groups_of(model))
+    with pytest.raises(InvalidArgument, match="other parameters or groups"):
+        load_optimizer_state(model, torch.optim.AdamW(model.parameters()), values)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("foreign", "holds none of"), ("more", "not the model's"), ("frozen", "no parameter"), ("function", "must be a")],
+)
+def test_what_cannot_train_the_model_is_refused(case: str, message: str) -> None:
+    model = make()
+    loose = nn.Parameter(torch.zeros(1))
+    given = {
+        "foreign": torch.optim.SGD(make().parameters(), lr=0.1),
+        "more": torch.optim.SGD([*model.parameters(), loose], lr=0.1),
+        "frozen": torch.optim.SGD(model.parameters(), lr=0.1),
+        "function": list,
+    }[case]
+    if case == "frozen":
+        model.requires_grad_(False)
+    with pytest.raises(InvalidArgument, match=message):
+        prepare_optimizer(model, given)(model)  # type: ignore[arg-type]
+
+
+def test_a_parameter_of_another_shape_cannot_be_followed() -> None:
+    model = make()
+    optimizer_for = prepare_optimizer(model, groups_of(model))
+    model[0] = nn.Linear(5, 3)
+    with pytest.raises(InvalidArgument, match=r"cannot follow 0\.weight"):
+        optimizer_for(model)
