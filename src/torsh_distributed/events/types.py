@@ -165,6 +165,21 @@ class RebalanceEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PressureEvent(Event):
+    """Memory under a budget ran short and something was done about it; the bytes were counted on both sides."""
+
+    kind: ClassVar[str] = "pressure"
+
+    action: str
+    """free unused, offload cold, shrink prefetch or smaller form."""
+    memory: str
+    """Which memory: device memory, host memory or disk space."""
+    before_bytes: int
+    after_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionEvent(Event):
     """The library chose for the user (a backend, a fallback, a codec); `reason` says why."""
 
@@ -206,6 +221,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     MembershipEvent,
     RoutingEvent,
     RebalanceEvent,
+    PressureEvent,
     DecisionEvent,
     AlertEvent,
     LogEvent,
