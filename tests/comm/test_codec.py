@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 
+import msgpack
 import pytest
 import torch
 from hypothesis import given
@@ -97,6 +99,13 @@ class Trap:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (pytest.fail, ("the bytes were unpickled",))
+
+
+@pytest.mark.parametrize("wrap", [lambda at: at, lambda at: [1, [at]], lambda at: {"at": at}, lambda at: {at: 1}])
+def test_a_point_in_time_of_messagepack_is_refused(wrap: Callable[[object], object]) -> None:
+    data = msgpack.packb(wrap(msgpack.Timestamp(1, 2)))
+    with pytest.raises(SerializationError, match="point in time"):
+        deserialize(data)
 
 
 def test_a_pickle_is_not_opened() -> None:

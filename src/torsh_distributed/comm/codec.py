@@ -99,7 +99,7 @@ def serialize(value: Any) -> bytes:
 def deserialize(data: bytes) -> Any:
     """The value in `data`; raises SerializationError for anything that `serialize` did not make."""
     try:
-        return msgpack.unpackb(
+        value = msgpack.unpackb(
             data,
             ext_hook=_shrink,
             strict_map_key=False,
@@ -109,10 +109,24 @@ def deserialize(data: bytes) -> Any:
             max_map_len=len(data),
             max_ext_len=len(data),
         )
+        _refuse_timestamps(value)
+        return value
     except SerializationError:
         raise
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise _bad("it is not a value of ours", length=len(data), reason=str(error)) from error
+
+
+def _refuse_timestamps(value: Any) -> None:
+    """MessagePack decodes an extension of its own, whatever the hook says: points in time, which nobody sent."""
+    if isinstance(value, msgpack.Timestamp):
+        raise _bad("it holds a point in time")
+    if isinstance(value, dict):
+        for pair in value.items():
+            _refuse_timestamps(list(pair))
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_timestamps(part)
 
 
 def _prepare(value: Any, path: str) -> Any:
