@@ -7,6 +7,7 @@ the argument itself are new tensors. Roots are ranks of the world, as in torch.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypedDict, TypeVar, overload
@@ -77,8 +78,8 @@ def all_reduce(
     it to the backend. `deterministic` adds in the order of ranks: the same contributions give the same bits on every
     backend, in every layout and every time.
     """
-    reduction = _reduction(op, tensor)
-    same = (tensor.dtype, tuple(tensor.shape), str(op))
+    reduction = _reduction(op, tensor.dtype)
+    same = (tensor.dtype, tensor.shape, op)
     if algorithm is not None or deterministic:
         chosen = choose_algorithm(algorithm, tensor, resolve_group(where.get("group")), deterministic=deterministic)
         if chosen is not None:
@@ -116,14 +117,14 @@ def reduce(
     tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **where: Unpack[Where]
 ) -> Tensor | Work[Tensor]:
     """Fold `tensor` over all ranks into the one of rank `dst`, in place; elsewhere its values are then undefined."""
-    reduction = _reduction(op, tensor)
+    reduction = _reduction(op, tensor.dtype)
     check_member(dst, "dst", where.get("group"))
     return run(
         "reduce",
         num_bytes(tensor),
         lambda group, is_async: dist.reduce(tensor, dst, reduction, group=group, async_op=is_async),
         lambda: tensor,
-        same=(tensor.dtype, tuple(tensor.shape), str(op), dst),
+        same=(tensor.dtype, tensor.shape, op, dst),
         async_op=async_op,
         **where,
     )
@@ -141,7 +142,7 @@ def broadcast(tensor: Tensor, src: int, *, async_op: bool = False, **where: Unpa
         num_bytes(tensor),
         lambda group, is_async: dist.broadcast(tensor, src, group=group, async_op=is_async),
         lambda: tensor,
-        same=(tensor.dtype, tuple(tensor.shape), src),
+        same=(tensor.dtype, tensor.shape, src),
         async_op=async_op,
         **where,
     )
@@ -160,7 +161,7 @@ def all_gather(tensor: Tensor, *, async_op: bool = False, **where: Unpack[Where]
         num_bytes(tensor) * len(gathered),
         lambda group, is_async: dist.all_gather(gathered, source, group=group, async_op=is_async),
         lambda: gathered,
-        same=(tensor.dtype, tuple(tensor.shape)),
+        same=(tensor.dtype, tensor.shape),
         async_op=async_op,
         **where,
     )
@@ -188,7 +189,7 @@ def gather(
         num_bytes(tensor) * (world.size() if is_root else 1),
         lambda group, is_async: dist.gather(source, gathered, dst, group=group, async_op=is_async),
         lambda: gathered,
-        same=(tensor.dtype, tuple(tensor.shape), dst),
+        same=(tensor.dtype, tensor.shape, dst),
         async_op=async_op,
         **where,
     )
@@ -233,7 +234,7 @@ def scatter(
         num_bytes(tensor),
         lambda group, is_async: dist.scatter(tensor, sources, src, group=group, async_op=is_async),
         lambda: tensor,
-        same=(tensor.dtype, tuple(tensor.shape), src),
+        same=(tensor.dtype, tensor.shape, src),
         async_op=async_op,
         **where,
     )
@@ -252,7 +253,7 @@ def reduce_scatter(
 ) -> Tensor | Work[Tensor]:
     """This rank's part of the fold of `tensor` over all ranks. Dim 0 is split evenly, in order of rank."""
     world = resolve_group(where.get("group"))
-    reduction = _reduction(op, tensor)
+    reduction = _reduction(op, tensor.dtype)
     _check_splits(tensor, world.size(), "reduce_scatter")
     source = tensor.contiguous()
     part = source.new_empty((source.shape[0] // world.size(), *source.shape[1:]))
@@ -261,7 +262,7 @@ def reduce_scatter(
         num_bytes(tensor),
         lambda group, is_async: _reduce_scatter_single(part, source, reduction, group=group, async_op=is_async),
         lambda: part,
-        same=(tensor.dtype, tuple(tensor.shape), str(op)),
+        same=(tensor.dtype, tensor.shape, op),
         async_op=async_op,
         **where,
     )
@@ -313,7 +314,7 @@ def all_to_all(
             raise TensorShapeMismatch(
                 f"input_splits add up to {sum(input_splits)} rows, but the tensor has {tensor.shape[0]}",
                 input_splits=list(input_splits),
-                shape=tuple(tensor.shape),
+                shape=tensor.shape,
             )
         num_rows = sum(output_splits)
     source = tensor.contiguous()
@@ -327,7 +328,7 @@ def all_to_all(
         num_bytes(tensor),
         lambda group, is_async: dist.all_to_all_single(received, source, *sizes, group=group, async_op=is_async),
         lambda: received,
-        same=(tensor.dtype, tuple(tensor.shape[1:])),
+        same=(tensor.dtype, tensor.shape[1:]),
         async_op=async_op,
         **where,
     )
@@ -375,7 +376,7 @@ def run(
     try:
         if same is not None and are_checks_enabled():
             limit_s = group_timeout_s(chosen) if timeout_s is None else timeout_s
-            require_agreement(chosen, record, f"{op}{same}", limit_s)
+            require_agreement(chosen, record, f"{op}{_shown(same)}", limit_s)
         pending = start(chosen, async_op or timeout_s is not None)
     except TorshError as error:
         recorder.end(record, error)
@@ -384,8 +385,18 @@ def run(
         explained = explain(error, chosen, record, started, timeout_s)
         recorder.end(record, explained)
         raise explained from error
+    if pending is None and not async_op:  # the short way of every synchronous call without a deadline of its own
+        result = finish()
+        recorder.end(record)
+        return result
     work = Work(pending, finish, record=record, group=chosen, timeout_s=timeout_s)
     return work if async_op else work.wait()
+
+
+def _shown(same: tuple[object, ...]) -> tuple[object, ...]:
+    """As people read it; made only where it is compared."""
+    words = {torch.Size: tuple, ReduceOp: str}
+    return tuple(words.get(type(part), lambda part: part)(part) for part in same)
 
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one. Drop with support for torch < 2.13.
@@ -405,9 +416,10 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def _reduction(op: ReduceOp | str, tensor: Tensor) -> dist.ReduceOp.RedOpType:
-    chosen = op if type(op) is ReduceOp else ReduceOp.parse(op)
-    chosen.check(tensor.dtype)
+@functools.cache  # of every name and dtype there is: a small collective takes microseconds, so does this
+def _reduction(op: ReduceOp | str, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+    chosen = ReduceOp.parse(op)
+    chosen.check(dtype)
     return chosen.to_torch()
 
 
@@ -430,6 +442,6 @@ def _check_splits(tensor: Tensor, num_ranks: int, operation: str) -> None:
         raise TensorShapeMismatch(
             f"{operation} splits dim 0 evenly over {num_ranks} ranks, and it does not divide",
             hint=f"pad dim 0 to a multiple of {num_ranks}",
-            shape=tuple(tensor.shape),
+            shape=tensor.shape,
             num_ranks=num_ranks,
         )
