@@ -256,7 +256,7 @@ def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.
         ["training.seed", "3", "environment TORSH_PLAN__TRAINING__SEED", "honoured"],
     ]
     assert result.output.splitlines()[-2:] == [
-        "97 keys are at their defaults (--all shows them).",
+        f"{len(Plan().explain().rows) - len(rows)} keys are at their defaults (--all shows them).",
         "dp 2 × tp 2 × pp 1 = 4 ranks; a step takes 33 samples: 16 or 17 on each of 2 replicas, in 2 passes",
     ]
 

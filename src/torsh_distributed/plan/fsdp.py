@@ -16,21 +16,29 @@ class FsdpConfig(Section):
     """What each rank keeps only a shard of: everything (ZeRO-3), gradients and optimizer state (ZeRO-2), optimizer
     state (ZeRO-1), everything within a replica group (hybrid: mesh.dp replicas of mesh.shard ranks), or nothing."""
 
-    wrap_min_params: int = Field(default=1000, ge=0)
-    """A module with at least this many parameters travels as one piece. Used where no class or name is given below."""
+    wrap: Literal["auto", "size", "none"] = "auto"
+    """Which modules travel as one piece, where no class or name is given below: the repeated layers of the model (or,
+    where it has none, by size), modules of at least `wrap_min_params` parameters, or the whole model as one."""
+
+    wrap_min_params: int = Field(default=1000, ge=1)
+    """With `wrap = "size"`: a module becomes a piece once what its own pieces leave has this many parameters."""
 
     wrap_classes: Words = ()
     """Class names of modules that travel as one piece, such as `TransformerBlock`."""
 
     wrap_names: Words = ()
-    """Patterns of module names that travel as one piece, such as `layers.*`."""
+    """Patterns of module names that travel as one piece, matched part by part: `layers.*` is every layer."""
 
     ignored_modules: Words = ()
-    """Patterns of module names that are not sharded."""
+    """Patterns of module names that are not sharded: every rank keeps them whole, gradients are averaged."""
 
     forward_prefetch: bool = False
-    """Gather the next module's parameters while this one computes, in forward. Costs their memory."""
+    """Gather the next piece while this one computes, in forward. Costs its memory."""
 
     backward_prefetch: Literal["backward_pre", "backward_post", "none"] = "backward_pre"
-    """When the next module's parameters are gathered in backward: before this module's gradients are computed
-    (fastest), after them (less memory), or not ahead at all."""
+    """When the next piece is gathered in backward: before this one's gradients are computed (fastest), or only when
+    it is needed (least memory). FSDP2 does not tell `backward_post` from `none`."""
+
+    max_gathered_ahead: int = Field(default=1, ge=1)
+    """Most pieces gathered ahead of the one at work, where prefetching is on. More hides longer waits; each costs its
+    memory."""

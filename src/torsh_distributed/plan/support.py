@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "mesh.dp": None,
+    "mesh.shard": None,
     "distributed.backend": None,
     "distributed.timeout_s": None,
     "distributed.algorithm": None,
@@ -24,6 +25,15 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "ddp.static_graph": None,
     "ddp.gradient_as_bucket_view": None,
     "ddp.broadcast_buffers": None,
+    "fsdp.strategy": None,
+    "fsdp.wrap": None,
+    "fsdp.wrap_min_params": None,
+    "fsdp.wrap_classes": None,
+    "fsdp.wrap_names": None,
+    "fsdp.ignored_modules": None,
+    "fsdp.forward_prefetch": None,
+    "fsdp.backward_prefetch": None,
+    "fsdp.max_gathered_ahead": None,
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision.buffer_dtype": None,
     "precision.init_loss_scale": None,

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import BackendNotInitialized
-from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.engine import Engine
@@ -41,7 +41,7 @@ def parallelize(
     optimizer_for = prepare_optimizer(model, optimizer)
     require_same_model(model)
     cast_buffers(model, chosen.precision)
-    strategy = DataParallel(model, chosen.ddp, chosen.distributed)
+    strategy = strategy_for(model, chosen)
     made = optimizer_for(strategy.unwrapped)
     strategy.attach(made)
     return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)

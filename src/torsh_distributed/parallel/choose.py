@@ -1,0 +1,64 @@
+"""Which strategy a plan asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torsh_distributed.comm import process_group
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
+from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded_strategy import Sharded
+from torsh_distributed.parallel.strategy import Strategy, check_one_device
+from torsh_distributed.parallel.zero1 import ShardedOptimizer
+from torsh_distributed.plan import Plan
+
+
+def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | None = None) -> Strategy:
+    """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
+
+    `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
+    """
+    shards_params = plan.mesh.shard > 1 and plan.fsdp.strategy != "shard_optimizer"
+    if is_on_meta(model) and not shards_params:
+        materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
+        materializer.make(model)
+    if plan.mesh.shard == 1:
+        return DataParallel(model, plan.ddp, plan.distributed)
+    device = process_group.device() if is_on_meta(model) else check_one_device(model)
+    mesh = Mesh(plan.mesh, device_type=device.type)
+    if not shards_params:
+        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh)
+    _refuse_bucket_settings(plan)
+    wrapped = FullyShardedDataParallel(
+        model,
+        plan.fsdp,
+        mesh=mesh,
+        precision=plan.precision,
+        param_init_fn=param_init_fn,
+        seed=plan.training.seed,
+        broadcast_buffers=plan.ddp.broadcast_buffers,
+    )
+    return Sharded(wrapped)
+
+
+def _refuse_bucket_settings(plan: Plan) -> None:
+    """How buckets are summed is for replicas: FSDP2 sends its pieces by the backend alone."""
+    asked = plan.distributed
+    wanted = [
+        name
+        for name, is_wanted in (
+            ("algorithm", asked.algorithm != "backend"),
+            ("deterministic", asked.deterministic),
+            ("rate_limit_gbps", asked.rate_limit_gbps is not None),
+        )
+        if is_wanted
+    ]
+    if wanted:
+        raise ConfigurationError(
+            f"distributed.{wanted[0]} has no effect on sharded parameters",
+            hint="leave it out, or shard the optimizer only: fsdp.strategy = shard_optimizer",
+            equation=plan.mesh.equation,
+        )

@@ -1,0 +1,75 @@
+"""Give a model that was built on the meta device its weights, a piece at a time: no rank ever holds all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.errors import InvalidArgument
+
+ParamInit = Callable[[nn.Module], None]
+"""Fills the parameters and buffers that one module holds itself, not those of modules inside it."""
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether some parameter has a shape but no memory."""
+    return any(param.is_meta for param in model.parameters())
+
+
+class Materializer:
+    """Makes and initialises what is on the meta device.
+
+    What a module gets depends on `seed` and its name alone: equal on every rank, at every world size, however the model
+    is cut into pieces. Without `init_fn` every such module must have `reset_parameters()`, as torch's own layers have.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, init_fn: ParamInit | None, seed: int) -> None:
+        self._model = model
+        self._device = device
+        self._init_fn = init_fn
+        self._seed = seed
+        self._made: dict[Tensor, nn.Parameter] = {}
+        lacking = sorted({type(module).__name__ for _, module in self._pending() if not _can_reset(module)})
+        if init_fn is None and lacking:
+            raise InvalidArgument(
+                f"modules on the meta device do not say how their parameters begin: {', '.join(lacking)}",
+                hint="give them a reset_parameters() method, or pass param_init_fn",
+            )
+
+    def make(self, piece: nn.Module) -> None:
+        """Make all of `piece` that is not yet made. The caller's random state is left as it was."""
+        inside = set(map(id, piece.modules()))
+        for name, module in self._pending():
+            if id(module) not in inside:
+                continue
+            self._allocate(module)
+            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                torch.manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+                if self._init_fn is not None:
+                    self._init_fn(module)
+                else:
+                    module.reset_parameters()  # type: ignore[operator]  # checked at construction
+
+    def _allocate(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:
+                if param not in self._made:  # a shared parameter stays shared
+                    empty = torch.empty_like(param, device=self._device)
+                    self._made[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                setattr(module, name, self._made[param])
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=self._device))
+
+    def _pending(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in list(self._model.named_modules()):
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(tensor.is_meta for tensor in own):
+                yield name, module
+
+
+def _can_reset(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset_parameters", None))

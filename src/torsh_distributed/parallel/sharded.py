@@ -1,0 +1,335 @@
+"""Sharded data parallelism on FSDP2: each rank keeps a shard of the model's state and has its own part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed.comm import process_group
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.parallel import whole_state
+from torsh_distributed.parallel.grad_norm import clip_grad_norm
+from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
+from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.model_check import check_same_model
+from torsh_distributed.parallel.replicas import ReplicatedGradients, broadcast_from_first
+from torsh_distributed.parallel.sharded_comm import CommTally, TalliedAllGather, TalliedReduceScatter
+from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.wrapping import ignored_modules, pieces_of
+from torsh_distributed.plan.fsdp import FsdpConfig
+from torsh_distributed.plan.mesh import MeshConfig
+from torsh_distributed.plan.precision import MixedPrecisionConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """The part of a parameter that this rank owns."""
+
+    name: str
+    dim: int
+    """The tensor dim that is cut."""
+    start: int
+    """First row of this rank's part along `dim`."""
+    size: int
+    """Rows of this rank's part; 0 where there are fewer rows than ranks."""
+    original_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStats:
+    """Bytes this rank holds now, counted from the storages, and what the same would take without shards."""
+
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    whole_param_bytes: int
+    """Bytes of all parameters, as one process would hold them."""
+    num_gathers: int
+    """Pieces gathered so far."""
+    num_reductions: int
+    """Pieces whose gradients were reduced so far."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Parameters, gradients, optimizer state and buffers."""
+        return self.param_bytes + self.grad_bytes + self.optimizer_bytes + self.buffer_bytes
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A model whose parameters, gradients and optimizer state are sharded; called like the model itself.
+
+    Every rank of the mesh makes it, with the same model: parameters and buffers become those of the first rank, and the
+    model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta device
+    gets its weights here, a piece at a time. `module` is the user's model, changed in place.
+
+    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`); left out, the world is one
+    shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: FsdpConfig | None = None,
+        *,
+        mesh: Mesh | None = None,
+        precision: MixedPrecisionConfig | None = None,
+        param_init_fn: ParamInit | None = None,
+        seed: int = 0,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config or FsdpConfig()
+        _check_strategy(self.config)
+        device = process_group.device() if is_on_meta(module) else check_one_device(module)
+        self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type)
+        torch_mesh = _shard_mesh(self.mesh)
+        self._group = self.mesh.data_group
+        check_same_model(module, self._group)
+        materializer = None
+        if is_on_meta(module):
+            materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
+        else:
+            broadcast_from_first([*module.parameters(), *module.buffers()], self._group)
+        self.tally = CommTally()
+        replicated = _kept_whole(module, self.config)
+        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer)
+        self._replicated = ReplicatedGradients(
+            [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
+        )
+        self._buffers_to_send = _persistent_buffers(module) if broadcast_buffers and self._group.size() > 1 else []
+        self._is_syncing = True
+
+    def _shard(
+        self,
+        mesh: DeviceMesh,
+        precision: MixedPrecisionConfig,
+        replicated: set[str],
+        materializer: Materializer | None,
+    ) -> None:
+        """Apply `fully_shard` to every piece, innermost first, then to the model; make what is on meta right before."""
+        pieces = [*pieces_of(self.module, self.config).values()]
+        policy = MixedPrecisionPolicy(
+            param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
+            reduce_dtype=_DTYPES.get(precision.reduce_dtype),
+        )
+        keeps_gathered = self.config.strategy == "shard_grad_op"
+        for piece in [*reversed(pieces), self.module]:
+            if materializer is not None:
+                materializer.make(piece)
+            whole = {
+                param for name, param in self.module.named_parameters(remove_duplicate=False) if name in replicated
+            }
+            _check_dtypes(self.module, piece, whole)
+            fully_shard(
+                piece,
+                mesh=mesh,
+                # None lets FSDP2 keep the model's own piece gathered, for backward begins with it.
+                reshard_after_forward=False if keeps_gathered else (None if piece is self.module else True),
+                mp_policy=policy,
+                ignored_params=whole,
+            )
+        _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
+        _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
+        for sharded in self._sharded_modules():
+            sharded.set_custom_all_gather(TalliedAllGather(self.tally))
+            sharded.set_custom_reduce_scatter(TalliedReduceScatter(self.tally))
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers_to_send and self.training and torch.is_grad_enabled():
+            broadcast_from_first(self._buffers_to_send, self._group)
+        return self.module(*args, **kwargs)
+
+    def set_gradient_sync(self, is_syncing: bool) -> None:
+        """Whether the next backward brings gradients together; off, they add up on each rank, whole."""
+        if is_syncing != self._is_syncing:
+            root = self.module
+            assert isinstance(root, FSDPModule)
+            root.set_requires_gradient_sync(is_syncing)
+            self._is_syncing = is_syncing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around forward and backward of all microbatches but the last: gradients add up and do not travel."""
+        self.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_gradient_sync(True)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Average the gradients of what is not sharded before each step; needed where there is such."""
+        optimizer.register_step_pre_hook(lambda *_: self._replicated.average())
+        optimizer.register_step_post_hook(lambda *_: self._replicated.forget())
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Scale gradients to at most this norm over the whole model (None: only measure it); returns the norm."""
+        self._replicated.average()
+        return clip_grad_norm(self.module.parameters(), max_norm)
+
+    def reshard(self) -> None:
+        """Free what forward left gathered, as after evaluation; the module's parameters are shards then."""
+        for piece in self._sharded_modules():
+            piece.reshard()
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters, over all ranks; shared ones once."""
+        return sum(param.numel() for param in self.module.parameters())
+
+    def local_sharding_ratio(self) -> float:
+        """The share of all elements that this rank holds."""
+        return sum(_local(param).numel() for param in self.module.parameters()) / max(1, self.num_parameters())
+
+    def shards(self) -> list[ShardInfo]:
+        """What this rank owns of every sharded parameter."""
+        self.reshard()
+        found = []
+        for name, param in whole_state.named_params(self.module).items():
+            if isinstance(param, DTensor):
+                num_ranks, rank = param.device_mesh.size(-1), param.device_mesh.get_local_rank(-1)
+                rows = -(-param.shape[0] // num_ranks)
+                start = min(rank * rows, param.shape[0])
+                size = param.to_local().shape[0]
+                found.append(ShardInfo(name=name, dim=0, start=start, size=size, original_shape=tuple(param.shape)))
+        return found
+
+    def memory_stats(self, optimizer: Optimizer | None = None) -> MemoryStats:
+        """What this rank holds at this moment, `optimizer`'s state included where one is given."""
+        params = list(self.module.parameters())
+        state = [] if optimizer is None else [value for one in optimizer.state.values() for value in one.values()]
+        return MemoryStats(
+            param_bytes=_storage_bytes(params),
+            grad_bytes=_storage_bytes([param.grad for param in params if param.grad is not None]),
+            optimizer_bytes=_storage_bytes([value for value in state if isinstance(value, Tensor)]),
+            buffer_bytes=_storage_bytes(list(self.module.buffers())),
+            whole_param_bytes=sum(param.numel() * param.element_size() for param in params),
+            num_gathers=self.tally.num_gathers,
+            num_reductions=self.tally.num_reductions,
+        )
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's state with whole tensors, on every rank, all of which call this."""
+        self.reshard()
+        return whole_state.model_state(self.module)
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's shards of a whole state, made at any world size; equal on all ranks."""
+        self.reshard()
+        whole_state.load_model_state(self.module, state)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The model's state as this rank holds it, sharded tensors as DTensors: for torch.distributed.checkpoint."""
+        self.reshard()
+        return dict(self.module.state_dict())
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def _check_strategy(config: FsdpConfig) -> None:
+    elsewhere = {
+        "shard_optimizer": "parallelize() with mesh.shard above 1 builds replicas with a sharded optimizer",
+        "no_shard": "use DistributedDataParallel, or parallelize() with mesh.shard = 1",
+    }
+    if config.strategy in elsewhere:
+        raise InvalidArgument(
+            f"FullyShardedDataParallel shards parameters, which fsdp.strategy {config.strategy!r} does not",
+            hint=elsewhere[config.strategy],
+        )
+
+
+def _shard_mesh(mesh: Mesh) -> DeviceMesh:
+    """The ranks to shard over, or replicas × shards."""
+    layout = mesh.layout
+    others = [axis for axis in ("ep", "cp") if layout.degree(axis) > 1]
+    if others:
+        raise FeatureNotAvailable(
+            f"sharding beside {' and '.join(others)} is not supported by this version yet",
+            hint=f"set mesh.{others[0]} = 1, or mesh.shard = 1",
+        )
+    if layout.degree("dp") > 1 and layout.degree("shard") == 1:
+        raise InvalidArgument(
+            f"there is nothing to shard over: {layout.config.equation}",
+            hint="set mesh.shard to the number of ranks that share the model's state",
+        )
+    return mesh.slice("dp", "shard") if layout.degree("dp") > 1 else mesh.slice("shard")
+
+
+def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:
+    """Names of the parameters that every rank keeps whole: ignored ones, and single numbers, which cannot be cut."""
+    ignored = {id(module) for module in ignored_modules(model, config.ignored_modules).values()}
+    inside = {
+        id(param) for module in model.modules() if id(module) in ignored for param in module.parameters(recurse=False)
+    }
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if id(param) in inside or param.dim() == 0}
+
+
+def _check_dtypes(model: nn.Module, piece: nn.Module, whole: set[nn.Parameter]) -> None:
+    """FSDP2 sends the gradients of a piece as one buffer: its trained parameters must have one dtype."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    seen: dict[torch.dtype, str] = {}
+    for param in piece.parameters():
+        if param.requires_grad and param not in whole and not isinstance(param, DTensor):
+            seen.setdefault(param.dtype, names[id(param)])
+    if len(seen) > 1:
+        (one, first), (two, second), *_ = seen.items()
+        raise InvalidArgument(
+            f"parameters that travel together have two dtypes: {first} is {one}, {second} is {two}",
+            hint="convert the model to one dtype, or make their modules pieces of their own (fsdp.wrap_names)",
+        )
+
+
+def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
+    """Tell each piece what to gather ahead, in the order of the model. FSDP2 by itself gathers one, in backward."""
+    ahead = config.max_gathered_ahead
+    for index, piece in enumerate(pieces):
+        if config.forward_prefetch:
+            piece.set_modules_to_forward_prefetch(list(pieces[index + 1 : index + 1 + ahead]))
+        if config.backward_prefetch != "backward_pre":
+            # A list of its own turns FSDP2's choice off, and this piece is there already.
+            piece.set_modules_to_backward_prefetch([piece])
+        elif ahead > 1:
+            piece.set_modules_to_backward_prefetch(list(pieces[max(0, index - ahead) : index][::-1]) or [piece])
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Buffers that are part of the model's state, such as running means: replicas of them must not drift apart."""
+    kept = module.state_dict(keep_vars=True)
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    for inner in module.modules():
+        for name, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(inner, name, buffer.to(dtype))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        held: Tensor = tensor.to_local()
+        return held
+    return tensor
+
+
+def _storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (_local(one).untyped_storage() for one in tensors)}
+    return sum(storages.values())
