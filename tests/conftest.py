@@ -6,10 +6,12 @@ What a test may need of the machine is checked by `tests/bed/needs.py`, what it 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.bed.world import World
+from tests.comm.backends.mpi.world import MpiWorld
 from tests.lab.network import Lab
 
 pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
@@ -21,6 +23,12 @@ def world() -> Iterator[World]:
     ranks = World()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def mpi_world(world: World, tmp_path: Path) -> MpiWorld:
+    """Ranks of one MPI job: `mpi_world.run(function, *args, num_ranks=2)`."""
+    return MpiWorld(world, tmp_path)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.backends import ShmOptions, register_backends
+from tests.bed.zygote import Outcome
+from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup, register_backends
 from torsh_distributed.comm.backends.shm import group as shm_group
 
 # Torch 2.13 renamed these; 2.11 knows the old names alone.
@@ -46,6 +47,16 @@ def on_shm(folder: Path, core: str, function: Callable[..., Any], *args: Any, ti
         return function(*args)
     finally:
         dist.destroy_process_group()
+
+
+def the_group() -> TorshProcessGroup:
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, TorshProcessGroup)
+    return group
+
+
+def errors_of(outcomes: list[Outcome], *ranks: int) -> list[BaseException | None]:
+    return [outcomes[rank].error for rank in ranks]
 
 
 def barrier_within(timeout_s: float) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.backends import test_faults as faults
-from tests.comm.backends import test_lifecycle as lifecycle
+from tests.chaos import test_backend_faults as faults
+from tests.chaos import test_backend_lifecycle as lifecycle
 from tests.comm.backends import test_point_to_point as messages
 from tests.comm.backends.mpi.world import MpiWorld
 from torsh_distributed.comm.backends.mpi import MpiWire

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.bed.world import World
-from tests.bed.zygote import Outcome
-from tests.comm.backends.ranks import CORES, all_gather_single, barrier_within, on_shm
-from torsh_distributed.comm.backends import TorshProcessGroup
+from tests.comm.backends.ranks import CORES, all_gather_single, barrier_within, errors_of, on_shm, the_group
 from torsh_distributed.errors import (
     CommunicationError,
     InvalidArgument,
@@ -27,17 +25,6 @@ from torsh_distributed.errors import (
     RankOutOfBounds,
     TensorShapeMismatch,
 )
-
-
-def the_group() -> TorshProcessGroup:
-    group = dist.distributed_c10d._get_default_group()
-    assert isinstance(group, TorshProcessGroup)
-    return group
-
-
-def errors_of(outcomes: list[Outcome], *ranks: int) -> list[BaseException | None]:
-    return [outcomes[rank].error for rank in ranks]
-
 
 COLLECTIVES: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(10)),
@@ -280,3 +267,28 @@ def misuse() -> None:
 @pytest.mark.parametrize("core", CORES)
 def test_misuse_is_refused_before_anything_is_sent(world: World, tmp_path: Path, core: str) -> None:
     world.run(on_shm, tmp_path, core, misuse, backend=None)
+
+
+def be_one_of_two_jobs(folder: Path, core: str) -> float:
+    """Ranks 0 and 1 are one job, 2 and 3 another of the same name; both talk at the same time."""
+    rank = int(os.environ["RANK"])
+    job = rank // 2
+    os.environ.update(RANK=str(rank % 2), WORLD_SIZE="2")
+    (folder / str(job)).mkdir(exist_ok=True)
+    return float(on_shm(folder / str(job), core, sum_often, 10.0**job))
+
+
+def sum_often(value: float) -> float:
+    totals = set()
+    for _ in range(200):
+        tensor = torch.full((5000,), value)
+        dist.all_reduce(tensor)
+        totals.update(tensor.tolist())
+    assert len(totals) == 1, totals
+    return totals.pop()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_two_jobs_of_one_name_do_not_meet(world: World, tmp_path: Path, core: str) -> None:
+    sums = world.run(be_one_of_two_jobs, tmp_path, core, num_ranks=4, backend=None)
+    assert sums == [2.0, 2.0, 20.0, 20.0]

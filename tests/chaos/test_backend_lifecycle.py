@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from tests.bed.zygote import Outcome
-from tests.comm.backends.ranks import CORES, barrier_within, on_shm
+from tests.comm.backends.ranks import CORES, barrier_within, errors_of, on_shm, the_group
 from tests.lab.network import Lab
-from torsh_distributed.comm.backends import TorshProcessGroup
 from torsh_distributed.errors import (
     BackendError,
     BackendNotInitialized,
@@ -29,17 +27,6 @@ from torsh_distributed.errors import (
     MemoryAllocationFailed,
     OperationTimeout,
 )
-
-
-def the_group() -> TorshProcessGroup:
-    group = dist.distributed_c10d._get_default_group()
-    assert isinstance(group, TorshProcessGroup)
-    return group
-
-
-def errors_of(outcomes: list[Outcome], *ranks: int) -> list[BaseException | None]:
-    return [outcomes[rank].error for rank in ranks]
-
 
 # ---- abort --------------------------------------------------------------------------------------------------------
 
