@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.compress.message import check_dense, is_finite, norm, num_bytes
+from torsh_distributed.compress.gradient import check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece, split
 
 if TYPE_CHECKING:

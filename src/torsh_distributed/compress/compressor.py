@@ -16,7 +16,7 @@ from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.codec import Codec, Key
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.feedback import DifferenceFeedback, Feedback, make_feedback
-from torsh_distributed.compress.message import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
+from torsh_distributed.compress.gradient import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece
 from torsh_distributed.compress.policy import is_dense_step, stream_of, travels_dense
 from torsh_distributed.compress.stats import CompressionStats

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Self
 
 from pydantic import Field
 from typing_extensions import override
 
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan.base import Section
-from torsh_distributed.plan.problems import Problem
+from torsh_distributed.plan.problems import Problem, did_you_mean
+
+NETWORKS: dict[str, tuple[float, float]] = {
+    "infiniband": (50.0, 2.0),
+    "100gbe": (50.0, 2.0),
+    "25gbe": (25.0, 1.0),
+    "10gbe": (25.0, 1.0),
+    "wifi6": (10.0, 1.0),
+    "1gbe": (10.0, 1.0),
+    "wifi5": (5.0, 0.5),
+    "slow": (2.0, 0.5),
+}
+"""Kinds of network, with the largest and the first bucket that suit them, in MB."""
 
 
 class BucketConfig(Section):
@@ -20,6 +34,9 @@ class BucketConfig(Section):
 
     min_bucket_size_mb: float = Field(default=1.0, gt=0)
     """Capacity of the first bucket to fill. Small, so that the network is busy early."""
+
+    auto_size: bool = False
+    """Measure the link when training starts and choose both sizes by it, in place of the two above."""
 
     enabled: bool = True
     """Off sends every gradient by itself: slow, for finding out which one is at fault."""
@@ -39,6 +56,18 @@ class BucketConfig(Section):
 
     broadcast_buffers: bool = True
     """Copy buffers, such as the running means of batch normalisation, from rank 0 at every forward."""
+
+    @classmethod
+    def for_network(cls, network: str, **others: Any) -> Self:
+        """Bucket sizes for a kind of network ("10GbE", "1GbE", "InfiniBand", "WiFi 6", "slow"), and other fields."""
+        name = network.lower().replace(" ", "").replace("-", "")
+        if name not in NETWORKS:
+            raise InvalidArgument(
+                f"the network {network!r} is not known",
+                hint=did_you_mean(name, NETWORKS) or f"known: {', '.join(NETWORKS)}; or set auto_size to measure",
+            )
+        largest, first = NETWORKS[name]
+        return cls(**{"max_bucket_size_mb": largest, "min_bucket_size_mb": first, **others})
 
     @override
     def find_problems(self) -> Iterator[Problem]:

@@ -1,0 +1,293 @@
+"""How the ranks' gradients come together, bucket by bucket: behind DDP's hook, and in manual mode."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+from torch.utils.hooks import RemovableHandle
+
+from torsh_distributed.compress.averaging import average_named
+from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.compress.gradient import DENSE
+from torsh_distributed.compress.pipeline import Pipeline
+from torsh_distributed.errors import TensorShapeMismatch, TorshError
+from torsh_distributed.parallel.bucket_clock import BucketClock
+from torsh_distributed.parallel.buckets import Reduce
+
+GradientHook = Callable[[str, Tensor], Tensor | None]
+"""Given a parameter's name and this rank's gradient; what it returns takes the gradient's place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketInfo:
+    """A bucket as it travelled last."""
+
+    index: int
+    size_mb: float
+    parameter_names: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters it holds."""
+        return len(self.parameter_names)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A bucket on its way."""
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    names: list[str]
+    gradients: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+class GradientSync:
+    """Averages buckets: summed as the plan says, or through a compressor in the background.
+
+    A failure never stays in a thread: what failed holds NaN, and the error is raised when backward ends.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        group: dist.ProcessGroup,
+        reduce: Reduce,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        overlap: bool,
+        is_bucketed: bool,
+    ) -> None:
+        self._names = names
+        self._group = group
+        self._reduce = reduce
+        self._device = device
+        self._dtype = dtype
+        self._overlap = overlap
+        self._compressor: GradientCompressor | None = None
+        self._pipeline: Pipeline | None = None
+        self._hooks: dict[int, GradientHook] = {}
+        self._errors: list[BaseException] = []
+        self._held: list[tuple[_Parcel, Future[Tensor]]] = []
+        self._watched = -1
+        self._infos: dict[int, BucketInfo] = {}
+        self.is_bucketed = is_bucketed
+        self.has_pending = False
+        """Whether backward left gradients that have not been averaged yet."""
+        self.clock = BucketClock()
+
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """What makes gradients smaller; None where they travel as they are."""
+        return self._compressor
+
+    def compress_with(self, compressor: GradientCompressor | None) -> None:
+        """Send gradients through `compressor` from the next step on, or as they are; every rank calls this."""
+        if compressor is not None:
+            if compressor.group is not self._group:
+                compressor.use_group(self._group)
+            if self._pipeline is None:
+                self._pipeline = Pipeline(self._group, self._device)
+        self._compressor = compressor
+
+    def add_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Call `hook` on every gradient of this rank before it is averaged."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def bucket_info(self) -> list[BucketInfo]:
+        """The buckets of the last backward, in the order they travelled."""
+        return [self._infos[index] for index in sorted(self._infos)]
+
+    # --- in backward ------------------------------------------------------------------------------------------
+
+    def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Average a bucket that is complete on this rank; the future is its buffer, which never fails."""
+        self._watch_backward()
+        parcel = _Parcel(
+            bucket.index(),
+            bucket.is_last(),
+            bucket.buffer(),
+            [self._names[id(param)] for param in bucket.parameters()],
+            bucket.gradients(),
+        )
+        self._note(parcel)
+        self._call_hooks(parcel.names, parcel.gradients)
+        if self._overlap:
+            return self._launch(parcel)
+        whole: Future[Tensor] = Future(devices=self._devices)
+        self._held.append((parcel, whole))
+        if parcel.is_last:
+            held, self._held = self._held, []
+            for each, result in held:
+                self._launch(each).then(_forward_to(result))
+        return whole
+
+    def _note(self, parcel: _Parcel) -> None:
+        self._infos[parcel.index] = BucketInfo(
+            index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=tuple(parcel.names)
+        )
+        if parcel.is_last:
+            self._infos = {index: info for index, info in self._infos.items() if index <= parcel.index}
+            self.clock.note_ready()
+            self.has_pending = False
+
+    def _call_hooks(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        for hook in list(self._hooks.values()):
+            for name, gradient in zip(names, gradients, strict=True):
+                changed = hook(name, gradient)
+                if changed is None:
+                    continue
+                if changed.shape != gradient.shape:
+                    raise TensorShapeMismatch(
+                        f"the gradient hook changed the shape of the gradient of {name}",
+                        hint="return a gradient of the same shape, or None to keep it",
+                        expected=tuple(gradient.shape),
+                        returned=tuple(changed.shape),
+                    )
+                gradient.copy_(changed)
+
+    def _launch(self, parcel: _Parcel) -> Future[Tensor]:
+        if self._compressor is not None:
+            return self._start_compressed(parcel, self._compressor)
+        try:
+            return self._start_sum(parcel)
+        except TorshError as error:  # refused at once: a group that was aborted
+            self._errors.append(error)
+            failed: Future[Tensor] = Future(devices=self._devices)
+            failed.set_result(parcel.buffer.fill_(float("nan")))
+            return failed
+
+    def _start_sum(self, parcel: _Parcel) -> Future[Tensor]:
+        """DDP's own averaging: divide, then sum."""
+        # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
+        clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
+        num_bytes = parcel.num_bytes
+        buffer.div_(self._group.size())
+        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
+        sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
+        start = time.monotonic()
+        pending = collect_all([self._reduce(part) for part in sent])
+
+        def finish(done: Future[list[Future[Tensor]]]) -> Tensor:
+            try:
+                for part, summed in zip(parts, done.value(), strict=True):
+                    value = summed.value()
+                    if value is not part:
+                        part.copy_(value.view_as(part))
+            except (TorshError, RuntimeError) as error:
+                errors.append(error)
+                return buffer.fill_(float("nan"))
+            clock.add(index, num_bytes, start, codec=None, wire_bytes=None)
+            return buffer
+
+        return pending.then(finish)
+
+    def _start_compressed(self, parcel: _Parcel, compressor: GradientCompressor) -> Future[Tensor]:
+        assert self._pipeline is not None, "compress_with made it"
+        result: Future[Tensor] = Future(devices=self._devices)
+
+        def average(group: dist.ProcessGroup) -> None:
+            start = time.monotonic()
+            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group)
+            codec = DENSE if compressor.is_dense_step else compressor.config.method
+            if parcel.is_last:
+                compressor.step()
+            self.clock.add(parcel.index, parcel.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
+
+        def finish(error: BaseException | None) -> None:
+            if error is not None:
+                self._errors.append(error)
+                parcel.buffer.fill_(float("nan"))
+            result.set_result(parcel.buffer)
+
+        self._pipeline.submit(average, finish)
+        return result
+
+    def _watch_backward(self) -> None:
+        """See to it that errors are raised, as they are, once the present backward is over.
+
+        Why not through the futures: an exception that passes through C++ arrives as a RuntimeError with its text.
+        """
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self._watched):
+            return
+        self._watched = task
+        engine = torch.autograd.Variable._execution_engine
+        # The reducer's own last act waits for all buckets. It is queued after this, so this queues itself once more.
+        engine.queue_callback(lambda: engine.queue_callback(self.end_backward))
+
+    def end_backward(self) -> None:
+        """All buckets are back: raise the first error there was."""
+        self.clock.end_step()
+        errors, self._errors[:] = list(self._errors), []
+        if errors:
+            raise errors[0]
+
+    @property
+    def _devices(self) -> list[int | str | torch.device] | None:
+        return None if self._device.type == "cpu" else [self._device]
+
+    # --- by hand ----------------------------------------------------------------------------------------------
+
+    def sync_now(self, named: Mapping[str, Tensor], *, max_bytes: int) -> None:
+        """Average gradients in place, after backward; every rank gives the same names in the same order."""
+        self._call_hooks(list(named), list(named.values()))
+        compressor = self._compressor
+        if compressor is not None:
+            assert self._pipeline is not None, "compress_with made it"
+            buckets = [(list(bucket), list(bucket.values())) for bucket in _packed(named, max_bytes)]
+
+            def average(group: dist.ProcessGroup) -> None:
+                for names, tensors in buckets:
+                    average_named(compressor, names, tensors, group)
+                compressor.step()
+
+            self._pipeline.run(average)
+        else:
+            for bucket in _packed(named, max_bytes if self.is_bucketed else 1):
+                self._sum_now(list(bucket.values()))
+        self.has_pending = False
+
+    def _sum_now(self, tensors: list[Tensor]) -> None:
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).div_(self._group.size())
+        summed = self._reduce(flat if self._dtype is None else flat.to(self._dtype)).wait()
+        for tensor, part in zip(tensors, torch.split(summed, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def average_bucket(state: GradientSync, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The hook that DDP calls when a bucket is full."""
+    return state.start(bucket)
+
+
+def _forward_to(result: Future[Tensor]) -> Callable[[Future[Tensor]], None]:
+    return lambda done: result.set_result(done.value())
+
+
+def _packed(named: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, in buckets of one dtype of at most `max_bytes`, or of one tensor."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + num_bytes > max_bytes or tensor.dtype != next(iter(bucket.values())).dtype):
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += num_bytes
+    if bucket:
+        yield bucket
