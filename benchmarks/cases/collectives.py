@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
@@ -68,6 +73,24 @@ def time_all(plan: list[tuple[str, int]], duration_s: float) -> Times:
     return {(op, size): time_collective(op, size, duration_s=duration_s).median_s for op, size in plan}
 
 
+def shown(num_bytes: int) -> str:
+    """A size in the words of the tables."""
+    return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
+
+
+def copy_s(num_bytes: int, num_calls: int = 20) -> float:
+    """Seconds in which every rank at once copies a buffer of that size: what the memory of the machine allows."""
+    source = torch.zeros(num_bytes // 4)
+    target = torch.empty_like(source).copy_(source)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        target.copy_(source)
+    spent = torch.tensor((time.perf_counter() - started) / num_calls, dtype=torch.float64)
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)
+
+
 def raw_mpi(num_ranks: int, plan: list[tuple[str, int]], duration_s: float) -> Times:
     """mpi4py on numpy buffers under mpiexec, without torch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -102,9 +125,17 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
             found = [{name: measure() for name, measure in contestants.items()} for _ in range(rounds)]
             for op, size in plan:
                 by_name = {name: Measurement.of([one[name][op, size] for one in found]) for name in contestants}
-                shown = f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
                 ours = by_name.pop("shm")
-                yield Row(name=f"{op}, {num_ranks} ranks, {shown}", unit=Unit.SECONDS, ours=ours, rivals=by_name)
+                yield Row(name=f"{op}, {num_ranks} ranks, {shown(size)}", unit=Unit.SECONDS, ours=ours, rivals=by_name)
+            size = plan[0][1] if budget.is_quick else 16 * MB
+            copies = [world.run(copy_s, size, num_ranks=num_ranks, backend="shm")[0] for _ in range(rounds)]
+            copy = statistics.median(copies)
+            reduce = statistics.median(one["shm"]["all_reduce", size] for one in found)
+            yield Note(
+                text=f"Memory: {num_ranks} ranks that each copy {shown(size)} at once need {copy * 1e3:.2f} ms"
+                f" ({num_ranks * size / copy / 1e9:.1f} GB/s together); their all-reduce on shm takes"
+                f" {reduce / copy:.1f} times that."
+            )
     finally:
         world.close()
 

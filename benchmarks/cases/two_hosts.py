@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.cases.collectives import KB, MB, Times, time_all
+from benchmarks.cases.collectives import KB, MB, Times, shown, time_all
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed import needs
 from tests.bed.world import World
@@ -37,9 +37,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                     for _ in range(rounds)
                 ]
             for op, size in _PLAN:
-                shown = f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
                 yield Row(
-                    name=f"{op}, {rate_gbps:g} Gbit/s, {shown}",
+                    name=f"{op}, {rate_gbps:g} Gbit/s, {shown(size)}",
                     unit=Unit.SECONDS,
                     ours=Measurement.of([one["torsh"][op, size] for one in found]),
                     rivals={"gloo": Measurement.of([one["gloo"][op, size] for one in found])},
