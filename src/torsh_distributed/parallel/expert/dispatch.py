@@ -1,0 +1,167 @@
+"""Tokens to their experts and back: sorted into rows, exchanged between ranks, weighed and added up.
+
+Each step has its own backward made of gathers alone: rows are a permutation of the admitted choices, so nothing is
+scattered or added twice, and the result does not depend on the order in which threads finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives import all_to_all
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which row holds which choice of which token; rows are sorted by slot, dropped choices have none."""
+
+    choice_of_row: Tensor
+    """(rows,): index into the flattened (choices, tokens)."""
+
+    token_of_row: Tensor
+    """(rows,)"""
+
+    rows_of_tokens: Tensor
+    """The rows of each token, token after token: (tokens, choices), or (rows,) where some are dropped."""
+
+    offsets: Tensor | None
+    """(tokens,): where a token's rows begin in `rows_of_tokens`, where it is flat."""
+
+    num_choices: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, slots: Tensor, num_rows: int | None) -> RowLayout:
+        """slots: (choices, tokens), where each choice goes; those that come last in order are dropped.
+
+        num_rows: how many are not dropped; None if all, which needs no word from the device.
+        """
+        num_choices, num_tokens = slots.shape
+        order = slots.flatten().argsort(stable=True)
+        row_of_choice = torch.empty_like(order)
+        row_of_choice[order] = torch.arange(len(order), device=order.device)
+        rows_of_tokens = row_of_choice.view(num_choices, num_tokens).t().contiguous()
+        offsets = None
+        if num_rows is not None and num_rows < len(order):
+            order = order[:num_rows]
+            is_kept = rows_of_tokens < num_rows
+            per_token = is_kept.sum(dim=1)
+            offsets = per_token.cumsum(dim=0) - per_token
+            rows_of_tokens = rows_of_tokens[is_kept]
+        return cls(order, order % max(num_tokens, 1), rows_of_tokens, offsets, num_choices, num_tokens)
+
+    def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(tokens, dim): the sum of each token's rows, each times its weight. weights: (choices, tokens)."""
+        if self.num_tokens == 0 or len(rows) == 0:
+            return rows.new_zeros((self.num_tokens, rows.shape[1]))
+        by_token = None
+        if weights is not None:
+            by_token = weights.to(rows.dtype).t().contiguous()
+            if self.offsets is not None:
+                by_token = weights.to(rows.dtype).flatten()[self.choice_of_row[self.rows_of_tokens]]
+        return functional.embedding_bag(
+            self.rows_of_tokens, rows, self.offsets, mode="sum", per_sample_weights=by_token
+        )
+
+
+def permute(tokens: Tensor, layout: RowLayout) -> Tensor:
+    """(rows, dim): the tokens in the order of rows. tokens: (tokens, dim)."""
+    out: Tensor = _Permute.apply(tokens, layout)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def combine(rows: Tensor, weights: Tensor, layout: RowLayout) -> Tensor:
+    """(tokens, dim): each token's rows, weighed and added up. rows: (rows, dim), weights: (choices, tokens)."""
+    out: Tensor = _Combine.apply(rows, weights, layout)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[order]`, where order is a permutation and `inverse` its inverse."""
+    out: Tensor = _Reorder.apply(rows, order, inverse)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows that the ranks of `group` send here, by rank; backward sends their gradients home.
+
+    `send` and `receive` count rows to and from each rank. Every rank of the group calls this, forward and backward.
+    """
+    out: Tensor = _Exchange.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Permute(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, tokens: Tensor, layout: RowLayout) -> Tensor:
+        ctx.layout = layout
+        return tokens.index_select(0, layout.token_of_row)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.add_up(grad.contiguous()), None
+
+
+class _Combine(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, layout: RowLayout) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(rows, weights)
+        return layout.add_up(rows, weights)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        layout: RowLayout = ctx.layout
+        by_row = grad.index_select(0, layout.token_of_row)
+        products = (by_row * rows).sum(dim=1, dtype=weights.dtype)
+        grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+        grad_weights.view(-1)[layout.choice_of_row] = products
+        factors = weights.reshape(-1).index_select(0, layout.choice_of_row).to(by_row.dtype)
+        return by_row.mul_(factors.unsqueeze(1)), grad_weights, None
+
+
+class _Reorder(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.route = (receive, send, group)
+        return all_to_all(rows, send, receive, group=group)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive, group = ctx.route
+        return all_to_all(grad, send, receive, group=group), None, None, None

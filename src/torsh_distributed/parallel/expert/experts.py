@@ -1,0 +1,124 @@
+"""The experts of a rank: feed-forward networks held as stacked weights, so that one product serves them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.expert.grouped import Segment, grouped_linear, segmented_linear
+from torsh_distributed.plan.expert import ExpertParallelismConfig
+
+Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+    "swiglu": lambda pair: functional.silu(pair.chunk(2, dim=-1)[0]) * pair.chunk(2, dim=-1)[1],
+}
+
+
+class Experts(nn.Module):
+    """Two linear layers with an activation between, once for each expert that lives here.
+
+    `up` (experts, input, hidden), twice as wide for swiglu; `down` (experts, hidden, output). All experts are drawn on
+    every rank and the others' thrown away, so that an expert's first weights do not depend on where it lives.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        hidden_dim: int,
+        output_dim: int,
+        config: ExpertParallelismConfig,
+        *,
+        here: Sequence[int],
+        activation: Activation = "gelu",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in get_args(Activation):
+            raise InvalidArgument(
+                f"there is no activation {activation!r}", hint=f"one of {', '.join(get_args(Activation))}"
+            )
+        self.config = config
+        self.activation = activation
+        wide = 2 * hidden_dim if activation == "swiglu" else hidden_dim
+        place: dict[str, torch.device | str | torch.dtype | None] = {"device": device, "dtype": dtype}
+        self.up = nn.Parameter(torch.empty((len(here), input_dim, wide), **place))  # type: ignore[arg-type]
+        self.down = nn.Parameter(torch.empty((len(here), hidden_dim, output_dim), **place))  # type: ignore[arg-type]
+        self.up_bias = self.down_bias = None
+        if bias:
+            self.up_bias = nn.Parameter(torch.zeros((len(here), wide), **place))  # type: ignore[arg-type]
+            self.down_bias = nn.Parameter(torch.zeros((len(here), output_dim), **place))  # type: ignore[arg-type]
+        for weight in (self.up, self.down):
+            _draw(weight, config, here)
+
+    @property
+    def num_local(self) -> int:
+        """How many experts live here."""
+        return self.up.shape[0]
+
+    def stacked(self) -> dict[str, nn.Parameter]:
+        """The parameters that have one entry for each expert, which is all of them."""
+        return dict(self.named_parameters())
+
+    @override
+    def forward(self, rows: Tensor, where: tuple[Segment, ...] | Tensor) -> Tensor:
+        """(rows, output): what the experts make of their rows.
+
+        where: the segments of `rows` and whose they are; or (experts,) how many rows each has, on the device of the
+        rows and with these sorted by expert: then it is one kernel, and the host need not know the numbers.
+        """
+        up, up_bias, down, down_bias = self._weights(rows.dtype)
+        if isinstance(where, Tensor):
+            hidden = self._activate(grouped_linear(rows, up, up_bias, where))
+            return grouped_linear(hidden, down, down_bias, where)
+        hidden = self._activate(segmented_linear(rows, up, up_bias, where))
+        return segmented_linear(hidden, down, down_bias, where)
+
+    def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        up_bias = None if self.up_bias is None else self.up_bias.to(dtype)
+        down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
+        return self.up.to(dtype), up_bias, self.down.to(dtype), down_bias
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        active = _ACTIVATIONS[self.activation](hidden)
+        return functional.dropout(active, self.config.expert_dropout, training=self.training)
+
+    @override
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(param.shape)}" for name, param in self.stacked().items())
+        return f"{shapes}, activation={self.activation}"
+
+
+@torch.no_grad()
+def _draw(weight: Tensor, config: ExpertParallelismConfig, here: Sequence[int]) -> None:
+    """Fill a stack (experts, in, out) as `config.initialization` says, expert after expert of the whole layer."""
+    places = {expert: place for place, expert in enumerate(here)}
+    fan_in, fan_out = weight.shape[1:]
+    scratch = torch.empty_like(weight[0])
+    for expert in range(config.num_experts):
+        # Drawn also for experts that live elsewhere: the generator is then in the same state on every rank.
+        target = weight[places[expert]] if expert in places else scratch
+        if config.initialization == "xavier":
+            nn.init.xavier_uniform_(target)
+        elif config.initialization == "kaiming":
+            target.normal_(0, math.sqrt(2 / fan_in))
+        elif config.initialization == "normal":
+            target.normal_(0, 0.02)
+        elif config.initialization == "uniform":
+            bound = 1 / math.sqrt(fan_in)
+            target.uniform_(-bound, bound)
+        else:
+            nn.init.trunc_normal_(target, std=math.sqrt(2 / (fan_in + fan_out)), a=-2, b=2)

@@ -1,0 +1,103 @@
+"""One linear layer per expert over rows sorted by expert: torch's grouped product on CUDA, a product each elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from typing_extensions import override
+
+# The public name came with torch 2.10 and is what we need; kept apart so that its absence is one line to see.
+_grouped_mm = getattr(functional, "grouped_mm", None)
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `start` to `stop` belong to one expert of this rank."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def segments_of(counts: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
+    """Rows that came from each source, sorted by expert within it. counts: by source, then by local expert."""
+    flat = [(expert, count) for source in counts for expert, count in enumerate(source)]
+    edges = pairwise(accumulate((count for _, count in flat), initial=0))
+    return tuple(
+        Segment(expert, start, stop) for (expert, _), (start, stop) in zip(flat, edges, strict=True) if stop > start
+    )
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these on their device, at speed."""
+    is_aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
+    return _grouped_mm is not None and rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """`segmented_linear` in one kernel, for rows sorted by expert. counts: (experts,) rows of each, on their device."""
+    assert _grouped_mm is not None, "asked for by can_group"
+    out: Tensor = _grouped_mm(rows, weight, offs=counts.cumsum(dim=0, dtype=torch.int32))
+    if bias is not None:
+        out = out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+    return out
+
+
+def segmented_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+    """(rows, out): each segment times its expert's matrix. weight: (experts, in, out), bias: (experts, out).
+
+    Why not autograd over slices: each slice would come back as a gradient of the whole stack.
+    """
+    out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SegmentedLinear(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.segments = segments
+        out = rows.new_empty((len(rows), weight.shape[2]))
+        for segment in segments:
+            here = slice(segment.start, segment.stop)
+            if bias is None:
+                torch.mm(rows[here], weight[segment.expert], out=out[here])
+            else:
+                torch.addmm(bias[segment.expert], rows[here], weight[segment.expert], out=out[here])
+        return out
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = grad.new_zeros((weight.shape[0], weight.shape[2])) if needs_bias else None
+        untouched = set(range(weight.shape[0]))
+        for segment in ctx.segments:
+            expert, here = segment.expert, slice(segment.start, segment.stop)
+            if grad_rows is not None:
+                torch.mm(grad[here], weight[expert].t(), out=grad_rows[here])
+            if grad_weight is not None and expert in untouched:
+                torch.mm(rows[here].t(), grad[here], out=grad_weight[expert])
+            elif grad_weight is not None:
+                grad_weight[expert].addmm_(rows[here].t(), grad[here])
+            if grad_bias is not None:
+                grad_bias[expert] += grad[here].sum(dim=0)
+            untouched.discard(expert)
+        if grad_weight is not None:
+            for expert in untouched:
+                grad_weight[expert].zero_()
+        return grad_rows, grad_weight, grad_bias, None

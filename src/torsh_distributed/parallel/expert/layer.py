@@ -1,0 +1,268 @@
+"""The mixture-of-experts layer: a feed-forward layer of which each token uses a few experts only."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.expert.dispatch import RowLayout, combine, exchange, permute, reorder
+from torsh_distributed.parallel.expert.experts import Activation, Experts
+from torsh_distributed.parallel.expert.grouped import can_group, segments_of
+from torsh_distributed.parallel.expert.placement import Placement
+from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
+from torsh_distributed.parallel.expert.stats import RoutingStats
+from torsh_distributed.plan.expert import ExpertParallelismConfig
+
+
+class MoELayer(nn.Module):
+    """Routes each token to a few experts, wherever they live, and adds up what they say, weighed by the gate.
+
+    Without groups all experts live here. `group` is the ranks that experts are spread over (mesh.ep); `data_group`
+    those that share a batch, over which load and capacity are counted (default: `group`). Every rank of both calls
+    forward equally often. In: (..., input_dim); out: (..., output_dim), tokens in the same order. After forward,
+    `auxiliary_loss` is to be added to the loss (see `auxiliary_loss()`).
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        hidden_dim: int,
+        config: ExpertParallelismConfig | None = None,
+        *,
+        output_dim: int | None = None,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        num_experts_per_token: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = _clamped(config or ExpertParallelismConfig(), num_experts_per_token)
+        self.input_dim, self.hidden_dim = input_dim, hidden_dim
+        self.output_dim = input_dim if output_dim is None else output_dim
+        _check_sizes(input_dim=input_dim, hidden_dim=hidden_dim, output_dim=self.output_dim)
+        self.group = group if self.config.placement == "contiguous" else None
+        data_group = data_group or group
+        self.placement = Placement.contiguous(self.config.num_experts, 1 if self.group is None else self.group.size())
+        self.router = ExpertRouter(input_dim, self.config, data_group=data_group, device=device, dtype=dtype)
+        self.experts = Experts(
+            input_dim,
+            hidden_dim,
+            self.output_dim,
+            self.config,
+            here=self.placement.experts_of(self.ep_rank),
+            activation=activation,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.decision: RoutingDecision | None = None
+        """What the last forward decided."""
+        self.smoothed_load: list[float] | None = None
+        """By expert: the demand of training batches so far, recent ones most; kept where experts may move."""
+        self._check_agreement()
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among those that experts are spread over."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def auxiliary_loss(self) -> Tensor:
+        """Balance loss and z-loss of the last forward, with their coefficients: this rank's part of the mean."""
+        if self.decision is None:
+            raise InvalidArgument("there is no auxiliary loss before the first forward")
+        return self.decision.auxiliary_loss
+
+    def stats(self) -> RoutingStats:
+        """What routing did with the last batch."""
+        if self.decision is None:
+            raise InvalidArgument("there are no statistics before the first forward")
+        return RoutingStats.of(self.decision)
+
+    def spread(self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None = None) -> None:
+        """Keep only this rank's experts; every rank of `group` calls this, holding equal experts.
+
+        Parameters stay the same objects, with fewer entries: an optimizer made before, and not used yet, goes on.
+        """
+        if self.group is not None:
+            raise InvalidArgument(
+                "the layer's experts are spread already", hint="give the group once: to MoELayer or to spread"
+            )
+        self.router.data_group = data_group or group
+        if self.config.placement == "replicated" or group.size() == 1:
+            self._check_agreement()
+            return
+        self.placement = Placement.contiguous(self.config.num_experts, group.size())
+        self.group = group
+        self._check_agreement()
+        here = list(self.placement.experts_of(self.ep_rank))
+        for param in self.experts.stacked().values():
+            param.data = param.data[here].clone()
+            param.grad = None
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = inputs.reshape(-1, inputs.shape[-1])
+        decision = self.router(tokens)
+        self.decision = decision
+        kind = tokens.device.type
+        if torch.is_autocast_enabled(kind):
+            tokens = tokens.to(torch.get_autocast_dtype(kind))
+        slots = self._slots(decision.experts)
+        me = 0 if self.router.data_group is None else self.router.data_group.rank()
+        num_rows = None if decision.is_dropless else int(decision.sends[me].sum())
+        layout = RowLayout.of(slots, num_rows)
+        rows = permute(tokens, layout)
+        with torch.autocast(kind, enabled=False):
+            done = self._compute_here(rows, decision) if self.group is None else self._compute_spread(rows, decision)
+        self._observe(decision)
+        return combine(done, decision.weights, layout).view(*inputs.shape[:-1], self.output_dim)
+
+    def _compute_here(self, rows: Tensor, decision: RoutingDecision) -> Tensor:
+        """All experts are on this rank: rows are sorted by expert and stay."""
+        me = 0 if self.router.data_group is None else self.router.data_group.rank()
+        counts = decision.sends[me]
+        if can_group(rows, self.experts.up) and can_group(rows, self.experts.down):
+            return self._run(rows, counts.to(rows.device))
+        return self._run(rows, segments_of([counts.tolist()]))
+
+    def _compute_spread(self, rows: Tensor, decision: RoutingDecision) -> Tensor:
+        """Rows go to the ranks of their experts, and what these made of them comes back."""
+        assert self.group is not None
+        by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
+        ranks = self.placement.num_ranks
+        by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
+        send = by_rank[self.ep_rank].sum(dim=1).tolist()
+        incoming = by_rank[:, self.ep_rank]
+        receive = incoming.sum(dim=1).tolist()
+        arrived = exchange(rows, send, receive, self.group)
+        if can_group(arrived, self.experts.up) and can_group(arrived, self.experts.down):
+            order = _by_expert(incoming).to(arrived.device)
+            inverse = order.argsort()
+            done = self._run(reorder(arrived, order, inverse), incoming.sum(dim=0).to(arrived.device))
+            done = reorder(done, inverse, order)
+        else:
+            done = self._run(arrived, segments_of(incoming.tolist()))
+        return exchange(done, receive, send, self.group)
+
+    def _run(self, rows: Tensor, where: object) -> Tensor:
+        out: Tensor = self.experts(rows, where)
+        return out
+
+    def _slots(self, experts: Tensor) -> Tensor:
+        """The slot of each choice; dropped choices come after all slots."""
+        if self.placement.expert_of_slot == tuple(range(self.config.num_experts)):
+            return experts
+        table = [*self.placement.slot_of_expert, self.config.num_experts]
+        return torch.tensor(table, device=experts.device)[experts]
+
+    def _members(self) -> list[int]:
+        """Where the ranks of `group` stand in the data group, by whose ranks counts are kept."""
+        assert self.group is not None
+        assert self.router.data_group is not None
+        everyone = dist.get_process_group_ranks(self.router.data_group)
+        return [everyone.index(rank) for rank in dist.get_process_group_ranks(self.group)]
+
+    def _observe(self, decision: RoutingDecision) -> None:
+        if self.training and self.config.rebalance_threshold is not None:
+            total = max(int(decision.demand.sum()), 1)
+            now = [count / total for count in decision.demand.tolist()]
+            keep = 0.0 if self.smoothed_load is None else self.config.load_smoothing
+            before = self.smoothed_load or now
+            self.smoothed_load = [keep * old + (1 - keep) * new for old, new in zip(before, now, strict=True)]
+        if events.wanted(events.RoutingEvent):
+            stats = RoutingStats.of(decision)
+            events.emit(
+                events.RoutingEvent(
+                    num_tokens=stats.num_tokens,
+                    num_routed=stats.num_routed,
+                    num_dropped=stats.num_dropped,
+                    load=stats.load,
+                    load_variation=stats.load_variation,
+                    capacity_use=stats.capacity_use,
+                    gate_entropy=stats.gate_entropy,
+                )
+            )
+
+    def _check_agreement(self) -> None:
+        """Raise ConfigurationError on every rank unless all of the group built the same layer."""
+        group = self.router.data_group
+        if group is None or group.size() == 1:
+            return
+        mine = {
+            **self.config.model_dump(),
+            "input_dim": self.input_dim,
+            "hidden_dim": self.hidden_dim,
+            "output_dim": self.output_dim,
+            "activation": self.experts.activation,
+            "bias": self.experts.up_bias is not None,
+            "ep": self.placement.num_ranks,
+            "dtype": str(self.experts.up.dtype),
+        }
+        all_of_them = all_gather_object(mine, group=group)
+        for rank, other in zip(dist.get_process_group_ranks(group), all_of_them, strict=True):
+            differing = [key for key in mine if other[key] != all_of_them[0][key]]
+            if differing:
+                key = differing[0]
+                raise ConfigurationError(
+                    f"ranks built different layers: {key} is {all_of_them[0][key]} on the first rank of the group and "
+                    f"{other[key]} on rank {rank}",
+                    hint="build the layer from the same plan on every rank",
+                    keys=differing,
+                )
+
+    @override
+    def extra_repr(self) -> str:
+        return (
+            f"{self.config.num_experts} experts, {self.config.num_experts_per_token} per token, "
+            f"over {self.placement.num_ranks} ranks"
+        )
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The mixture-of-experts layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """The sum of the auxiliary losses of a model's last forward: add it to the loss. 0 for a model without experts."""
+    losses = [layer.auxiliary_loss for layer in moe_layers(model).values()]
+    return torch.stack(losses).sum() if losses else torch.zeros(())
+
+
+def _clamped(config: ExpertParallelismConfig, num_experts_per_token: int | None) -> ExpertParallelismConfig:
+    """The config with another k, at most the number of experts: a layer built by hand is helped, a plan refused."""
+    if num_experts_per_token is None:
+        return config
+    if num_experts_per_token > config.num_experts:
+        warnings.warn(
+            f"num_experts_per_token {num_experts_per_token} is above the {config.num_experts} experts there are; "
+            f"every token goes to all {config.num_experts}",
+            stacklevel=3,
+        )
+    return config.replace(num_experts_per_token=min(num_experts_per_token, config.num_experts))
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidArgument(
+                f"{name} must be at least 1", hint="layers have at least one value in and out", got=size
+            )
+
+
+def _by_expert(incoming: Tensor) -> Tensor:
+    """The order that sorts rows by expert, which arrive by source and then expert. incoming: (sources, experts)."""
+    num_sources, num_experts = incoming.shape
+    expert_of_row = torch.arange(num_experts).repeat(num_sources).repeat_interleave(incoming.flatten())
+    return expert_of_row.argsort(stable=True)
