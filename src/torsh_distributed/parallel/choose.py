@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.data import DataParallel
 from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.offload.compose import moves_params_or_grads, paged_strategy
 from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
+from torsh_distributed.parallel.wrapping import matching
 from torsh_distributed.parallel.zero1 import ShardedOptimizer
 from torsh_distributed.plan import Plan
 
@@ -21,10 +25,13 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
 
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
     """
+    _checkpoint(model, plan)
     shards_params = plan.mesh.shard > 1 and plan.fsdp.strategy != "shard_optimizer"
     if is_on_meta(model) and not shards_params:
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
+    if moves_params_or_grads(plan):
+        return paged_strategy(model, plan)
     if plan.mesh.shard == 1:
         return DataParallel(model, plan.ddp, plan.distributed)
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
@@ -42,6 +49,13 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
         broadcast_buffers=plan.ddp.broadcast_buffers,
     )
     return Sharded(wrapped)
+
+
+def _checkpoint(model: nn.Module, plan: Plan) -> None:
+    """Before anything else: recomputing happens inside a piece, whose parameters are gathered then."""
+    classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
+    layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
+    checkpoint_activations(model, plan.activation, layers=layers, group=dist.group.WORLD)
 
 
 def _refuse_bucket_settings(plan: Plan) -> None:

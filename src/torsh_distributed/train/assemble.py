@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import BackendNotInitialized
 from torsh_distributed.parallel.choose import strategy_for
+from torsh_distributed.parallel.offload.compose import offloaded_optimizer
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.engine import Engine
@@ -42,6 +43,6 @@ def parallelize(
     require_same_model(model)
     cast_buffers(model, chosen.precision)
     strategy = strategy_for(model, chosen)
-    made = optimizer_for(strategy.unwrapped)
+    made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
     return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)

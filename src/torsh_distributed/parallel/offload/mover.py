@@ -1,0 +1,255 @@
+"""How copies run beside the computation: on a thread for the host, on a stream of their own for a GPU."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.errors import OperationTimeout
+
+_DEADLINE_S = 600.0
+"""A copy from host memory or disk that takes longer is taken for stuck."""
+
+
+class Ticket(ABC):
+    """A copy under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """What is computed from here on sees the copy; raises what the copy raised."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The copy is done when this returns."""
+
+
+class Mover(ABC):
+    """Starts copies between the store and the device, and owns the memory they go to."""
+
+    def __init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="torsh-offload")
+
+    @abstractmethod
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
+        """Run `job`, which copies into the device; `is_plain` says that it only copies and decodes nothing."""
+
+    @abstractmethod
+    def start_out(self, job: Callable[[], None]) -> Ticket:
+        """Run `job`, which copies from the device what has been computed so far."""
+
+    @abstractmethod
+    def fill(self, flat: Tensor, num_bytes: int) -> None:
+        """Give the storage of `flat` its memory."""
+
+    @abstractmethod
+    def empty(self, flat: Tensor) -> None:
+        """Take the memory from `flat`; what is computing with it still may finish."""
+
+    @property
+    @abstractmethod
+    def stall_s(self) -> float:
+        """Seconds that computation waited for copies."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for everything that was started; raises what it raised."""
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.shutdown(wait=True)
+
+
+def finish_future(future: Future[None]) -> None:
+    """Wait for a job of the worker, within the deadline."""
+    try:
+        future.result(timeout=_DEADLINE_S)
+    except TimeoutError as error:
+        raise OperationTimeout(
+            f"a copy of offloaded state did not end within {_DEADLINE_S:g} s",
+            hint="look at the disk under offload.disk_dir: it may be hanging",
+            operation="offload",
+        ) from error
+
+
+class HostMover(Mover):
+    """The device is the host: copies run on one thread beside the computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stall_s = 0.0
+        self._jobs: deque[Future[None]] = deque()
+
+    @override
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
+        while self._jobs and self._jobs[0].done():
+            finish_future(self._jobs.popleft())
+        self._jobs.append(self.worker.submit(job))
+        return _Job(self, self._jobs[-1])
+
+    @override
+    def start_out(self, job: Callable[[], None]) -> Ticket:
+        job()
+        return _Done()
+
+    @override
+    def fill(self, flat: Tensor, num_bytes: int) -> None:
+        flat.untyped_storage().resize_(num_bytes)
+
+    @override
+    def empty(self, flat: Tensor) -> None:
+        flat.untyped_storage().resize_(0)
+
+    @property
+    @override
+    def stall_s(self) -> float:
+        return self._stall_s
+
+    @override
+    def settle(self) -> None:
+        while self._jobs:
+            finish_future(self._jobs.popleft())
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for a job, counting the time if it is not done yet."""
+        if future.done():
+            finish_future(future)
+            return
+        started = time.monotonic()
+        finish_future(future)
+        self._stall_s += time.monotonic() - started
+
+
+class _Job(Ticket):
+    def __init__(self, mover: HostMover, future: Future[None]) -> None:
+        self._mover, self._future = mover, future
+
+    @override
+    def wait(self) -> None:
+        self._mover.wait(self._future)
+
+    @override
+    def finish(self) -> None:
+        finish_future(self._future)
+
+
+class _Done(Ticket):
+    @override
+    def wait(self) -> None:
+        return
+
+    @override
+    def finish(self) -> None:
+        return
+
+
+class CudaMover(Mover):
+    """The device is a GPU: a stream for each direction. Waiting is done by the GPU, not by Python.
+
+    Memory of units belongs to the inward stream. It is given back only after that stream was told to wait for the
+    computation so far, so that the next copy into the same memory cannot overtake a kernel that still reads it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.inward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._outward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stall_s = 0.0
+
+    @override
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
+        if is_plain:
+            return _Copy(self, self._copy_in(job), None)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        return _Copy(self, done, self.worker.submit(self._decode_in, job, done))
+
+    @override
+    def start_out(self, job: Callable[[], None]) -> Ticket:
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            job()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            done.record(self._outward)
+        return _Copy(self, done, None)
+
+    @override
+    def fill(self, flat: Tensor, num_bytes: int) -> None:
+        with torch.cuda.stream(self.inward):
+            flat.untyped_storage().resize_(num_bytes)
+
+    @override
+    def empty(self, flat: Tensor) -> None:
+        self.inward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.inward):
+            flat.untyped_storage().resize_(0)
+
+    @property
+    @override
+    def stall_s(self) -> float:
+        """Seconds between the moment the GPU wanted a unit and the moment it had it."""
+        pending = []
+        for wanted, had in self._waits:
+            if had.query():  # type: ignore[no-untyped-call]  # untyped in torch
+                self._stall_s += wanted.elapsed_time(had) / 1e3
+            else:
+                pending.append((wanted, had))
+        self._waits = pending
+        return self._stall_s
+
+    @override
+    def settle(self) -> None:
+        finish_future(self.worker.submit(lambda: None))
+        self.inward.synchronize()
+        self._outward.synchronize()
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """Let the computation wait for `done`, with a clock on both sides of the wait."""
+        stream = torch.cuda.current_stream(self._device)
+        if done.query():  # type: ignore[no-untyped-call]  # untyped in torch
+            stream.wait_event(done)
+            return
+        if len(self._waits) > 1000:
+            _ = self.stall_s  # sum up what is over, so that the list stays short
+        wanted = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+        had = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+        wanted.record(stream)
+        stream.wait_event(done)
+        had.record(stream)
+        self._waits.append((wanted, had))
+
+    def _copy_in(self, job: Callable[[], None]) -> torch.cuda.Event:
+        with torch.cuda.stream(self.inward):
+            job()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            done.record(self.inward)
+        return done
+
+    def _decode_in(self, job: Callable[[], None], done: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self.inward):
+            job()
+            done.record(self.inward)
+
+
+class _Copy(Ticket):
+    def __init__(self, mover: CudaMover, done: torch.cuda.Event, future: Future[None] | None) -> None:
+        self._mover, self._done, self._future = mover, done, future
+
+    @override
+    def wait(self) -> None:
+        if self._future is not None:
+            finish_future(self._future)
+        self._mover.wait(self._done)
+
+    @override
+    def finish(self) -> None:
+        if self._future is not None:
+            finish_future(self._future)
+        self._done.synchronize()

@@ -1,0 +1,283 @@
+"""A model whose parameters, gradients and optimizer state live in the store and visit the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives import broadcast
+from torsh_distributed.parallel.buckets import bucket_reducer
+from torsh_distributed.parallel.mean import mean_over
+from torsh_distributed.parallel.offload.adam import require_adam
+from torsh_distributed.parallel.offload.forecast import Forecast
+from torsh_distributed.parallel.offload.gradients import Gradients
+from torsh_distributed.parallel.offload.hooks import Hooks
+from torsh_distributed.parallel.offload.module_state import ModuleState
+from torsh_distributed.parallel.offload.mover import CudaMover, HostMover
+from torsh_distributed.parallel.offload.optimizer import OffloadedOptimizer
+from torsh_distributed.parallel.offload.pager import Pager
+from torsh_distributed.parallel.offload.pieces import Piece
+from torsh_distributed.parallel.offload.placement import (
+    GB,
+    Rules,
+    device_bytes,
+    make_store,
+    place_grads,
+    place_params,
+    place_state,
+    require_room_in_store,
+    require_room_on_device,
+    workspace_bytes,
+)
+from torsh_distributed.parallel.offload.pressure import POLICIES, PressureLadder
+from torsh_distributed.parallel.offload.stats import OffloadStats, TierUse
+from torsh_distributed.parallel.offload.targets import UnitTarget
+from torsh_distributed.parallel.offload.tiers import Ledger
+from torsh_distributed.parallel.offload.together import together
+from torsh_distributed.parallel.offload.units import Unit, build_units
+from torsh_distributed.parallel.replicas import broadcast_from_first
+from torsh_distributed.parallel.strategy import PendingMean, Strategy, check_one_device
+from torsh_distributed.plan.distributed import DistributedConfig
+from torsh_distributed.plan.offload import OffloadConfig
+
+
+class PagedDataParallel(Strategy):
+    """Replicas whose parameters are on the device only while they work; gradients are averaged as they leave it.
+
+    The model is used as before: it is called, its `state_dict` has whole tensors. Between uses its parameters are
+    empty. `offload_optimizer` gives the optimizer to use in place of the user's. Without a process group it is the one
+    replica there is. Close it, or use it as a context: then the model has its parameters back, on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OffloadConfig,
+        distributed: DistributedConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        units: Sequence[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._rules = Rules.of(config)
+        self._group = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+        found = check_one_device(model)
+        self._device = found if device is None else torch.device(device)
+        self._ledger = Ledger("device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb")
+        self._optimizer: OffloadedOptimizer | None = None
+        with together("offload the model", self._group):
+            self._units = build_units(model, self._device, compute_dtype=compute_dtype, chosen=units)
+            require_room_on_device(self._units, self._rules, self._ledger)
+            require_room_in_store(self._units, self._rules, config)
+            self._store = make_store(config, self._device)
+        self._with_state = self._rules.units_with_device_state(self._units)
+        self._mover = CudaMover(self._device) if self._device.type == "cuda" else HostMover()
+        self._pieces: list[list[Piece]] = []
+        try:
+            self._move_in()
+        except BaseException:
+            self._mover.close()
+            self._store.close()
+            raise
+        forecast = Forecast(_guess(self._units), max_distance=config.prefetch_buffer_size)
+        self._pager = Pager(
+            self._units, self._pieces, store=self._store, ledger=self._ledger, mover=self._mover, forecast=forecast
+        )
+        self._gradients = Gradients(self._units, self._pieces, store=self._store, pager=self._pager)
+        if self._group is not None and self._group.size() > 1:
+            reducer = bucket_reducer(distributed or DistributedConfig(), self._group, self._device)
+            self._gradients.average(reducer, self._group.size())
+        self._ladder = PressureLadder(POLICIES[config.auto_memory_management], store=self._store, pager=self._pager)
+        self._hooks = Hooks(self._pager, self._gradients)
+        self._module_state = ModuleState(self._units, self._pieces, self._store, self._pager)
+        self._buffer_hook = None
+        if broadcast_buffers and self.data_degree > 1 and any(True for _ in model.buffers()):
+            self._buffer_hook = model.register_forward_pre_hook(self._share_buffers)
+
+    def offload_optimizer(self, optimizer: Optimizer) -> OffloadedOptimizer:
+        """The optimizer to use from here on; it has the groups and the state of `optimizer` (Adam or AdamW)."""
+        with together("offload the optimizer", self._group):
+            require_adam(optimizer)
+            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for unit, pieces in zip(self._units, self._pieces, strict=True):
+                on_device = self._device if unit.index in self._with_state else None
+                place_state(unit.name, pieces, self._rules.form, self._store, device=on_device)
+            everything = [piece for pieces in self._pieces for piece in pieces]
+            self._store.host.ledger.charge(workspace_bytes(everything), "room to decode pieces in")
+        # Those on the device first: the GPU updates them while the host works on the others.
+        order = sorted(self._units, key=lambda unit: unit.index not in self._with_state)
+        targets = [UnitTarget(unit, self._pieces[unit.index], self._pager, held=held) for unit in order]
+        made = OffloadedOptimizer(optimizer, targets, store=self._store, mover=self._mover)
+        made.before_step, made.after_step, made.clear_grads = self._before_step, self._after_step, self._gradients.clear
+        self._optimizer = made
+        return made
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    @override
+    def unwrapped(self) -> nn.Module:
+        return self._model
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return 0 if self._group is None else self._group.rank()
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return 1 if self._group is None else self._group.size()
+
+    @contextmanager
+    def _accumulating(self, is_last: bool) -> Iterator[None]:
+        before, self._gradients.is_syncing = self._gradients.is_syncing, is_last
+        try:
+            yield
+        finally:
+            self._gradients.is_syncing = before
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._accumulating(is_last)
+
+    @override
+    def mean_loss(self, loss: Tensor) -> PendingMean:
+        return _Value(loss) if self._group is None else mean_over(loss, self._group)
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> float:
+        norm = float(self._gradients.norm())
+        if norm > max_norm and self._optimizer is not None:
+            self._optimizer.divide_grads((norm + 1e-6) / max_norm)
+        return norm
+
+    @override
+    def take_comm_s(self) -> float | None:
+        return None
+
+    def stats(self) -> OffloadStats:
+        """What happened so far, measured."""
+        tally, traffic, disk = self._pager.tally, self._store.traffic, self._store.disk
+        return OffloadStats(
+            num_hits=tally.num_hits,
+            num_misses=tally.num_misses,
+            num_evictions=tally.num_evictions,
+            stall_s=self._mover.stall_s,
+            update_s=0.0 if self._optimizer is None else self._optimizer.update_s,
+            prefetch_distance=self._pager.forecast.distance,
+            host_to_device_bytes=traffic.host_to_device_bytes,
+            device_to_host_bytes=traffic.device_to_host_bytes,
+            disk_read_bytes=traffic.disk_read_bytes,
+            disk_written_bytes=traffic.disk_written_bytes,
+            stored_bytes=self._store.stored_bytes,
+            raw_bytes=self._store.raw_bytes,
+            device=TierUse.of(self._ledger),
+            host=TierUse.of(self._store.host.ledger),
+            disk=None if disk is None else TierUse.of(disk.ledger),
+        )
+
+    def close(self) -> None:
+        """Give the model its parameters back, on the device, and free the store. The optimizer is of no use then."""
+        if not self._units:
+            return
+        self._gradients.clear()
+        self._pager.begin_update()
+        self._hooks.remove()
+        self._module_state.remove()
+        if self._buffer_hook is not None:
+            self._buffer_hook.remove()
+        for unit in self._units:
+            self._module_state.give_back(unit)
+        self._units, self._optimizer = [], None
+        self._mover.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _move_in(self) -> None:
+        """Unit by unit, so that no more than one is held twice."""
+        with together("offload the model", self._group):
+            for unit in self._units:
+                has_state = unit.index in self._with_state
+                fixed, _ = device_bytes(unit, self._rules, has_device_state=has_state)
+                values = torch.zeros(unit.numel)
+                for place in unit.places:
+                    values[place.start : place.stop].copy_(place.param.detach().reshape(-1))
+                if self._group is not None and self._group.size() > 1:
+                    self._share(values)
+                unit.is_kept = has_state or not self._rules.offload_params
+                if unit.is_kept:
+                    keeps_grads = has_state or not self._rules.offload_grads
+                    # Gradients are charged when they come.
+                    self._ledger.charge(fixed - keeps_grads * unit.grad_bytes, f"what stays of {unit.name}")
+                    self._mover.fill(unit.flat, unit.num_bytes)
+                    unit.flat.copy_(values)
+                    unit.is_resident = True
+                self._pieces.append(place_params(unit, values, self._rules, self._store, has_device_state=has_state))
+                unit.detach()
+            for unit, pieces in zip(self._units, self._pieces, strict=True):
+                place_grads(unit, pieces, self._rules, self._store, has_device_state=unit.index in self._with_state)
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        if self._group is not None:
+            broadcast_from_first(list(self._model.buffers()), self._group)
+
+    def _share(self, values: Tensor) -> None:
+        """All replicas start from the values of the group's first rank."""
+        assert self._group is not None
+        sent = values.to(self._device) if self._device.type == "cuda" else values
+        broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
+        if sent is not values:
+            values.copy_(sent)
+
+    def _share_buffers(self, model: nn.Module, _: Any) -> None:
+        """In training, running statistics are those of the group's first rank, as in DDP."""
+        if model.training:
+            assert self._group is not None
+            broadcast_from_first(list(model.buffers()), self._group)
+
+    def _before_step(self) -> None:
+        self._gradients.settle()
+        self._pager.begin_update()
+
+    def _after_step(self) -> None:
+        self._ladder.relieve()
+        self._pager.end_step()
+
+
+class _Value(PendingMean):
+    """The mean over one rank."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.detach()
+
+    @override
+    def wait(self) -> float:
+        return float(self._value)
+
+
+def _guess(units: Sequence[Unit]) -> list[int]:
+    """The order of a first step: forward through the units, then back."""
+    forward = [unit.index for unit in units]
+    root = [unit.index for unit in units if unit.is_root]
+    return forward + root + [index for index in reversed(forward) if index not in root]

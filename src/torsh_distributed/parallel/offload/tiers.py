@@ -1,0 +1,236 @@
+"""Where bytes lie: host memory and disk, each under a budget that no allocation passes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.errors import IoError, MemoryAllocationFailed
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+class Ledger:
+    """Counts the bytes of one kind of memory against its budget."""
+
+    def __init__(self, name: str, budget_bytes: int, *, setting: str) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._setting = setting
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be charged."""
+        return self.budget_bytes - self.used_bytes
+
+    @property
+    def pressure(self) -> float:
+        """The share of the budget in use."""
+        return self.used_bytes / self.budget_bytes
+
+    def charge(self, num_bytes: int, what: str) -> None:
+        """Count `num_bytes` for `what`, or raise MemoryAllocationFailed and count nothing."""
+        if num_bytes > self.free_bytes:
+            raise MemoryAllocationFailed(
+                f"{what} needs {num_bytes} bytes of {self.name}, but {self.free_bytes} of {self.budget_bytes} are left",
+                hint=f"raise offload.{self._setting} by at least {num_bytes - self.free_bytes} bytes, "
+                "choose a smaller offload.cpu_compression, or give a disk with offload.disk_dir",
+                needed_bytes=num_bytes,
+                free_bytes=self.free_bytes,
+                budget_bytes=self.budget_bytes,
+            )
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def refund(self, num_bytes: int) -> None:
+        """Take a charge back."""
+        self.used_bytes -= num_bytes
+        assert self.used_bytes >= 0, "more bytes given back than taken"
+
+
+@dataclass
+class Region:
+    """A run of bytes in a tier; `tensor` is 1-D uint8 and may be read and written in place."""
+
+    tier: Tier
+    tensor: Tensor
+    charged_bytes: int
+    offset: int = -1
+    mapping: mmap.mmap | None = field(default=None, repr=False)
+
+    def warm(self) -> None:
+        """Ask for the bytes to be read from the disk soon; does not wait."""
+        if self.mapping is not None:
+            self.mapping.madvise(mmap.MADV_WILLNEED)
+
+    def cool(self) -> None:
+        """Let go of the pages in this process; what was written is the file's, and the kernel writes it back."""
+        if self.mapping is not None:
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class Tier(ABC):
+    """One kind of memory, with its budget."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    @abstractmethod
+    def allocate(self, num_bytes: int, what: str) -> Region:
+        """Bytes for `what`, or MemoryAllocationFailed before anything is allocated."""
+
+    @abstractmethod
+    def free(self, region: Region) -> None:
+        """Give a region back; its tensor must not be used afterwards."""
+
+    def close(self) -> None:  # noqa: B027 (only the disk holds something open)
+        """Give back what the tier itself holds."""
+
+
+class HostTier(Tier):
+    """Host memory; locked where a GPU is to copy from it, so that copies run beside the computation."""
+
+    def __init__(self, budget_bytes: int, *, is_pinned: bool) -> None:
+        super().__init__(Ledger("host memory", budget_bytes, setting="cpu_memory_budget_gb"))
+        self._is_pinned = is_pinned
+
+    @override
+    def allocate(self, num_bytes: int, what: str) -> Region:
+        self.ledger.charge(num_bytes, what)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        if self._is_pinned and num_bytes:
+            # Not torch's pinned allocator: it rounds up to a power of two, which a budget in bytes cannot have.
+            status = _cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
+            if int(status) != 0:
+                self.ledger.refund(num_bytes)
+                raise MemoryAllocationFailed(
+                    f"{num_bytes} bytes of host memory could not be locked for {what}",
+                    hint="raise `ulimit -l`, or set offload.pin_cpu_memory = false",
+                    cuda_error=int(status),
+                )
+        return Region(self, tensor, num_bytes)
+
+    @override
+    def free(self, region: Region) -> None:
+        if self._is_pinned and region.tensor.numel():
+            _cudart().cudaHostUnregister(region.tensor.data_ptr())
+        self.ledger.refund(region.charged_bytes)
+        region.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+class DiskTier(Tier):
+    """A file without a name, mapped into memory: the kernel removes it when the process ends, however it ends.
+
+    Space is set aside on the disk before it is mapped: a full disk is an error here, not a signal (SIGBUS) in
+    the middle of a step.
+    """
+
+    def __init__(self, directory: str | Path, budget_bytes: int) -> None:
+        super().__init__(Ledger("disk space", budget_bytes, setting="disk_budget_gb"))
+        self._directory = Path(directory)
+        self._fd = _open_nameless(self._directory)
+        self._end = 0
+        self._holes: list[tuple[int, int]] = []
+        """Free runs inside the file as (offset, size), by offset, never touching."""
+
+    @property
+    def file_bytes(self) -> int:
+        """What the file takes on the disk now, as the file system counts it."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the budget takes that many bytes more; the disk itself may still be full."""
+        return self._round(num_bytes) <= self.ledger.free_bytes
+
+    @override
+    def allocate(self, num_bytes: int, what: str) -> Region:
+        size = self._round(num_bytes)
+        self.ledger.charge(size, what)
+        try:
+            offset = self._find_room(size, what)
+            mapping = mmap.mmap(self._fd, size, offset=offset)
+        except BaseException:
+            self.ledger.refund(size)
+            raise
+        return Region(self, torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes], size, offset, mapping)
+
+    @override
+    def free(self, region: Region) -> None:
+        region.tensor, region.mapping = torch.empty(0, dtype=torch.uint8), None
+        self.ledger.refund(region.charged_bytes)
+        merged: list[tuple[int, int]] = []
+        for offset, size in sorted([*self._holes, (region.offset, region.charged_bytes)]):
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._holes = merged
+
+    @override
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _round(self, num_bytes: int) -> int:
+        return max(1, -(-num_bytes // _PAGE)) * _PAGE
+
+    def _find_room(self, size: int, what: str) -> int:
+        for index, (offset, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[index : index + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        try:
+            os.posix_fallocate(self._fd, self._end, size)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise IoError(
+                f"the disk under {self._directory} has no room for {what}: {size} more bytes after {self._end}",
+                hint="free some space, point offload.disk_dir at a larger disk, or choose a smaller "
+                "offload.cpu_compression",
+                errno=error.errno,
+                disk_dir=str(self._directory),
+                needed_bytes=size,
+                written_bytes=self._end,
+            ) from error
+        self._end += size
+        return self._end - size
+
+
+def _cudart() -> Any:
+    """The CUDA runtime, which torch gives without types."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _open_nameless(directory: Path) -> int:
+    """A file that no name leads to, so that nothing is left behind by any kind of exit."""
+    try:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+        fd, name = tempfile.mkstemp(dir=directory)
+        Path(name).unlink()
+        return fd
+    except OSError as error:
+        raise IoError(
+            f"no file can be made in {directory}: {error.strerror}",
+            hint="create the directory on every node, writable for this user",
+            errno=error.errno,
+            disk_dir=str(directory),
+        ) from error
