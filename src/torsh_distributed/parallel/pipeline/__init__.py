@@ -1,0 +1,20 @@
+"""Pipeline parallelism: layers as stages on ranks, batches as microbatches through them."""
+
+from torsh_distributed.parallel.pipeline.layers import trace_layers
+from torsh_distributed.parallel.pipeline.partition import partition
+from torsh_distributed.parallel.pipeline.runtime import PipelineParallel, plan_stages
+from torsh_distributed.parallel.pipeline.schedule import Action, Timeline, compute_timeline
+from torsh_distributed.parallel.pipeline.stages import Stage, StagePlan, split_into_stages
+
+__all__ = [
+    "Action",
+    "PipelineParallel",
+    "Stage",
+    "StagePlan",
+    "Timeline",
+    "compute_timeline",
+    "partition",
+    "plan_stages",
+    "split_into_stages",
+    "trace_layers",
+]

@@ -1,0 +1,74 @@
+"""A batch of any size through the stages, one after the other, without gradients: for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.comm.p2p import recv, send
+from torsh_distributed.errors import InvalidArgument
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_MAX_DIMS = 8
+
+
+def run_through(
+    stages: Mapping[int, nn.Module],
+    inputs: tuple[Any, ...],
+    *,
+    stage_of: Mapping[int, int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Any:
+    """The output of the last stage, on its rank; None elsewhere. Every rank of the group calls this.
+
+    Shapes travel ahead of each tensor, so that batches need not be alike.
+    """
+    here = group.rank()
+    values: tuple[Any, ...] = inputs
+    for index in range(len(stage_of)):
+        owner = stage_of[index]
+        if owner == here:
+            out = stages[index](*values)
+            if index == len(stage_of) - 1:
+                return out
+            values = out if isinstance(out, tuple) else (out,)
+            if stage_of[index + 1] != here:
+                _send(values, dist.get_global_rank(group, stage_of[index + 1]), group)
+        elif index + 1 < len(stage_of) and stage_of[index + 1] == here:
+            values = _receive(dist.get_global_rank(group, owner), group, device)
+    return None
+
+
+def _send(values: tuple[Tensor, ...], peer: int, group: dist.ProcessGroup) -> None:
+    device = values[0].device
+    send(torch.tensor([len(values)], device=device), peer, group=group)
+    for value in values:
+        if value.dim() > _MAX_DIMS or value.dtype not in _DTYPES:
+            raise InvalidArgument(
+                "a tensor of this kind cannot travel between stages",
+                hint=f"at most {_MAX_DIMS} dims, and one of {', '.join(map(str, _DTYPES))}",
+                shape=tuple(value.shape),
+                dtype=value.dtype,
+            )
+        header = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
+        send(torch.tensor(header + [0] * (2 + _MAX_DIMS - len(header)), device=device), peer, group=group)
+        send(value, peer, group=group)
+
+
+def _receive(peer: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
+    count = torch.zeros(1, dtype=torch.int64, device=device)
+    recv(count, peer, group=group)
+    values = []
+    for _ in range(int(count)):
+        header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device)
+        recv(header, peer, group=group)
+        kind, dims, *shape = header.tolist()
+        value = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=device)
+        recv(value, peer, group=group)
+        values.append(value)
+    return tuple(values)

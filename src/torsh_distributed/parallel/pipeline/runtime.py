@@ -1,0 +1,249 @@
+"""A pipeline that runs: stages on ranks, microbatches through them, the loss on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives import broadcast
+from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
+from torsh_distributed.parallel.pipeline.relay import run_through
+from torsh_distributed.parallel.pipeline.schedule import (
+    Action,
+    Timeline,
+    compute_timeline,
+    make_schedule,
+    stages_of_rank,
+)
+from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
+from torsh_distributed.parallel.pipeline.tied import TiedGradients
+from torsh_distributed.parallel.pipeline.timing import Stopwatch, TimedStage
+from torsh_distributed.plan.pipeline import PipelineConfig
+
+LossFn = Callable[[Any, Any], Tensor]
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class PipelineParallel:
+    """A model whose stages lie on the ranks of a group; a step sends microbatches through them, forward and backward.
+
+    Every rank of the group makes it, with the same model or plan. After `step` each rank has the gradients of its own
+    stages, as if the whole batch had gone through the whole model; `module` holds their parameters under the names they
+    have in the model, for an optimizer. Parameters of other stages are freed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | StagePlan,
+        config: PipelineConfig,
+        *,
+        group: dist.ProcessGroup,
+        loss_fn: LossFn | None = None,
+        wrap: Wrap | None = None,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.config, self.group, self._context = config, group, context
+        num_stages = group.size() * config.stages_per_rank
+        self.plan = model if isinstance(model, StagePlan) else plan_stages(model, config, group.size())
+        if len(self.plan.stages) != num_stages:
+            raise ConfigurationError(
+                f"{group.size()} ranks of {config.stages_per_rank} stages need {num_stages} stages,"
+                f" but the model was cut into {len(self.plan.stages)}",
+                hint="split the model into as many, or change pipeline.stages_per_rank",
+            )
+        self.stage_of = _owners(config.schedule, group.size(), num_stages)
+        self.mine = stages_of_rank(config.schedule, group.rank(), num_ranks=group.size(), num_stages=num_stages)
+        self.plan.drop_others(self.mine)
+        built = {index: self.plan.build(index) for index in self.mine}
+        self.module = LocalStages(built)
+        self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
+        self.stage_modules = {index: wrap(stage) if wrap else stage for index, stage in built.items()}
+        self.stopwatch = Stopwatch(group.rank())
+        self.tied = TiedGradients(self.plan, self.stage_of, built, group)
+        self._loss_fn = loss_fn
+        self._schedule: Any = None
+        self._measured: Timeline | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank takes the inputs."""
+        return 0 in self.mine
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return len(self.plan.stages) - 1 in self.mine
+
+    def step(self, inputs: Any, targets: Any) -> Tensor:
+        """Forward and backward of a batch; adds to the gradients; returns the mean loss, on every rank.
+
+        Every rank of the group passes the same batch (what it does not need may be empty tensors of the same length).
+        """
+        if self._loss_fn is None:
+            raise InvalidArgument("a pipeline trains with a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
+        arguments = self._arguments(inputs)
+        self._check_batch(arguments)
+        if self._schedule is None:
+            self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._loss)
+        losses: list[Tensor] = []
+        self.stopwatch.take()
+        with self._context():
+            self._schedule.step(
+                *(arguments if self.is_first else ()),
+                target=targets if self.is_last else None,
+                losses=losses if self.is_last else None,
+                return_outputs=False,
+            )
+        self._measured = None
+        self.tied.sum()
+        return self._share_loss(torch.stack(losses).detach().sum() if self.is_last else None)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any) -> Tensor:
+        """The loss of a batch of any size, on every rank, without gradients."""
+        if self._loss_fn is None:
+            raise InvalidArgument("evaluating needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
+        out = self.forward(inputs)
+        return self._share_loss(self._loss_fn(out, targets) if self.is_last else None)
+
+    @torch.no_grad()
+    def forward(self, inputs: Any) -> Any:
+        """The model's output for a batch of any size, on the last stage's rank; None on the others."""
+        with self._context():
+            return run_through(
+                self.stage_modules,
+                self._arguments(inputs),
+                stage_of=self.stage_of,
+                group=self.group,
+                device=self.device,
+            )
+
+    def measured_timeline(self) -> Timeline:
+        """The last step as it was: every rank's actions, from its own clock; every rank of the group calls this.
+
+        Times are of the machine's monotonic clock: on several nodes only differences within a rank mean something.
+        """
+        if self._measured is None:
+            gathered = all_gather_object(
+                [(one.stage, one.kind, one.microbatch, one.start, one.end) for one in self.stopwatch.actions],
+                group=self.group,
+            )
+            self._measured = _timeline(gathered)
+        return self._measured
+
+    def computed_timeline(self) -> Timeline:
+        """The step as the schedule would have it with equal stages."""
+        return compute_timeline(self.config, self.group.size())
+
+    def _stages(self) -> list[TimedStage]:
+        return [
+            TimedStage(
+                module,
+                index,
+                len(self.plan.stages),
+                self.device,
+                group=self.group,
+                stopwatch=self.stopwatch,
+            )
+            for index, module in self.stage_modules.items()
+        ]
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        assert self._loss_fn is not None, "step() checks it"
+        return self._loss_fn(output, target) / self.config.num_microbatches
+
+    def _arguments(self, inputs: Any) -> tuple[Any, ...]:
+        names = self.plan.inputs
+        if isinstance(inputs, Mapping):
+            missing, unknown = sorted(set(names) - set(inputs)), sorted(set(inputs) - set(names))
+            if missing or unknown:
+                raise InvalidArgument(
+                    "the batch does not have the inputs the pipeline was traced with",
+                    hint="arguments of forward that have a default cannot be passed through a pipeline",
+                    missing=missing or None,
+                    unknown=unknown or None,
+                )
+            return tuple(inputs[name] for name in names)
+        given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if len(given) != len(names):
+            raise InvalidArgument(f"forward takes {', '.join(names)}, but the batch has {len(given)} inputs")
+        return given
+
+    def _check_batch(self, arguments: Sequence[Any]) -> None:
+        count = self.config.num_microbatches
+        for one in arguments:
+            if isinstance(one, Tensor) and one.shape[0] % count:
+                raise TensorShapeMismatch(
+                    f"pipeline.num_microbatches {count} does not divide the batch of {one.shape[0]}",
+                    hint=f"make each rank's batch a multiple of {count} (drop_last=True in the loader), or change"
+                    " pipeline.num_microbatches",
+                )
+
+    def _share_loss(self, loss: Tensor | None) -> Tensor:
+        """The last stage's loss, on every rank."""
+        last = dist.get_global_rank(self.group, self.stage_of[len(self.plan.stages) - 1])
+        value = torch.zeros((), device=self.device) if loss is None else loss.detach().float().clone()
+        return broadcast(value, last, group=self.group)
+
+
+class LocalStages(nn.Module):
+    """This rank's stages as one module: parameters and buffers under the names they have in the model."""
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for stage in stages.values():
+            _merge(self, stage)
+
+    @override
+    def forward(self, *_: Any) -> Any:
+        """Not to be called: stages run in a schedule."""
+        raise InvalidArgument(
+            "a pipelined model is not called as a whole", hint="use PipelineParallel.step, .evaluate or .forward"
+        )
+
+
+def plan_stages(model: nn.Module, config: PipelineConfig, num_ranks: int) -> StagePlan:
+    """The stages that a plan's `pipeline` section asks for; no process group is needed."""
+    return split_into_stages(
+        model, num_ranks * config.stages_per_rank, balance=config.balance, split_points=config.split_points
+    )
+
+
+def _merge(into: nn.Module, module: nn.Module) -> None:
+    """Hang the children, parameters and buffers of `module` into `into`; containers with the same name are merged."""
+    for name, child in module.named_children():
+        if name not in into._modules:
+            # A container of a stage's graph is its own: what it holds is the model's.
+            is_container = type(child) is nn.Module
+            into.add_module(name, nn.Module() if is_container else child)
+        if type(child) is nn.Module:
+            _merge(into.get_submodule(name), child)
+    for name, param in module.named_parameters(recurse=False):
+        into.register_parameter(name, param)
+    for name, buffer in module.named_buffers(recurse=False):
+        into.register_buffer(name, buffer)
+
+
+def _owners(schedule: str, num_ranks: int, num_stages: int) -> dict[int, int]:
+    """Stage to the rank of the group that holds it."""
+    return {
+        stage: rank
+        for rank in range(num_ranks)
+        for stage in stages_of_rank(schedule, rank, num_ranks=num_ranks, num_stages=num_stages)
+    }
+
+
+def _timeline(gathered: Sequence[Sequence[Any]]) -> Timeline:
+    actions = [
+        Action(rank, stage, kind, microbatch, start, end)
+        for rank, mine in enumerate(gathered)
+        for stage, kind, microbatch, start, end in mine
+    ]
+    return Timeline(tuple(actions), len(gathered))

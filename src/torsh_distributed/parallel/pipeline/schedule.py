@@ -1,0 +1,204 @@
+"""The plan of a pipeline step: who computes what when. Torch's schedules, laid out on a clock. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.pipeline import PipelineConfig
+
+CLASSES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "one_f_one_b": "Schedule1F1B",
+    "interleaved_one_f_one_b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
+    "dual_pipe_v": "ScheduleDualPipeV",
+}
+"""Name in a plan to torch's class."""
+
+V_SHAPED = ("zbv_zero_bubble", "dual_pipe_v")
+"""Schedules that lead down the ranks and up again: the first rank holds the first stage and the last."""
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward; its two halves: gradients of the input, gradients of the weights."""
+
+DEFAULT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""In units of a forward: each half of backward has the products that forward has."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One stage's work on one microbatch, from `start` to `end`."""
+
+    rank: int
+    stage: int
+    kind: Kind
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The actions of one step on a clock common to all ranks."""
+
+    actions: tuple[Action, ...]
+    num_ranks: int
+
+    @property
+    def span(self) -> float:
+        """From the first start to the last end."""
+        if not self.actions:
+            return 0.0
+        return max(action.end for action in self.actions) - min(action.start for action in self.actions)
+
+    @property
+    def busy(self) -> float:
+        """Time spent on actions, over all ranks."""
+        return sum(action.end - action.start for action in self.actions)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they have nothing to do."""
+        total = self.num_ranks * self.span
+        return 1 - self.busy / total if total else 0.0
+
+
+def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    """The stages a pipeline rank holds: every num_ranks-th, or, V-shaped, one from each end."""
+    if schedule in V_SHAPED:
+        return (rank, num_stages - 1 - rank)
+    return tuple(range(rank, num_stages, num_ranks))
+
+
+def compute_timeline(config: PipelineConfig, num_ranks: int, *, costs: Mapping[str, float] = DEFAULT_COSTS) -> Timeline:
+    """The step as the schedule orders it, if every action of a kind took the same time and sending none."""
+    return lay_out(planned_order(config, num_ranks), costs=costs)
+
+
+def planned_order(config: PipelineConfig, num_ranks: int) -> dict[int, list[tuple[int, Kind, int]]]:
+    """(stage, kind, microbatch) of every rank, in the order torch's schedule runs them."""
+    if config.schedule in _SINGLE:
+        return {rank: _SINGLE[config.schedule](rank, num_ranks, config.num_microbatches) for rank in range(num_ranks)}
+    num_stages = num_ranks * config.stages_per_rank
+    mine = stages_of_rank(config.schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
+    stand_ins = [_PlannedStage(index, num_stages, num_ranks) for index in mine]
+    made = make_schedule(config, stand_ins, loss_fn=_no_loss)
+    return {rank: list(_compute_actions(actions)) for rank, actions in made.pipeline_order.items()}
+
+
+def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[int, Kind, int]]:
+    every = range(num_microbatches)
+    return [*((rank, "F", number) for number in every), *((rank, "B", number) for number in every)]
+
+
+def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[int, Kind, int]]:
+    """As torch 2.13 runs it; the order that its class gives for drawing is off by one on the last rank."""
+    ahead = min(num_microbatches, num_ranks - rank)
+    order: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(ahead)]
+    for number in range(num_microbatches):
+        order.append((rank, "B", number))
+        if ahead + number < num_microbatches:
+            order.append((rank, "F", ahead + number))
+    return order
+
+
+_SINGLE = {"gpipe": _gpipe, "one_f_one_b": _one_f_one_b}
+
+
+def make_schedule(config: PipelineConfig, stages: Sequence[Any], *, loss_fn: Any) -> Any:
+    """Torch's schedule over this rank's stages; what it refuses is a ConfigurationError.
+
+    `loss_fn` gives a microbatch's share of the loss: torch's own division of gradients by the number of microbatches
+    would meet a parameter shared by two stages of a rank twice.
+    """
+    kind = getattr(torch_schedules, CLASSES[config.schedule])
+    is_single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    try:
+        return kind(
+            stages[0] if is_single else list(stages),
+            n_microbatches=config.num_microbatches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
+    except (ValueError, AssertionError) as error:
+        raise ConfigurationError(
+            f"pipeline.schedule {config.schedule}: {str(error).splitlines()[0]}",
+            hint=f"num_microbatches a multiple of the pipeline's {stages[0].group_size} ranks, and at least"
+            f" {stages[0].num_stages}, suits every schedule",
+            num_microbatches=config.num_microbatches,
+            num_stages=stages[0].num_stages,
+        ) from error
+
+
+@dataclass
+class _PlannedStage:
+    """What a schedule asks of a stage while it plans: numbers alone."""
+
+    stage_index: int
+    num_stages: int
+    group_size: int
+    group_rank: int = 0
+    submod: None = None
+    stage_index_to_group_rank: Any = None
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("a planned schedule is never run")
+
+
+def _compute_actions(actions: Sequence[Any]) -> Iterator[tuple[int, Kind, int]]:
+    for action in actions:
+        if action is None:
+            continue
+        if getattr(action, "sub_actions", None):
+            yield from _compute_actions(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            yield action.stage_index, cast(Kind, action.computation_type.value), action.microbatch_index
+
+
+def lay_out(
+    order: Mapping[int, Sequence[tuple[int, Kind, int]]], *, costs: Mapping[str, float] = DEFAULT_COSTS
+) -> Timeline:
+    """Each rank does its actions in order, each as soon as what it needs from other stages is there."""
+    last_stage = max((stage for actions in order.values() for stage, _, _ in actions), default=0)
+    ends: dict[tuple[int, str, int], float] = {}
+    clocks = dict.fromkeys(order, 0.0)
+    places = dict.fromkeys(order, 0)
+    done: list[Action] = []
+    while any(places[rank] < len(order[rank]) for rank in order):
+        progressed = False
+        for rank, actions in order.items():
+            while places[rank] < len(actions):
+                stage, kind, microbatch = actions[places[rank]]
+                ready = _ready(ends, stage, kind, microbatch, last_stage)
+                if ready is None:
+                    break
+                start = max(clocks[rank], ready)
+                clocks[rank] = ends[stage, "B" if kind == "I" else kind, microbatch] = start + costs[kind]
+                done.append(Action(rank, stage, kind, microbatch, start, clocks[rank]))
+                places[rank] += 1
+                progressed = True
+        assert progressed, "torch's schedules never wait in a circle"
+    return Timeline(tuple(done), len(order))
+
+
+def _ready(
+    ends: Mapping[tuple[int, str, int], float], stage: int, kind: Kind, microbatch: int, last_stage: int
+) -> float | None:
+    """When what an action needs is there; None while it is not known."""
+    if kind == "F":
+        return 0.0 if stage == 0 else ends.get((stage - 1, "F", microbatch))
+    if kind == "W":
+        return ends.get((stage, "B", microbatch))
+    own = ends.get((stage, "F", microbatch))
+    if own is None or stage == last_stage:
+        return own
+    later = ends.get((stage + 1, "B", microbatch))
+    return None if later is None else max(own, later)

@@ -1,0 +1,228 @@
+"""Cuts a model into stages: which layers, which module, what flows in and out, which parameters are shared."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.pipeline.costs import count_parameters, estimate_work, measure_time
+from torsh_distributed.parallel.pipeline.layers import LayerGraph, is_number, trace_layers
+from torsh_distributed.parallel.pipeline.partition import partition
+
+_log = logging.getLogger(__name__)
+
+Balance = Literal["auto", "parameters", "time", "manual"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the plan: a run of layers."""
+
+    index: int
+    layers: tuple[str, ...]
+    cost: float
+    """In the unit of the balance: parameters, an estimate of work, or seconds."""
+    graph: fx.Graph
+    """Its part of the model's forward; takes and gives what flows between stages."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A model cut into stages; the modules are made by `build`, on the ranks that need them."""
+
+    model: nn.Module
+    stages: tuple[Stage, ...]
+    inputs: tuple[str, ...]
+    """Names of the arguments that the first stage takes."""
+    balance: Balance
+    tied: tuple[tuple[tuple[int, str], ...], ...]
+    """Parameters that several stages share: for each, (stage, name) of every use."""
+
+    @property
+    def imbalance(self) -> float:
+        """The dearest stage over the mean: the pipeline runs at the pace of the slowest."""
+        costs = [stage.cost for stage in self.stages]
+        return max(costs) * len(costs) / max(sum(costs), 1e-12)
+
+    def build(self, index: int) -> fx.GraphModule:
+        """The module of a stage: the model's own layers under their own names."""
+        return fx.GraphModule(self.model, self.stages[index].graph, class_name=f"Stage{index}")
+
+    def drop_others(self, keep: Sequence[int]) -> None:
+        """Free the parameters of layers in other stages: the model keeps them on the meta device."""
+        kept = {name for index in keep for name in self.stages[index].layers}
+        for stage in self.stages:
+            for name in stage.layers:
+                if name not in kept:
+                    _to_meta(self.model.get_submodule(name))
+
+    def names(self, index: int) -> set[str]:
+        """Names of the parameters and buffers of a stage."""
+        return set(self.build(index).state_dict())
+
+    def describe(self) -> Table:
+        """A table for rich: stage, its layers, its cost."""
+        unit = {"parameters": "parameters", "time": "seconds"}.get(self.balance, "work (estimate)")
+        table = Table("stage", "layers", unit, "share", title=f"{len(self.stages)} stages, balance {self.balance}")
+        total = sum(stage.cost for stage in self.stages)
+        for stage in self.stages:
+            names = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1])
+            table.add_row(str(stage.index), " ".join(names), f"{stage.cost:.4g}", f"{stage.cost / total:.0%}")
+        return table
+
+
+def split_into_stages(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    balance: Balance = "auto",
+    split_points: Sequence[str] = (),
+    example: tuple[Any, ...] | None = None,
+    agree: Callable[[list[float]], list[float]] | None = None,
+) -> StagePlan:
+    """Cut `model` into `num_stages` runs of layers of about equal cost, or before the layers named in `split_points`.
+
+    `example` is a microbatch of inputs, for `balance="time"`; times differ between ranks, so `agree` makes the first
+    rank's those of all. The model itself is not changed.
+    """
+    form = trace_layers(model)
+    costs = _costs(model, form, balance, example)
+    if agree is not None:
+        costs = agree(costs)
+    starts = _manual(form, split_points, num_stages) if balance == "manual" else partition(costs, num_stages)
+    edges = [*starts, len(form.layers)]
+    runs = [form.layers[first:last] for first, last in itertools.pairwise(edges)]
+    graphs = _cut_graph(form, runs)
+    stages = tuple(
+        Stage(index, run, sum(costs[first:last]), graph)
+        for index, (run, graph, (first, last)) in enumerate(zip(runs, graphs, itertools.pairwise(edges), strict=True))
+    )
+    plan = StagePlan(model, stages, form.inputs, balance, _tied(model, runs))
+    if plan.imbalance > 2:
+        _log.warning(
+            "the pipeline is unbalanced: its dearest stage costs %.1f times the mean (%s)",
+            plan.imbalance,
+            ", ".join(f"{stage.cost:.3g}" for stage in stages),
+        )
+    return plan
+
+
+def _costs(model: nn.Module, form: LayerGraph, balance: Balance, example: tuple[Any, ...] | None) -> list[float]:
+    if balance == "parameters":
+        return count_parameters(model, form.layers)
+    if balance == "time":
+        if example is None:
+            raise ConfigurationError(
+                'balance "time" measures the layers, and needs inputs to run them on',
+                hint="pass example=(inputs,), one microbatch",
+            )
+        return measure_time(model, form, example)
+    return estimate_work(model, form.layers)
+
+
+def _manual(form: LayerGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
+    unknown = [name for name in split_points if name not in form.layers]
+    if unknown:
+        raise ConfigurationError(
+            f"pipeline.split_points: {unknown[0]} is not a layer that a stage can begin with",
+            hint=f"the layers are {', '.join(form.layers)}",
+        )
+    starts = (0, *sorted(form.layers.index(name) for name in split_points))
+    if len(set(starts)) != len(starts) or len(starts) != num_stages:
+        raise ConfigurationError(
+            f"{len(split_points)} split points make {len(set(starts))} stages, but {num_stages} are wanted",
+            hint=f"name the first layer of each stage but the first: {num_stages - 1} different layers",
+            split_points=tuple(split_points),
+        )
+    return starts
+
+
+def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> list[fx.Graph]:
+    """One graph for each run of layers; what a later stage needs of an earlier one is handed on by those between."""
+    begins = {run[0]: index for index, run in enumerate(runs) if index}
+    stage_of: dict[fx.Node, int] = {}
+    index = 0
+    for node in form.graph.nodes:
+        if node.op == "call_module" and node.target in begins:
+            index = begins[node.target]
+        stage_of[node] = index
+    last = len(runs) - 1
+    crossing = [_alive(form.graph, stage_of, edge) for edge in range(last)]
+    graphs = []
+    for stage in range(last + 1):
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in crossing[stage - 1] if stage else []:
+            copies[node] = graph.placeholder(node.name)
+        for node in form.graph.nodes:
+            if stage_of[node] != stage or node.op in ("output", "get_attr"):
+                continue
+            copies[node] = graph.node_copy(node, partial(_copied, graph, copies))
+        result: Any
+        if stage == last:
+            output = next(node for node in form.graph.nodes if node.op == "output")
+            result = fx.map_arg(output.args[0], partial(_copied, graph, copies))
+        else:
+            kept = [_copied(graph, copies, node) for node in crossing[stage]]
+            result = kept[0] if len(kept) == 1 else tuple(kept)
+        graph.output(result)
+        graph.lint()
+        graphs.append(graph)
+    return graphs
+
+
+def _copied(graph: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """The node in the stage's graph; what is read from the model is read anew in each stage."""
+    if node not in copies:
+        assert node.op == "get_attr", "everything else is computed or handed over before"
+        copies[node] = graph.node_copy(node)
+    return copies[node]
+
+
+def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.Node]:
+    """Values made in stages up to `edge` that a later stage uses, in the order they are made."""
+    alive = [
+        node
+        for node in graph.nodes
+        if node.op not in ("output", "get_attr")
+        and stage_of[node] <= edge
+        and any(stage_of[user] > edge for user in node.users)
+    ]
+    numbers = [node for node in alive if is_number(node)]
+    if numbers:
+        raise ConfigurationError(
+            f"the value {numbers[0].name!r} of the model's forward is a number or a shape, and a later stage needs it",
+            hint="read sizes from the tensor at hand in each layer, or choose split points so that it does not cross",
+            crossing=[node.name for node in alive],
+        )
+    return alive
+
+
+def _tied(model: nn.Module, runs: Sequence[Sequence[str]]) -> tuple[tuple[tuple[int, str], ...], ...]:
+    uses: dict[int, list[tuple[int, str]]] = {}
+    for index, run in enumerate(runs):
+        for layer in run:
+            for name, param in model.get_submodule(layer).named_parameters():
+                uses.setdefault(id(param), []).append((index, f"{layer}.{name}"))
+    return tuple(tuple(where) for where in uses.values() if len({stage for stage, _ in where}) > 1)
+
+
+def _to_meta(layer: nn.Module) -> None:
+    for module in layer.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(
+                    torch.empty_like(param, device="meta"), requires_grad=param.requires_grad
+                )
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Tensor):
+                module._buffers[name] = torch.empty_like(buffer, device="meta")

@@ -1,0 +1,67 @@
+"""Parameters that stages on several ranks share, such as a head tied to the embedding: their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.comm.abort import remember_connections
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.sockets import new_connections
+from torsh_distributed.parallel.pipeline.stages import StagePlan
+
+
+class TiedGradients:
+    """Sums gradients of shared parameters over the ranks that hold a copy, once a step.
+
+    Equal gradients, optimizer and start keep the copies equal. Where one rank holds all uses (a V-shaped schedule), the
+    parameter is one tensor and nothing is sent.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        stage_of: Mapping[int, int],
+        built: Mapping[int, nn.Module],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self.copies: dict[str, int] = {}
+        """Name of a shared parameter of this rank to the number of ranks that hold a copy."""
+        self.names: dict[str, str] = {}
+        """Every name of a shared parameter to the name of its first use."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for uses in plan.tied:
+            ranks = tuple(sorted({stage_of[stage] for stage, _ in uses}))
+            self.names.update({name: uses[0][1] for _, name in uses})
+            if len(ranks) == 1 or group.rank() not in ranks:
+                continue
+            if ranks not in made:
+                made[ranks] = _subgroup(group, ranks)
+            stage, name = next((stage, name) for stage, name in uses if stage in built)
+            param = built[stage].get_parameter(name)
+            self._shared.append((param, made[ranks]))
+            self.copies.update({name: len(ranks) for stage, name in uses if stage in built})
+            # Copies start equal: the first holder's values.
+            dist.broadcast(param.data, group=made[ranks], group_src=0)
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Sum now; the ranks that hold a copy call this."""
+        for param, group in self._shared:
+            grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = all_reduce(grad, group=group)
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group over some ranks of `group`, all of which call this."""
+    if len(ranks) == group.size():
+        return group
+    with new_connections() as connections:
+        made = dist.new_group([dist.get_global_rank(group, rank) for rank in ranks], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "the caller is a member"
+    remember_connections(made, connections)
+    return made

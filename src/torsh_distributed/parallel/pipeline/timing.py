@@ -1,0 +1,59 @@
+"""Stages that note when they compute: the measured side of the schedule."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+from typing_extensions import override
+
+from torsh_distributed.parallel.pipeline.schedule import Action, Kind
+
+
+@dataclass
+class Stopwatch:
+    """The actions of this rank's present step, on its monotonic clock."""
+
+    rank: int
+    actions: list[Action] = field(default_factory=list)
+
+    def take(self) -> list[Action]:
+        """The actions noted since the last call."""
+        taken, self.actions = self.actions, []
+        return taken
+
+
+class TimedStage(PipelineStage):
+    """Torch's stage; every forward and backward of a microbatch is noted with its time."""
+
+    def __init__(self, *args: Any, stopwatch: Stopwatch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stopwatch = stopwatch
+
+    @override
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._note("F", fwd_chunk_id, started)
+        return out
+
+    @override
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._note("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id, started)
+        return out
+
+    @override
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        out = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._note("W", bwd_chunk_id, started)
+        return out
+
+    def _note(self, kind: Kind, microbatch: int, started: float) -> None:
+        self._stopwatch.actions.append(
+            Action(self._stopwatch.rank, self.stage_index, kind, microbatch, started, time.monotonic())
+        )

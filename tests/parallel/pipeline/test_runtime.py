@@ -1,0 +1,102 @@
+"""Pipelines on real ranks train as one process does, under every schedule, and run as they were planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.bed.world import World
+from tests.parallel.reference import batches, build, train_alone
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
+from torsh_distributed.parallel.pipeline import PipelineParallel
+from torsh_distributed.parallel.pipeline.schedule import planned_order
+from torsh_distributed.plan.pipeline import STAGES_PER_RANK, PipelineConfig
+from torsh_distributed.train.demos.gpt import next_character_loss
+
+
+def make(kind: str, schedule: str, num_microbatches: int = 4, **options: Any) -> tuple[PipelineParallel, nn.Module]:
+    config = PipelineConfig(
+        schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule][0], num_microbatches=num_microbatches, **options
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    model = build(kind, num_layers=4)
+    return PipelineParallel(model, config, group=group, loss_fn=next_character_loss), model
+
+
+def train(kind: str, schedule: str, num_steps: int = 3) -> list[float]:
+    pipe, _ = make(kind, schedule, 8 if schedule == "dual_pipe_v" else 4)
+    optimizer = torch.optim.AdamW(pipe.module.parameters(), lr=5e-3)
+    losses = []
+    for inputs, targets in batches(num_steps):
+        optimizer.zero_grad()
+        losses.append(pipe.step(inputs, targets).item())
+        optimizer.step()
+    check_order(pipe)
+    check_evaluation(pipe, losses)
+    held = sum(param.numel() for param in pipe.module.parameters())
+    assert held < 0.75 * sum(param.numel() for param in build(kind, num_layers=4).parameters())
+    return losses
+
+
+def check_order(pipe: PipelineParallel) -> None:
+    """What ran is what was planned, action by action; and there was a bubble to measure."""
+    planned = planned_order(pipe.config, pipe.group.size())[pipe.group.rank()]
+    assert [(one.stage, one.kind, one.microbatch) for one in pipe.stopwatch.actions] == planned
+    assert 0 < pipe.measured_timeline().bubble < 1
+    assert pipe.computed_timeline().num_ranks == pipe.measured_timeline().num_ranks
+
+
+def check_evaluation(pipe: PipelineParallel, losses: list[float]) -> None:
+    inputs, targets = batches(1, batch=3)[0]
+    value = pipe.evaluate(inputs, targets).item()
+    assert 0 < value < losses[0] + 1
+    out = pipe.forward({"ids": inputs})
+    assert (out is not None) == pipe.is_last
+    if out is not None:
+        assert next_character_loss(out, targets).item() == pytest.approx(value, abs=1e-5)
+
+
+def train_all(cases: list[tuple[str, str]]) -> list[list[float]]:
+    return [train(kind, schedule) for kind, schedule in cases]
+
+
+def check(world: World, cases: list[tuple[str, str]], num_ranks: int, backend: str) -> None:
+    expected = {kind: train_alone(kind, clip=1e9, num_layers=4, num_steps=3)[::2] for kind, _ in cases}
+    for results in world.run(train_all, cases, num_ranks=num_ranks, backend=backend, timeout_s=60):
+        for (kind, schedule), losses in zip(cases, results, strict=True):
+            assert losses == pytest.approx(expected[kind], abs=1e-4), (kind, schedule)
+
+
+def test_losses_on_two_ranks_are_those_of_one_process(world: World) -> None:
+    check(world, [("gpt" if number % 2 else "llama", name) for number, name in enumerate(STAGES_PER_RANK)], 2, "torsh")
+
+
+def test_losses_on_four_ranks_are_those_of_one_process(world: World) -> None:
+    check(world, [("tied", "one_f_one_b"), ("tied", "gpipe")], 4, "gloo")
+
+
+def refuse() -> None:
+    pipe, _ = make("gpt", "one_f_one_b", 3)
+    inputs, targets = batches(1)[0]
+    with pytest.raises(TensorShapeMismatch, match="num_microbatches 3 does not divide the batch of 8"):
+        pipe.step(inputs, targets)
+    with pytest.raises(InvalidArgument, match="the batch does not have the inputs"):
+        pipe.step({"idx": inputs}, targets)
+    with pytest.raises(InvalidArgument, match="forward takes ids, but the batch has 2 inputs"):
+        pipe.step((inputs, inputs), targets)
+    with pytest.raises(InvalidArgument, match="not called as a whole"):
+        pipe.module(inputs)
+    with pytest.raises(ConfigurationError, match="10 stages need as many layers, but the model has 8"):
+        group = dist.group.WORLD
+        assert group is not None
+        config = PipelineConfig(schedule="looped_bfs", stages_per_rank=5)
+        PipelineParallel(build("gpt", num_layers=4), config, group=group)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
+    world.run(refuse, num_ranks=2)
