@@ -205,7 +205,8 @@ class TorchKernels(Kernels):
             reference = exponents.amax(1, keepdim=True)
             codes = (exponents - reference + 127).clamp_(min=0) * (exponents > 0)
             codes = codes | (bits < 0).int() << 7
-            sections.head(rows).copy_(reference)
+            is_finite = rows.of(x).isfinite().all(1, keepdim=True)
+            sections.head(rows).copy_(reference.masked_fill_(~is_finite, 255))
             sections.body(rows, rows.length).copy_(codes)
 
     @override

@@ -35,7 +35,10 @@ METHODS: dict[str, MethodParameter | None] = {
     "int8": MethodParameter("elements that share a scale", 256, 8, 65536, integer=True),
     "nbit": MethodParameter("bits for each element", 8, 1, 8, integer=True),
     "sign": None,
-    "ternary": MethodParameter("magnitude, relative to the largest, below which 0 travels", 0.5, 0.0, 1.0),
+    "majority": None,
+    "ternary": MethodParameter(
+        "magnitude, relative to the largest, below which 0 travels; 0 draws at random, without bias", 0.5, 0.0, 1.0
+    ),
     "bimodal": MethodParameter("entries of the codebook", 16, 2, 256, integer=True),
     "natural": None,
     "topk": _SHARE,

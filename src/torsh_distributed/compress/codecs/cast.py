@@ -10,12 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.compress.codec import Averaged, Codec, Key
-from torsh_distributed.compress.payload import require_payload
+from torsh_distributed.compress.codec import Averaged, Key
+from torsh_distributed.compress.dense import DenseCodec
 from torsh_distributed.events import AlertEvent, emit
 
 
-class CastCodec(Codec):
+class CastCodec(DenseCodec):
     """Send each element as `dtype`. Messages add up as they are, so the volume is that of an all-reduce.
 
     Elements are divided by the number of ranks before they are cast: the sum then fits where the elements do.
@@ -28,6 +28,7 @@ class CastCodec(Codec):
     is_deterministic = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_overflows = 0
         """Elements of finite gradients that became infinite since this codec was made."""
 
@@ -36,9 +37,17 @@ class CastCodec(Codec):
         return x.to(self.dtype)
 
     @override
-    def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
-        require_payload(self, payload, num_elements)
-        return payload.view(self.dtype).float()
+    def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
+        out.view(self.dtype).copy_(x)
+
+    @override
+    def read(self, payload: Tensor, out: Tensor, *, weight: float = 1.0, adds: bool = False) -> bool:
+        values = payload.view(self.dtype)
+        if adds:
+            out.add_(values, alpha=weight)
+        else:
+            torch.mul(values, weight, out=out)
+        return True
 
     @override
     def payload_bytes(self, num_elements: int) -> int:
@@ -48,7 +57,7 @@ class CastCodec(Codec):
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         num_ranks = group.size()
         message = self.encode(x / num_ranks, key)
-        sent = message.float().mul_(num_ranks)
+        sent = message.float() * num_ranks
         mean = all_reduce(message, group=group).float()
         self._count_overflows(mean, key)
         num_bytes = 2 * (num_ranks - 1) * self.payload_bytes(x.numel()) // num_ranks

@@ -12,9 +12,20 @@ _CODECS: dict[str, str] = {
     "none": "cast:Fp32Codec",
     "fp16": "cast:Fp16Codec",
     "bf16": "cast:Bf16Codec",
+    "int8": "int8:Int8Codec",
+    "nbit": "nbit:NbitCodec",
+    "sign": "sign:SignCodec",
+    "majority": "sign:MajorityCodec",
+    "ternary": "ternary:make_ternary",
+    "bimodal": "bimodal:BimodalCodec",
+    "natural": "natural:NaturalCodec",
     "topk": "topk:TopKCodec",
     "threshold": "threshold:ThresholdCodec",
     "gaussian": "gaussian:GaussianCodec",
+    "randomk": "randomk:RandomKCodec",
+    "bernoulli": "bernoulli:BernoulliCodec",
+    "sketch": "sketch:SketchCodec",
+    "powersgd": "powersgd:PowerSgdCodec",
 }
 """Module of this package and what in it makes the codec, from the method's number where the method has one.
 

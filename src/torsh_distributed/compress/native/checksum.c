@@ -1,4 +1,4 @@
-/* The checksum of a payload: see message.py. */
+/* The checksum of a payload: see noise.py. */
 #include "kernels.h"
 
 uint32_t tsh_checksum(const uint8_t *from, size_t num_bytes) {

@@ -11,6 +11,7 @@ void tsh_natural_encode(const float *x, size_t n, size_t block, uint32_t key, ui
         size_t length = n - start < block ? n - start : block;
         const float *from = x + start;
         uint32_t first = offset + (uint32_t)start;
+        int is_finite = bits_of(largest_magnitude(from, length)) < TSH_INFINITY;
         for (size_t i = 0; i < length; i++) {
             uint32_t bits = bits_of(from[i]);
             /* The carry out of the mantissa comes with the probability that the next power of two is due. */
@@ -31,7 +32,7 @@ void tsh_natural_encode(const float *x, size_t n, size_t block, uint32_t key, ui
             uint8_t code = (uint8_t)(exponents[i] - below + up);
             codes[start + i] = (uint8_t)(signs[i] | (is_kept ? code : 0));
         }
-        out[b] = reference;
+        out[b] = is_finite ? reference : 255; /* which no decoder takes */
     }
 }
 
@@ -55,7 +56,7 @@ int tsh_natural_decode(const uint8_t *payload, size_t n, size_t block, float *ou
 }
 
 /* The bin of a float: its exponent and four bits of its mantissa, counted down from the largest, 511, to 1; all
- * smaller ones share bin 0. Negative ones have the same bins from 512 on. See histogram.py. */
+ * smaller ones share bin 0. Negative ones have the same bins from 512 on. See `Histogram` in kernels.py. */
 static inline uint32_t bin_of(uint32_t bits, int32_t base) {
     int32_t rank = (int32_t)((bits & 0x7fffffffu) >> 19);
     int32_t bin = rank - base;
