@@ -105,7 +105,7 @@ def train_alone(name: str) -> list[tuple[float, float]]:
     for inputs, targets in batches:
         loss = loss_fn(model(inputs), targets)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
         optimizer.step()
         found.append((loss.item(), norm.item()))

@@ -1,0 +1,216 @@
+"""Activation checkpointing: what forward does not keep for backward, backward computes again.
+
+Applied to a model before it is spread over ranks. Names of modules and parameters stay as they are: only the `forward`
+of the chosen layers changes. Random state is kept, so that dropout drops the same elements both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.wrapping import Named, repeated_layers
+from torsh_distributed.plan.activation import ActivationConfig
+
+Forward = Callable[..., Any]
+
+_COSTLY = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Results kept under `selective`: matrix products and attention, which cost far more to compute than to hold."""
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    config: ActivationConfig,
+    *,
+    layers: Named | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Named:
+    """Change the model in place as the config says, and return the layers that are (or may be) recomputed.
+
+    `layers` are the candidates; left out, those that repeat: modules of one class, two or more in one list. Under
+    `by_size` each is measured when it is first called: by a forward whose result is thrown away, so that not even the
+    first step holds more than was allowed. Ranks of `group` go by the largest size among them: they must choose alike.
+    """
+    chosen: Named = {}
+    if config.strategy != "none":
+        candidates = repeated_layers(model) if layers is None else layers
+        if not candidates:
+            raise ConfigurationError(
+                f"activation.strategy {config.strategy!r}: the model has no layers that repeat",
+                hint="put the layers into an nn.ModuleList or nn.Sequential, or set activation.strategy = none",
+                model=type(model).__name__,
+            )
+        step = config.every_n_layers if config.strategy == "uniform" else 1
+        chosen = dict(list(candidates.items())[::step])
+    for layer in chosen.values():
+        if config.strategy == "by_size":
+            _replace_forward(layer, _BySize(layer, int(config.threshold_mb * 2**20), group))
+        elif config.strategy == "selective":
+            _replace_forward(layer, _Recomputed(layer, keeps_costly=True))
+        else:
+            _replace_forward(layer, _Recomputed(layer))
+    if config.offload_to_cpu:
+        _replace_forward(model, _Offloading(model))
+    return chosen
+
+
+def activation_bytes(layer: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """What backward of one call of `layer` would keep, in bytes, without its parameters and inputs.
+
+    A forward is computed and thrown away; random state and buffers are as before.
+    """
+    return _measure(layer, layer.forward, args, kwargs)
+
+
+def _replace_forward(module: nn.Module, forward: Forward) -> None:
+    module.forward = forward
+
+
+class _Recomputed:
+    """A layer's forward whose activations are computed again in backward, buffers changing only the first time."""
+
+    def __init__(self, layer: nn.Module, *, keeps_costly: bool = False) -> None:
+        self._layer = layer
+        self._forward = layer.forward
+        self._keeps_costly = keeps_costly
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What is around the first forward, and around the second."""
+        if not self._keeps_costly:
+            return nullcontext(), self._buffers_put_back()
+        first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # untyped in torch
+        return first, self._buffers_put_back(second)
+
+    @contextmanager
+    def _buffers_put_back(self, inner: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+        """Running means and the like must not see a batch twice."""
+        before = [buffer.clone() for buffer in self._layer.buffers()]
+        try:
+            with inner or nullcontext():
+                yield
+        finally:
+            for buffer, value in zip(self._layer.buffers(), before, strict=True):
+                # .data: autograd may hold the buffer for backward, and must not take this for a change of it.
+                buffer.data.copy_(value)
+
+
+def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _BySize:
+    """Measures a layer at its first call in training, then recomputes it or not."""
+
+    def __init__(self, layer: nn.Module, threshold_bytes: int, group: dist.ProcessGroup | None) -> None:
+        self._layer = layer
+        self._forward = layer.forward
+        self._recomputed = _Recomputed(layer)
+        self._threshold_bytes = threshold_bytes
+        self._group = group
+        self._is_large: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if self._is_large is None:
+            self._is_large = self._largest(_measure(self._layer, self._forward, args, kwargs)) >= self._threshold_bytes
+        return self._recomputed(*args, **kwargs) if self._is_large else self._forward(*args, **kwargs)
+
+    def _largest(self, num_bytes: int) -> int:
+        if self._group is None or self._group.size() == 1:
+            return num_bytes
+        device = next(self._layer.parameters()).device
+        return int(all_reduce(torch.tensor(num_bytes, device=device), op="max", group=self._group))
+
+
+def _measure(layer: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Run `forward` once for its sizes; leave random state and buffers as they were."""
+    outside = {
+        _place(tensor) for tensor in (*layer.parameters(), *args, *kwargs.values()) if isinstance(tensor, Tensor)
+    }
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if _place(tensor) not in outside:
+            kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    device = next(layer.parameters()).device
+    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.enable_grad(),
+        saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        forward(*args, **kwargs)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return sum(kept.values())
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Offloading:
+    """Holds what forward keeps for backward in host memory: pinned, copied beside the computation on a GPU.
+
+    Parameters stay: they are on the device anyway, or are gathered again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._forward = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_host() if torch.is_grad_enabled() else nullcontext():
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
+            if tensor.device.type == "cpu" or _is_param(tensor):
+                return tensor
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return tensor.device, host.copy_(tensor, non_blocking=True)
+
+        def unpack(packed: tuple[torch.device, Tensor] | Tensor) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            device, host = packed
+            return host.to(device, non_blocking=True)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+
+def _is_param(tensor: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one such as its transpose."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
