@@ -15,6 +15,7 @@ from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.codec import Codec, Key
 from torsh_distributed.compress.codecs import make_codec
+from torsh_distributed.compress.dense import DenseCodec
 from torsh_distributed.compress.feedback import DifferenceFeedback, Feedback, make_feedback
 from torsh_distributed.compress.gradient import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece
@@ -45,7 +46,7 @@ class GradientCompressor:
     ) -> None:
         self._config = config if isinstance(config, CompressionConfig) else CompressionConfig(method=config)
         self._seed = seed
-        self._codec = codec or make_codec(self._config.method)
+        self._codec = codec or _codec_for(self._config)
         self._has_own_codec = codec is not None
         self._feedback = make_feedback(self._config)
         # What the senders of differences told so far, for `decompress`.
@@ -265,14 +266,15 @@ class GradientCompressor:
         if self._group is not None:
             said = all_gather_object({"config": new.model_dump(mode="json")}, group=self._group)
             require_equal(said, ("config",), dist.get_process_group_ranks(self._group))
-        if new.method != self._config.method:
-            if self._has_own_codec:
-                raise InvalidArgument(
-                    "the method cannot change: this compressor was given a codec",
-                    hint="make a new GradientCompressor with another codec",
-                    method=new.method,
-                )
-            self._codec = make_codec(new.method)
+        if self._has_own_codec and new.method != self._config.method:
+            raise InvalidArgument(
+                "the method cannot change: this compressor was given a codec",
+                hint="make a new GradientCompressor with another codec",
+                method=new.method,
+            )
+        is_same = (new.method, new.error_feedback) == (self._config.method, self._config.error_feedback)
+        if not is_same and not self._has_own_codec:
+            self._codec = _codec_for(new)
             self._shapes.clear()
         feedback = make_feedback(new)
         if new.error_feedback == self._config.error_feedback:
@@ -323,6 +325,14 @@ class GradientCompressor:
             self._codec.load_state_dict(state["codec"])
         self._has_foreign_state = not is_own
         self._home = home if here is None else None
+
+
+def _codec_for(config: CompressionConfig) -> Codec:
+    """The codec of a method, with the memory on the side of the mean where there is one on the side of the gradient."""
+    codec = make_codec(config.method)
+    if isinstance(codec, DenseCodec):
+        codec.server_feedback = config.error_feedback != "none"
+    return codec
 
 
 def require_equal(said: Sequence[Mapping[str, Any]], keys: Iterable[str], ranks: Sequence[int]) -> None:
