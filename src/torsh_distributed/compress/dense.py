@@ -20,6 +20,10 @@ from torsh_distributed.compress.payload import require_payload
 from torsh_distributed.errors import CompressionError
 
 
+ROUNDING = 2.0**-20
+"""What the stated contractions leave for the rounding of scales and products in fp32."""
+
+
 class DenseCodec(Codec):
     """A codec whose messages do not add up: ranks exchange shards, decode, sum in fp32 and encode the mean again.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.bits import blocks_packed_bytes
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.dense import ROUNDING, DenseCodec
 from torsh_distributed.compress.kernels import NUM_BINS, Histogram, kernels_for
 
 _NUM_PASSES = 12
@@ -64,8 +64,9 @@ class BimodalCodec(DenseCodec):
 
     @override
     def contraction(self, num_elements: int) -> float | None:
-        # No worse than the means of the positive and of the negative elements, which leave |x|² - |x|₁² / n at most.
-        return 1 / max(1, num_elements)
+        # No worse than the means of the positive and of the negative elements, which leave |x|² - |x|₁² / n at most;
+        # what is 32 octaves below the largest counts as zero.
+        return (1 - 1024 * ROUNDING) / max(1, num_elements)
 
 
 class Codebook(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.dense import ROUNDING, DenseCodec
 from torsh_distributed.compress.kernels import kernels_for
 
 
@@ -42,4 +42,4 @@ class Int8Codec(DenseCodec):
         # The largest of a block is exact; of another, the error is below itself and below largest / 254. With
         # c = (block - 1) / 254**2 that is min(rest, c largest²) of largest² + rest, at most c / (1 + c).
         others = min(self.block, max(1, num_elements)) - 1
-        return 1 / (1 + others / 254**2)
+        return 1 / (1 + others / 254**2) - ROUNDING

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.bits import blocks_packed_bytes
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.dense import ROUNDING, DenseCodec
 from torsh_distributed.compress.kernels import TINY, kernels_for
 from torsh_distributed.compress.noise import noise
 
@@ -42,7 +42,7 @@ class SignCodec(DenseCodec):
     @override
     def contraction(self, num_elements: int) -> float | None:
         # |x - C(x)|² = |x|² - |x|₁² / n in each block, and |x|₁ ≥ |x|.
-        return 1 / min(self.block, max(1, num_elements))
+        return (1 - ROUNDING) / min(self.block, max(1, num_elements))
 
 
 class MajorityCodec(SignCodec):

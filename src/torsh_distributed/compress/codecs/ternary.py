@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.bits import trit_bytes
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.dense import ROUNDING, DenseCodec
 from torsh_distributed.compress.kernels import kernels_for
 
 
@@ -49,7 +49,7 @@ class TernaryCodec(DenseCodec):
     def contraction(self, num_elements: int) -> float | None:
         # With k of n kept, s the sum of their magnitudes in units of the largest and t the threshold, the share of |x|²
         # that arrives is at least s² / k of s + (n - k) t². It is 1 / n at least, for s ≥ 1 and s² ≥ k t².
-        return 1 / min(self.block, max(1, num_elements))
+        return (1 - ROUNDING) / min(self.block, max(1, num_elements))
 
 
 class RandomTernaryCodec(TernaryCodec):
