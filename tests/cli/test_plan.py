@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -255,10 +256,32 @@ def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.
         ["training.gradient_accumulation", "2", "command line", "honoured"],
         ["training.seed", "3", "environment TORSH_PLAN__TRAINING__SEED", "honoured"],
     ]
-    assert result.output.splitlines()[-2:] == [
-        f"{len(Plan().explain().rows) - len(rows)} keys are at their defaults (--all shows them).",
+    hidden = len(Plan().explain().rows) - len(rows)
+    assert f"{hidden} keys are at their defaults (--all shows them)." in result.output.splitlines()
+    assert [line.strip() for line in result.output.splitlines() if line.strip()][-8:] == [
+        "dp   tp 0   tp 1",
+        "─" * 16,
+        "0     0·0    1·0",
+        "1     2·1    3·1",
+        "a cell is rank·part of the batch; ranks count fastest along tp",
+        "dp    2 replicas, each on its own part of the batch",
+        "tp    each rank keeps 1/2 of every split layer, and sees the same samples",
         "dp 2 × tp 2 × pp 1 = 4 ranks; a step takes 33 samples: 16 or 17 on each of 2 replicas, in 2 passes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world"),
+    [({}, 20), ({"tp": 16}, 32), ({"shard": 2, "tp": 8, "pp": 2}, 64), ({"shard": -1}, 8)],
+)
+def test_the_drawing_shows_every_rank_once_within_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], world: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    settings = [word for axis, degree in mesh.items() for word in ("--set", f"mesh.{axis}={degree}")]
+    output = torsh_plan("show", *settings, "--world", str(world)).output
+    assert "…" not in output
+    assert sorted(int(rank) for rank in re.findall(r"(\d+)·", output)) == list(range(world))
 
 
 def test_show_takes_the_plan_of_the_environment_and_shows_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from torsh_distributed.cli.mesh_drawing import describe_axes, draw_mesh
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.layout import MeshLayout
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.explanation import Row
 from torsh_distributed.plan.explanation import show as as_text
@@ -38,7 +40,7 @@ def show(
     *,
     everything: Annotated[bool, typer.Option("--all", help="Also the keys at their defaults.")] = False,
 ) -> None:
-    """Print the keys of a plan: value, where it came from, and whether this version honours it."""
+    """Print the keys of a plan: value, source, whether this version honours it; with --world, draw the mesh."""
     plan = Plan.compose(file, environ=os.environ, command_line=assignments or ())
     rows = [row for row in plan.explain() if everything or row.source != "default"]
     console = Console()
@@ -48,7 +50,12 @@ def show(
     if hidden:
         console.print(f"{hidden} keys are at their defaults (--all shows them).")
     if world is not None:
-        console.print(_fit(plan, world), highlight=False)
+        layout = MeshLayout(plan.mesh.resolve(world))
+        if world > 1:
+            console.print(draw_mesh(layout), highlight=False)
+            for line in describe_axes(plan, layout):
+                console.print(line, highlight=False, soft_wrap=True)
+        console.print(_fit(plan, world), highlight=False, soft_wrap=True)
 
 
 @app.command("validate")
