@@ -12,12 +12,13 @@ from torsh_distributed.cli.train_worker import plan_for
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
-DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp"})
+DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp", "MOE": "moe"})
 
 
 def train(
     demo: Annotated[
-        DemoName, typer.Option(help="What to train: a character GPT, or an MLP on spirals.")
+        DemoName,
+        typer.Option(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
     ] = DemoName.GPT,
     nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Local workers.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="Plan file; its [training] section replaces the demo's.")] = None,

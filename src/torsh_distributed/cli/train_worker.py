@@ -17,7 +17,7 @@ from torsh_distributed.comm.backend import choose_backend
 from torsh_distributed.errors import FeatureNotAvailable, TorshError
 from torsh_distributed.launch.init import distributed
 from torsh_distributed.plan import Plan
-from torsh_distributed.train import Engine, parallelize
+from torsh_distributed.train import parallelize
 from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
 
 
@@ -34,14 +34,16 @@ def main(argv: list[str]) -> None:
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
     with distributed(plan, backend=choose_backend(plan.distributed.backend, device_type=device_type)):
-        demo = DEMOS[options.demo](plan.training)
+        demo = DEMOS[options.demo](plan)
         device = process_group.device() if device_type == "cuda" else torch.device("cpu")
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn)
         report = _begin_report(demo, plan)
         for batch in engine.batches(demo.loader):
             engine.step(batch)
+        # On every rank: where forward communicates, no rank can speak alone.
+        said = None if demo.sample is None else demo.sample(engine.unwrapped)
         if process_group.get_rank() == 0:
-            _finish_report(report, demo, engine, options.out)
+            _finish_report(report, demo, said, options.out)
 
 
 def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
@@ -70,7 +72,7 @@ def _begin_report(demo: Demo, plan: Plan) -> TrainReport:
     return report
 
 
-def _finish_report(report: TrainReport, demo: Demo, engine: Engine, out: Path) -> None:
+def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path) -> None:
     curve = out / "loss.png"
     facts = {
         "model": demo.description,
@@ -82,9 +84,9 @@ def _finish_report(report: TrainReport, demo: Demo, engine: Engine, out: Path) -
     except FeatureNotAvailable as error:
         facts["loss curve"] = f"not drawn: {error.message} ({error.hint})"
     report.console.print(report.summary(facts))
-    if demo.sample is not None:
+    if said is not None:
         report.console.print("the trained model says:")
-        report.console.print(demo.sample(engine.unwrapped), highlight=False, markup=False)
+        report.console.print(said, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

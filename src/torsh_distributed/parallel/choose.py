@@ -8,7 +8,9 @@ from torch import nn
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
+from torsh_distributed.parallel.composed import composed_strategy, is_composed
 from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.expert.choice import expert_strategy
 from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.offload.compose import moves_params_or_grads, paged_strategy
@@ -25,11 +27,18 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
 
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
     """
+    if is_composed(plan):
+        if is_on_meta(model):
+            Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
+        return composed_strategy(model, plan)
     _checkpoint(model, plan)
     shards_params = plan.mesh.shard > 1 and plan.fsdp.strategy != "shard_optimizer"
     if is_on_meta(model) and not shards_params:
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
+    with_experts = expert_strategy(model, plan)
+    if with_experts is not None:
+        return with_experts
     if moves_params_or_grads(plan):
         return paged_strategy(model, plan)
     if plan.mesh.shard == 1:
