@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.compress.gaps import nonzero
+from torsh_distributed.errors import InvalidArgument
 
 _SAMPLE = 1 << 15
 _SCAN = 1 << 17  # elements whose magnitudes stay in the cache while they are compared
+
+
+def share_of(share: float, num_elements: int) -> int:
+    """How many elements a share is: rounded, at least one, unless there is none."""
+    return min(max(1, round(share * num_elements)), num_elements)
+
+
+def require_share(share: float) -> float:
+    """The share again; raises InvalidArgument unless it is above 0 and at most 1."""
+    if not 0 < share <= 1:
+        raise InvalidArgument("a share of the elements is above 0 and at most 1", share=share)
+    return share
 
 
 def at_least(x: Tensor, threshold: float) -> Tensor:

@@ -69,3 +69,27 @@ def assert_ranks_agree(by_rank: list[list[Outcome]]) -> None:
             assert torch.equal(outcomes[0].mean, other.mean)
         sent = torch.stack([outcome.sent for outcome in outcomes]).double().mean(dim=0).float()
         torch.testing.assert_close(outcomes[0].mean, sent, rtol=1e-5, atol=1e-6)
+
+
+def assert_mean_of_messages(by_rank: list[list[Outcome]]) -> None:
+    """What the ranks have is what one process computes from all their messages."""
+    for outcomes in zip(*by_rank, strict=True):
+        total = torch.stack([outcome.message for outcome in outcomes]).double().mean(dim=0).float()
+        torch.testing.assert_close(outcomes[0].mean, total, rtol=1e-5, atol=1e-6)
+        for outcome in outcomes:
+            assert torch.equal(outcome.sent, outcome.message)
+
+
+def assert_linear(codec: Codec, numel: int, key: Key) -> None:
+    """The message of a sum is the sum of messages; exactly so for small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(numel)
+    parts = [torch.randint(-1000, 1000, (numel,), generator=generator).float() for _ in range(3)]
+    together = codec.encode(torch.stack(parts).sum(dim=0), key)
+    assert torch.equal(together, torch.stack([codec.encode(part, key) for part in parts]).sum(dim=0))
+
+
+def assert_unbiased(codec: Codec, x: Tensor, num_draws: int = 400) -> None:
+    """The mean of many decoded messages lies within five standard errors of `x`, at every element."""
+    said = torch.stack([through(codec, x, Key(step=step, rank=step)) for step in range(num_draws)]).double()
+    error = said.std(dim=0) / num_draws**0.5
+    assert ((said.mean(dim=0) - x).abs() <= 5 * error + 1e-6).all()

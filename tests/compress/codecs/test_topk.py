@@ -14,7 +14,8 @@ from tests.compress.codecs.checks import assert_contracts, assert_ranks_agree, a
 from tests.compress.examples import examples
 from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs import make_codec
-from torsh_distributed.compress.codecs.topk import TopKCodec, share_of
+from torsh_distributed.compress.codecs.topk import TopKCodec
+from torsh_distributed.compress.selection import share_of
 from torsh_distributed.errors import CompressionError, InvalidArgument
 
 KEY = Key()

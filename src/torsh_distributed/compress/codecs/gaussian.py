@@ -9,8 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codec import Key
-from torsh_distributed.compress.codecs.topk import share_of
-from torsh_distributed.compress.selection import at_least, largest
+from torsh_distributed.compress.selection import at_least, largest, share_of
 from torsh_distributed.compress.sparse_codec import SparseCodec
 from torsh_distributed.errors import InvalidArgument
 

@@ -7,22 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codec import Key
-from torsh_distributed.compress.selection import largest
+from torsh_distributed.compress.selection import largest, require_share, share_of
 from torsh_distributed.compress.sparse import sparse_bytes
 from torsh_distributed.compress.sparse_codec import SparseCodec
-from torsh_distributed.errors import InvalidArgument
-
-
-def share_of(share: float, num_elements: int) -> int:
-    """How many elements a share is: rounded, at least one, unless there is none."""
-    return min(max(1, round(share * num_elements)), num_elements)
-
-
-def require_share(share: float) -> float:
-    """The share again; raises InvalidArgument unless it is above 0 and at most 1."""
-    if not 0 < share <= 1:
-        raise InvalidArgument("a share of the elements is above 0 and at most 1", share=share)
-    return share
 
 
 class TopKCodec(SparseCodec):

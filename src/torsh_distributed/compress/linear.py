@@ -1,0 +1,46 @@
+"""What all codecs have in common whose messages can be added up: one all-reduce, of a volume that no world changes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.codec import Averaged, Codec, Key
+from torsh_distributed.errors import CompressionError
+
+
+def all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
+    """What a rank sends in an all-reduce of that many bytes: the least it can do with, and what a ring does."""
+    return 2 * (num_ranks - 1) * size_bytes // num_ranks
+
+
+class LinearCodec(Codec):
+    """Messages are fp32 and linear in `x`: the sum of the ranks' messages is the message of the sum.
+
+    Choices such as which elements travel are drawn from `key.shared`, alike on all ranks; none of it is on the wire.
+    """
+
+    is_deterministic = False
+
+    @override
+    def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+        num_ranks = group.size()
+        message = self.encode(x, key)
+        sent = self.decode(message, x.numel(), key)
+        if message.numel():
+            all_reduce(message, group=group).div_(num_ranks)
+        num_bytes = all_reduce_bytes(message.numel() * message.element_size(), num_ranks)
+        return Averaged(self.decode(message, x.numel(), key), sent, num_bytes)
+
+
+def require_floats(codec: Codec, payload: Tensor, count: int) -> None:
+    """Raise CompressionError unless the payload is `count` fp32 values."""
+    if payload.dtype != torch.float32 or payload.shape != (count,):
+        raise CompressionError(
+            f"a {codec.name} message of this gradient is {count} fp32 values",
+            shape=tuple(payload.shape),
+            dtype=payload.dtype,
+        )
