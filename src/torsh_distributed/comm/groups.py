@@ -73,6 +73,23 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return twin
 
 
+def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
+    """A group of `root` with each other rank, by that rank, as far as this rank is in it; all of the world call this.
+
+    Why: threads of `root` that each talk with one rank have no common order, and operations of one group need one.
+    """
+    found: dict[int, dist.ProcessGroup] = {}
+    for rank in range(dist.get_world_size()):
+        if rank != root:
+            with new_connections() as connections:
+                pair = dist.new_group([root, rank])
+            if dist.get_rank() in (root, rank):
+                assert isinstance(pair, dist.ProcessGroup), "this rank is a member"
+                remember_connections(pair, connections)
+                found[rank] = pair
+    return found
+
+
 class GroupManager:
     """Creates groups, finds them by name, takes them down. Every rank makes the same calls in the same order."""
 

@@ -1,6 +1,22 @@
 """Training: spread a model over the world with `parallelize`, run its steps with the `Engine`."""
 
 from torsh_distributed.train.assemble import parallelize
+from torsh_distributed.train.batch_size import BatchSizeConfig, plan_batch_size
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.train.learning_rate import LearningRate, scale_learning_rate
+from torsh_distributed.train.optimizers import AsyncSGD, DistributedOptimizer, ElasticAveragingSGD
+from torsh_distributed.train.sampler import DistributedSampler, DistributedSamplerWrapper
 
-__all__ = ["Engine", "parallelize"]
+__all__ = [
+    "AsyncSGD",
+    "BatchSizeConfig",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "DistributedSamplerWrapper",
+    "ElasticAveragingSGD",
+    "Engine",
+    "LearningRate",
+    "parallelize",
+    "plan_batch_size",
+    "scale_learning_rate",
+]

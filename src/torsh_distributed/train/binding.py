@@ -59,11 +59,14 @@ def _call(optimizer_fn: OptimizerFn, spread: nn.Module) -> Optimizer:
 
 def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Module) -> Optimizer:
     params = named_params(spread)
+    is_here = {id(param) for param in spread.parameters()}
+    if getattr(spread, "is_part_of_model", False):
+        _drop_others(optimizer, held, is_here)
     for group, names in zip(optimizer.param_groups, held, strict=True):
         for place, name in enumerate(names):
             assert name is not None, "prepare_optimizer refuses foreign parameters"
             old, new = group["params"][place], params.get(name)
-            if new is old:
+            if new is old or id(old) in is_here:
                 continue
             if new is None or new.shape != old.shape:
                 raise InvalidArgument(
@@ -74,3 +77,14 @@ def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Modul
             if old in optimizer.state:
                 optimizer.state[new] = carried(optimizer.state.pop(old), new)
     return optimizer
+
+
+def _drop_others(optimizer: Optimizer, held: list[list[str | None]], is_here: set[int]) -> None:
+    """Forget the parameters that lie in pipeline stages of other ranks."""
+    for group, names in zip(optimizer.param_groups, held, strict=True):
+        kept = [place for place, param in enumerate(group["params"]) if id(param) in is_here]
+        for place, param in enumerate(group["params"]):
+            if place not in kept:
+                optimizer.state.pop(param, None)
+        group["params"] = [group["params"][place] for place in kept]
+        names[:] = [names[place] for place in kept]

@@ -140,7 +140,7 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
         with self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
-            return loss_of(self.model, batch, self._loss_fn)
+            return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of `loss`, scaled as the precision asks; after the last microbatch averaged over the ranks."""
@@ -214,7 +214,8 @@ class Engine:
                 if piece.num_samples == 0 and not self.strategy.forward_is_collective:
                     continue  # other ranks look at these samples
                 with self.precision.computing():
-                    loss = loss_of(self.unwrapped, to_device(piece.batch, self._device), self._loss_fn)
+                    batch = to_device(piece.batch, self._device)
+                    loss = self.strategy.loss(self.unwrapped, batch, self._loss_fn, loss_of)
                 if piece.num_samples:
                     sums[0] += loss.double() * piece.num_samples
                     sums[1] += piece.num_samples

@@ -1,0 +1,189 @@
+"""A wrapper that makes any optimizer average gradients over the ranks before it steps; the model stays unwrapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torsh_distributed.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter, resolve_group
+from torsh_distributed.errors import InvalidArgument
+
+Sync = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Finish = Callable[[], Tensor]
+"""Waits for the average of a bucket and gives it."""
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together. They are copied in as backward makes them."""
+
+    params: list[Tensor]
+    missing: int = 0
+    finish: Finish | None = field(default=None)
+
+    def flat(self) -> Tensor:
+        """All gradients in one buffer; zeros for those that backward did not make."""
+        return torch.cat(
+            [(torch.zeros_like(param) if param.grad is None else param.grad).reshape(-1) for param in self.params]
+        )
+
+    def take(self, average: Tensor) -> None:
+        start = 0
+        for param in self.params:
+            piece = average[start : start + param.numel()].view_as(param)
+            start += param.numel()
+            if param.grad is None:
+                param.grad = piece.clone()
+            else:
+                param.grad.copy_(piece)
+
+
+class DistributedOptimizer:
+    """Averages gradients in buckets, while backward still computes them, and then lets the optimizer step.
+
+    `sync` is how a bucket is averaged: `all_reduce`; `all_gather`, where each rank adds all contributions in the order
+    of ranks, so that every backend gives the same bits; `reduce_scatter`, where each rank averages one part and all are
+    gathered. All ranks hold the same parameters, in the same order; those of rank 0 are copied to all at the start.
+    Sums are started in the same order on every rank, whatever the order in which backward ends. Inside `no_sync()`
+    gradients only accumulate.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync: Sync = "all_reduce",
+        bucket_mb: float = 25.0,
+        overlap: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if sync not in _AVERAGES:
+            raise InvalidArgument("sync must be all_reduce, all_gather or reduce_scatter", sync=sync)
+        if bucket_mb <= 0:
+            raise InvalidArgument("bucket_mb must be above 0", bucket_mb=bucket_mb)
+        self.optimizer = optimizer
+        self._group = resolve_group(group)
+        self._average = _AVERAGES[sync]
+        self._is_syncing = True
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        for param in params:
+            broadcast(param.detach(), dist.get_global_rank(self._group, 0), group=self._group)
+        # Backward makes the gradients of the last parameters first.
+        self._buckets = _buckets(params[::-1], capacity_bytes=int(bucket_mb * 2**20))
+        self._num_started = 0
+        self._begin()
+        if overlap:
+            for bucket in self._buckets:
+                for param in bucket.params:
+                    hook = functools.partial(self._arrived, bucket)
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer inside, so that schedulers may change them."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around backward of all but the last microbatch: gradients stay on their rank and add up."""
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = True
+
+    def synchronize(self) -> None:
+        """Make `param.grad` the average over the ranks; `step` does it too, once. For clipping before the step."""
+        for bucket in self._buckets[self._num_started :]:
+            self._start(bucket)
+        for bucket in self._buckets:
+            if bucket.finish is not None:
+                bucket.take(bucket.finish())
+                bucket.finish = None
+
+    def step(self) -> None:
+        """Average what is not averaged yet, then update the parameters; every rank of the group calls this."""
+        self.synchronize()
+        self._begin()
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer inside; equal on every rank."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.optimizer.load_state_dict(dict(state))
+
+    def _begin(self) -> None:
+        self._num_started = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.params)
+
+    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
+        """A gradient is there: start every bucket that is whole and has none before it that is not."""
+        if not self._is_syncing:
+            return
+        if bucket.missing == 0:
+            raise InvalidArgument(
+                "a second backward() before step(): its gradients would not travel",
+                hint="put all but the last backward() of an update into `with optimizer.no_sync():`",
+            )
+        bucket.missing -= 1
+        while self._num_started < len(self._buckets) and self._buckets[self._num_started].missing == 0:
+            self._start(self._buckets[self._num_started])
+
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.finish = self._average(bucket.flat(), self._group)
+        self._num_started += 1
+
+
+def _buckets(params: list[Tensor], *, capacity_bytes: int) -> list[_Bucket]:
+    """Neighbours of one dtype and device together, up to the capacity; a larger parameter alone."""
+    buckets: list[_Bucket] = []
+    size = 0
+    for param in params:
+        last = buckets[-1].params[-1] if buckets else None
+        fits = last is not None and (last.dtype, last.device) == (param.dtype, param.device)
+        if not fits or size + param.nbytes > capacity_bytes:
+            buckets.append(_Bucket([]))
+            size = 0
+        buckets[-1].params.append(param)
+        size += param.nbytes
+    return buckets
+
+
+def _by_all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Finish:
+    work = all_reduce(flat.div_(group.size()), group=group, async_op=True)
+    return work.wait
+
+
+def _by_all_gather(flat: Tensor, group: dist.ProcessGroup) -> Finish:
+    work = all_gather(flat, group=group, async_op=True)
+    return lambda: torch.stack(work.wait()).sum(dim=0).div_(group.size())
+
+
+def _by_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Finish:
+    size = group.size()
+    padded = torch.nn.functional.pad(flat.div_(size), (0, -flat.numel() % size))
+    work = reduce_scatter(padded, group=group, async_op=True)
+    return lambda: torch.cat(all_gather(work.wait(), group=group))[: flat.numel()]
+
+
+_AVERAGES: dict[str, Callable[[Tensor, dist.ProcessGroup], Finish]] = {
+    "all_reduce": _by_all_reduce,
+    "all_gather": _by_all_gather,
+    "reduce_scatter": _by_reduce_scatter,
+}
