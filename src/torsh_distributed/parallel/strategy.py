@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,12 @@ from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel import whole_state
+
+LossFn = Callable[[Any, Any], Tensor]
+"""From the model's output and the targets to the mean loss."""
+
+ComputeLoss = Callable[[nn.Module, Any, LossFn | None], Tensor]
+"""From a model, a batch and perhaps a loss_fn to the loss, where nothing stands in between."""
 
 
 class Strategy(ABC):
@@ -51,6 +57,13 @@ class Strategy(ABC):
 
     def attach(self, optimizer: Optimizer) -> None:  # noqa: B027 (most strategies leave the optimizer alone)
         """Called once with the optimizer over the final parameters: a strategy may hook into its steps."""
+
+    def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
+        """The loss of this rank's microbatch: `compute`, unless the strategy runs forward in a way of its own.
+
+        `model` is `self.model` in training, `self.unwrapped` in evaluation, where gradients are off.
+        """
+        return compute(model, batch, loss_fn)
 
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
