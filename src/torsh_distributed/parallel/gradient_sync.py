@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class GradientSync:
         self._overlap = overlap
         self._compressor: GradientCompressor | None = None
         self._pipeline: Pipeline | None = None
-        self._hooks: dict[int, GradientHook] = {}
+        self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
         self._errors: list[BaseException] = []
         self._held: list[tuple[_Parcel, Future[Tensor]]] = []
         self._watched = -1
