@@ -176,9 +176,13 @@ class FullyShardedDataParallel(nn.Module):
         optimizer.register_step_pre_hook(lambda *_: self._replicated.average())
         optimizer.register_step_post_hook(lambda *_: self._replicated.forget())
 
+    def average_replicated(self) -> None:
+        """Average the gradients of what is not sharded, unless that was done since the last step."""
+        self._replicated.average()
+
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Scale gradients to at most this norm over the whole model (None: only measure it); returns the norm."""
-        self._replicated.average()
+        self.average_replicated()
         return clip_grad_norm(self.module.parameters(), max_norm)
 
     def reshard(self) -> None:

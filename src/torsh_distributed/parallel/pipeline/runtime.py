@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives import broadcast
@@ -28,7 +29,8 @@ from torsh_distributed.parallel.pipeline.timing import Stopwatch, TimedStage
 from torsh_distributed.plan.pipeline import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
-Wrap = Callable[[nn.Module], nn.Module]
+Wrap = Callable[[int, nn.Module], nn.Module]
+"""From a stage's index and module to what runs in its place."""
 
 
 class PipelineParallel:
@@ -64,7 +66,7 @@ class PipelineParallel:
         built = {index: self.plan.build(index) for index in self.mine}
         self.module = LocalStages(built)
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
-        self.stage_modules = {index: wrap(stage) if wrap else stage for index, stage in built.items()}
+        self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in built.items()}
         self.stopwatch = Stopwatch(group.rank())
         self.tied = TiedGradients(self.plan, self.stage_of, built, group)
         self._loss_fn = loss_fn
@@ -111,7 +113,9 @@ class PipelineParallel:
         if self._loss_fn is None:
             raise InvalidArgument("evaluating needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
         out = self.forward(inputs)
-        return self._share_loss(self._loss_fn(out, targets) if self.is_last else None)
+        with self._context():
+            loss = self._loss(out, targets) * self.config.num_microbatches if self.is_last else None
+        return self._share_loss(loss)
 
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
@@ -157,7 +161,9 @@ class PipelineParallel:
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         assert self._loss_fn is not None, "step() checks it"
-        return self._loss_fn(output, target) / self.config.num_microbatches
+        loss = self._loss_fn(output, target) / self.config.num_microbatches
+        # From split logits it comes as a DTensor, equal on all ranks.
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         names = self.plan.inputs
@@ -195,6 +201,9 @@ class PipelineParallel:
 
 class LocalStages(nn.Module):
     """This rank's stages as one module: parameters and buffers under the names they have in the model."""
+
+    is_part_of_model = True
+    """Parameters of the model that are not here lie on other ranks."""
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         super().__init__()

@@ -44,6 +44,8 @@ class StagePlan:
     inputs: tuple[str, ...]
     """Names of the arguments that the first stage takes."""
     balance: Balance
+    edges: tuple[tuple[bool, ...], ...]
+    """For each edge between stages, of each value that crosses it: whether a layer made it (an activation)."""
     tied: tuple[tuple[tuple[int, str], ...], ...]
     """Parameters that several stages share: for each, (stage, name) of every use."""
 
@@ -101,12 +103,12 @@ def split_into_stages(
     starts = _manual(form, split_points, num_stages) if balance == "manual" else partition(costs, num_stages)
     edges = [*starts, len(form.layers)]
     runs = [form.layers[first:last] for first, last in itertools.pairwise(edges)]
-    graphs = _cut_graph(form, runs)
+    graphs, crossing = _cut_graph(form, runs)
     stages = tuple(
         Stage(index, run, sum(costs[first:last]), graph)
         for index, (run, graph, (first, last)) in enumerate(zip(runs, graphs, itertools.pairwise(edges), strict=True))
     )
-    plan = StagePlan(model, stages, form.inputs, balance, _tied(model, runs))
+    plan = StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, runs))
     if plan.imbalance > 2:
         _log.warning(
             "the pipeline is unbalanced: its dearest stage costs %.1f times the mean (%s)",
@@ -146,8 +148,11 @@ def _manual(form: LayerGraph, split_points: Sequence[str], num_stages: int) -> t
     return starts
 
 
-def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> list[fx.Graph]:
-    """One graph for each run of layers; what a later stage needs of an earlier one is handed on by those between."""
+def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx.Graph], tuple[tuple[bool, ...], ...]]:
+    """A graph for each run of layers, and what crosses the edges between them.
+
+    What a later stage needs of an earlier one is handed on by those between.
+    """
     begins = {run[0]: index for index, run in enumerate(runs) if index}
     stage_of: dict[fx.Node, int] = {}
     index = 0
@@ -177,7 +182,17 @@ def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> list[fx.Graph
         graph.output(result)
         graph.lint()
         graphs.append(graph)
-    return graphs
+    made = _activations(form.graph)
+    return graphs, tuple(tuple(node in made for node in edge) for edge in crossing)
+
+
+def _activations(graph: fx.Graph) -> set[fx.Node]:
+    """Values that a layer had a part in."""
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_module" or any(used in made for used in node.all_input_nodes):
+            made.add(node)
+    return made
 
 
 def _copied(graph: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

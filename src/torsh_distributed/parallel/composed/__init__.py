@@ -1,0 +1,6 @@
+"""Axes of the mesh put together: tensor, pipeline and context beside replicas and shards."""
+
+from torsh_distributed.parallel.composed.build import composed_strategy, is_composed
+from torsh_distributed.parallel.composed.strategy import Composed, Pipelined
+
+__all__ = ["Composed", "Pipelined", "composed_strategy", "is_composed"]

@@ -1,0 +1,319 @@
+"""Strategies for a mesh with tensor, pipeline or context axes, beside replicas and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.composed import state
+from torsh_distributed.parallel.composed.norm import clip_over_mesh
+from torsh_distributed.parallel.layout import GRADIENT_AXES
+from torsh_distributed.parallel.mean import mean_over
+from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.pipeline import PipelineParallel
+from torsh_distributed.parallel.replicas import ReplicatedGradients
+from torsh_distributed.parallel.sharded_strategy import Sharded
+from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingMean, Strategy
+from torsh_distributed.parallel.tensor import param_cuts
+from torsh_distributed.parallel.whole_state import named_params, plain_name
+
+Context = Callable[[], AbstractContextManager[None]]
+"""Entered around forward and backward."""
+
+TakePart = Callable[[Any], Any]
+"""From a batch to what this rank works on of it, such as its piece of every sequence."""
+
+
+class _OnMesh(Strategy):
+    """What all combinations share: data parts, means, norms and state over the axes of a mesh."""
+
+    def __init__(self, mesh: Mesh, whole_model: nn.Module, *, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._cuts = {plain_name(name): cut for name, cut in param_cuts(whole_model).items()}
+        self._spread = state.Spread(
+            whole_model,
+            self._cuts,
+            mesh.group("tp"),
+            mesh.group("pp"),
+            self._owner,
+            self._names(),
+        )
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._mesh.data_rank
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return self._mesh.data_degree
+
+    @property
+    @override
+    def forward_is_collective(self) -> bool:
+        return True
+
+    @override
+    def mean_loss(self, loss: Tensor) -> PendingMean:
+        return mean_over(loss, self._mesh.group(*GRADIENT_AXES))
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> float:
+        return clip_over_mesh(
+            named_params(self.unwrapped).items(),
+            max_norm,
+            copies=self._num_copies,
+            group=self._mesh.group(*self._mesh.layout.order),
+            device=self._device,
+        )
+
+    def _num_copies(self, name: str, is_sharded: bool) -> int:
+        """How many ranks hold the same piece of a gradient."""
+        axes = ["dp", "cp", *([] if is_sharded else ["shard"]), *([] if name in self._cuts else ["tp"])]
+        return self._mesh.layout.degree(*axes) * self._num_tied(name)
+
+    def _num_tied(self, name: str) -> int:
+        return 1
+
+    def _owner(self, name: str) -> int:
+        return 0
+
+    def _names(self) -> Mapping[str, str]:
+        return {}
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {
+            "model": state.model_state(self._spread),
+            "optimizer": state.optimizer_state(self._spread, self.unwrapped, optimizer),
+        }
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+        state.load_model_state(self._spread, state_["model"])
+        state.load_optimizer_state(self._spread, self.unwrapped, optimizer, state_["optimizer"])
+
+
+class Composed(_OnMesh):
+    """A model split over tp or cp, replicated or sharded by an inner strategy over the other axes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        inner: Strategy | None,
+        contexts: tuple[Context, ...],
+        take_part: TakePart | None,
+        device: torch.device,
+    ) -> None:
+        self._alone = model
+        self._inner = inner
+        self._contexts = contexts
+        self._is_inside = False
+        self._take_part = take_part
+        super().__init__(mesh, model, device=device)
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self._alone if self._inner is None else self._inner.model
+
+    @property
+    @override
+    def unwrapped(self) -> nn.Module:
+        return self._alone if self._inner is None else self._inner.unwrapped
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        if self._inner is not None:
+            self._inner.attach(optimizer)
+
+    @override
+    def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
+        part = batch if self._take_part is None else self._take_part(batch)
+        with self._entered():
+            value = compute(model, part, loss_fn)
+            # From split logits it comes as a DTensor, equal on all ranks.
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Inside the contexts, which are entered once: in training by `accumulating`, in evaluation here."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with ExitStack() as stack:
+                for context in self._contexts:
+                    stack.enter_context(context())
+                yield
+        finally:
+            self._is_inside = False
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._accumulating(is_last)
+
+    @contextmanager
+    def _accumulating(self, is_last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._inner is not None:
+                stack.enter_context(self._inner.accumulating(is_last=is_last))
+            stack.enter_context(self._entered())
+            yield
+
+    @override
+    def take_comm_s(self) -> float | None:
+        return None if self._inner is None else self._inner.take_comm_s()
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> float:
+        if isinstance(self._inner, Sharded):
+            self._inner.wrapped.average_replicated()
+        return super().clip_grad_norm(max_norm)
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._reshard()
+        return super().whole_state(optimizer)
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+        self._reshard()
+        super().load_whole_state(optimizer, state_)
+
+    def _reshard(self) -> None:
+        if isinstance(self._inner, Sharded):
+            self._inner.wrapped.reshard()
+
+
+class Pipelined(_OnMesh):
+    """A model in stages over pp, each split over tp and replicated over dp.
+
+    Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out,
+    scaled as the loss is. So the Engine drives a pipeline as it drives anything else.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[LossFn], PipelineParallel],
+        whole_model: nn.Module,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._is_last = True
+        self._loss_fn: LossFn | None = None
+        self.pipe = make(self._call_loss)
+        self._layers = {
+            layer: self.pipe.stage_of[stage.index] for stage in self.pipe.plan.stages for layer in stage.layers
+        }
+        super().__init__(mesh, whole_model, device=device)
+        self._params = [param for param in self.pipe.module.parameters() if param.requires_grad]
+        self._averaged = ReplicatedGradients(self._params, mesh.group(*GRADIENT_AXES))
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self.pipe.module
+
+    @property
+    @override
+    def unwrapped(self) -> nn.Module:
+        return self.pipe.module
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._remembering(is_last)
+
+    @contextmanager
+    def _remembering(self, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
+        yield
+
+    @override
+    def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
+        if loss_fn is None:
+            raise InvalidArgument(
+                "a pipeline needs a loss_fn: only its last stage sees the output",
+                hint="parallelize(model, optimizer, plan, loss_fn=loss_fn), with batches of (inputs, targets)",
+            )
+        self._loss_fn = loss_fn
+        inputs, targets = batch
+        if not torch.is_grad_enabled():
+            return self.pipe.evaluate(inputs, targets)
+        before = [param.grad for param in self._params]
+        for param in self._params:
+            param.grad = None
+        value = self.pipe.step(inputs, targets)
+        found = [param.grad for param in self._params]
+        for param, grad in zip(self._params, before, strict=True):
+            param.grad = grad
+        start = torch.ones((), device=value.device, requires_grad=True)
+        out: Tensor = _HandOut.apply(start, value, self, found)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+
+    def hand_out(self, grads: list[Tensor | None], scale: Tensor) -> None:
+        """Add a schedule's gradients, times `scale`, to the parameters'; average them if the step is complete."""
+        factor = float(scale)
+        for param, grad in zip(self._params, grads, strict=True):
+            if grad is None:
+                continue
+            scaled = grad if factor == 1.0 else grad.mul_(factor)
+            param.grad = scaled if param.grad is None else param.grad.add_(scaled)
+        if self._is_last:
+            self._averaged.average()
+            self._averaged.forget()
+
+    def _call_loss(self, output: Any, targets: Any) -> Tensor:
+        assert self._loss_fn is not None, "loss() sets it"
+        return self._loss_fn(output, targets)
+
+    @override
+    def take_comm_s(self) -> float | None:
+        return None
+
+    @override
+    def _num_tied(self, name: str) -> int:
+        return self.pipe.tied.copies.get(name, 1)
+
+    @override
+    def _owner(self, name: str) -> int:
+        prefix = name
+        while prefix:
+            if prefix in self._layers:
+                return self._layers[prefix]
+            prefix = prefix.rpartition(".")[0]
+        return 0
+
+    @override
+    def _names(self) -> Mapping[str, str]:
+        return self.pipe.tied.names
+
+
+class _HandOut(torch.autograd.Function):
+    """The loss of a step that has run already; its backward gives the gradients to the parameters."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, start: Tensor, value: Tensor, owner: Pipelined, grads: list[Tensor | None]) -> Tensor:
+        ctx.owner, ctx.grads = owner, grads
+        return value.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *scales: Tensor) -> Any:
+        ctx.owner.hand_out(ctx.grads, scales[0])
+        return None, None, None, None
