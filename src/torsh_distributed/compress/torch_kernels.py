@@ -96,9 +96,9 @@ class TorchKernels(Kernels):
             values = rows.of(x)
             largest = values.abs().amax(1, keepdim=True)
             is_zero = largest < TINY
-            inverse = (127.0 / largest).masked_fill(is_zero, 0.0)
+            inverse = _quotient(127.0, largest).masked_fill(is_zero, 0.0)
             codes = (values * inverse).round().to(torch.int8).view(torch.uint8)
-            sections.write(rows, (largest / 127.0).masked_fill(is_zero, 0.0), codes)
+            sections.write(rows, _quotient(largest, 127.0).masked_fill(is_zero, 0.0), codes)
 
     @override
     def int8_decode(self, payload: Tensor, block: int, out: Tensor, weight: float, adds: bool) -> bool:
@@ -118,11 +118,11 @@ class TorchKernels(Kernels):
             low, high = (edge * 0.5 for edge in torch.aminmax(values, dim=1, keepdim=True))
             middle, reach = (high + low) + 0.0, high - low
             is_flat = reach < TINY
-            inverse = (levels * 0.5 / reach).masked_fill(is_flat, 0.0)
+            inverse = _quotient(levels * 0.5, reach).masked_fill(is_flat, 0.0)
             drawn = rows.uniform(key, offset, x.device)
             codes = ((values - middle) * inverse + levels * 0.5 + drawn).to(torch.int32)
             packed = bitwise.pack(codes.clamp_(max=2**bits - 1).to(torch.uint8), bits)
-            step = (reach / levels).masked_fill(is_flat, 0.0)
+            step = _quotient(reach, levels).masked_fill(is_flat, 0.0)
             sections.write(rows, torch.cat([middle, step], dim=1), packed)
 
     @override
@@ -168,7 +168,7 @@ class TorchKernels(Kernels):
             least = (largest * threshold).clamp_(min=TINY).masked_fill_(largest < TINY, 1.0)
             is_kept = magnitudes >= least
             count = is_kept.sum(1, keepdim=True, dtype=torch.int32).float()
-            scales = _mean(magnitudes * is_kept, count, block)
+            scales = torch.where(largest.isfinite(), _mean(magnitudes * is_kept, count, block), largest)
             sections.write(rows, scales, bitwise.pack_trits(_trits(values, is_kept)))
 
     @override
@@ -179,7 +179,7 @@ class TorchKernels(Kernels):
             magnitudes = values.abs()
             largest = magnitudes.amax(1, keepdim=True)
             is_zero = largest < TINY
-            chance = magnitudes * (1.0 / largest).masked_fill(is_zero, 0.0)
+            chance = magnitudes * _quotient(1.0, largest).masked_fill(is_zero, 0.0)
             drawn = rows.uniform(key, offset, x.device)
             packed = bitwise.pack_trits(_trits(values, chance > drawn))
             sections.write(rows, largest.masked_fill(is_zero, 0.0), packed)
@@ -254,6 +254,14 @@ class TorchKernels(Kernels):
         return is_sound
 
 
+def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b, rounded once. With a number on one side torch multiplies by a rounded inverse, there or on some devices."""
+    like = a if isinstance(a, Tensor) else b
+    assert isinstance(like, Tensor)
+    numerator, denominator = (part if isinstance(part, Tensor) else torch.full_like(like, part) for part in (a, b))
+    return numerator / denominator
+
+
 def _emit(out: Tensor, values: Tensor, adds: bool) -> None:
     if adds:
         out.add_(values)
@@ -273,7 +281,7 @@ def _mean(magnitudes: Tensor, count: Tensor, block: int) -> Tensor:
     while parts.shape[1] > 1:
         half = parts.shape[1] // 2
         parts = parts[:, :half] + parts[:, half:]
-    mean = parts * (room / count)
+    mean = parts * _quotient(float(room), count)
     return mean.masked_fill_((count == 0) | (mean < TINY), 0.0)
 
 

@@ -118,7 +118,8 @@ void tsh_ternary_encode(const float *x, size_t n, size_t block, float threshold,
             num_kept += is_kept;
         }
         memset(magnitudes + length, 0, (room - length) * sizeof *magnitudes);
-        store_float(out + 4 * b, num_kept ? mean_of(magnitudes, room, num_kept) : 0.0f);
+        float scale = num_kept ? mean_of(magnitudes, room, num_kept) : 0.0f;
+        store_float(out + 4 * b, is_scale(largest) ? scale : largest); /* not finite: no decoder takes it */
         pack_trits(trits, length, packed);
         packed += (length + 4) / 5;
     }
