@@ -23,6 +23,7 @@ class DrawnCodec(LinearCodec):
     is_unbiased = False
 
     def __init__(self, share: float = 0.1) -> None:
+        super().__init__(share)
         self.share = require_share(share)
         self._drawn: tuple[tuple[object, ...], Tensor] | None = None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.agreement import Agreements, signature_of
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.errors import CompressionError
 
@@ -21,12 +22,26 @@ class LinearCodec(Codec):
     """Messages are fp32 and linear in `x`: the sum of the ranks' messages is the message of the sum.
 
     Choices such as which elements travel are drawn from `key.shared`, alike on all ranks; none of it is on the wire.
+    `parameter` is the number of its method: ranks must have the same.
     """
 
     is_deterministic = False
 
+    def __init__(self, parameter: float) -> None:
+        self._signature = signature_of(self.name, float(parameter))
+        self._agreements = Agreements()
+
+    def require_agreement(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise CompressionError on every rank unless all have this codec, its parameter and this size."""
+        self._agreements.require(self.name, self._signature, x.numel(), group=group, device=x.device)
+
+    @override
+    def reset(self) -> None:
+        self._agreements.forget()
+
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+        self.require_agreement(x, group)
         num_ranks = group.size()
         message = self.encode(x, key)
         sent = self.decode(message, x.numel(), key)

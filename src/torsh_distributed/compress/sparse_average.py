@@ -10,6 +10,7 @@ add up to P times the mean, so that error feedback loses nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.collectives import all_gather, all_to_all
 from torsh_distributed.compress.codec import Averaged
+from torsh_distributed.compress.envelope import Notice, Shape, open_message, seal
 from torsh_distributed.compress.gaps import nonzero
 from torsh_distributed.compress.selection import largest
 from torsh_distributed.compress.sparse import (
@@ -28,80 +30,155 @@ from torsh_distributed.compress.sparse import (
     most_sparse_bytes,
     sparse_bytes,
 )
+from torsh_distributed.errors import CompressionError
 
 _BLOCK = 64
 _MOST_FOR_ALL_GATHER = 3
 _COUNT_BYTES = 8
 
 
-def average_sparse(
-    own: Sparse, num_elements: int, group: dist.ProcessGroup, *, dtype: torch.dtype, is_fixed: bool
-) -> Averaged:
+class Wire(NamedTuple):
+    """How the messages of a codec travel: the same on all ranks."""
+
+    signature: int
+    dtype: torch.dtype
+
+    def shape(self, num_elements: int, count: int) -> Shape:
+        """A message with exactly so many elements."""
+        return Shape(self.signature, num_elements, sparse_bytes(num_elements, count, self.dtype))
+
+    def room(self, num_elements: int, most: int) -> Shape:
+        """A message with at most so many elements, and zeros after them."""
+        return Shape(self.signature, num_elements, most_sparse_bytes(num_elements, most, self.dtype))
+
+    def write(self, sparse: Sparse, shape: Shape) -> Tensor:
+        """The message in its envelope."""
+        message = torch.zeros(shape.message_bytes, dtype=torch.uint8, device=sparse.values.device)
+        payload = encode_sparse(sparse, shape.num_elements, self.dtype)
+        shape.payload_of(message)[: payload.numel()] = payload
+        seal(message, shape)
+        return message
+
+    def read(self, message: Tensor, shape: Shape, *, sender: int, rank: int) -> Sparse:
+        """What it says; raises CompressionError, naming both ranks, where it is damaged or not what was expected."""
+        try:
+            opened = open_message(message[: shape.message_bytes], shape)
+            if opened.notice is Notice.REFUSED:
+                raise CompressionError(
+                    f"rank {sender} could not decode the sparse message of rank {opened.subject}",
+                    hint=f"look at the network and memory of rank {opened.subject}; rank {sender} says more",
+                )
+            return decode_sparse(opened.payload, shape.num_elements, self.dtype, is_padded=True)
+        except CompressionError as error:
+            error.context.update(from_rank=sender, rank=rank)
+            raise
+
+
+def average_sparse(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wire, *, is_fixed: bool) -> Averaged:
     """Average what the ranks selected; every rank calls it.
 
     `is_fixed` says that all ranks selected equally many, so that nobody needs to be told how many.
     """
+    if group.size() == 1:
+        said = decode_sparse(encode_sparse(own, num_elements, wire.dtype), num_elements, wire.dtype)
+        return Averaged(densify(said, num_elements), densify(said, num_elements), 0)
     if group.size() <= _MOST_FOR_ALL_GATHER:
-        return _by_all_gather(own, num_elements, group, dtype, is_fixed=is_fixed)
-    return _by_parts(own, num_elements, group, dtype)
+        return _by_all_gather(own, num_elements, group, wire, is_fixed=is_fixed)
+    return _by_parts(own, num_elements, group, wire)
 
 
-def _by_all_gather(
-    own: Sparse, num_elements: int, group: dist.ProcessGroup, dtype: torch.dtype, *, is_fixed: bool
-) -> Averaged:
+def _by_all_gather(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wire, *, is_fixed: bool) -> Averaged:
     """Every rank gets every message and adds them up in the order of ranks."""
-    num_ranks = group.size()
-    message = encode_sparse(own, num_elements, dtype)
-    sent = densify(decode_sparse(message, num_elements, dtype), num_elements)
-    if num_ranks == 1:
-        return Averaged(sent, sent.clone(), 0)
-    size, told_bytes = message.numel(), 0
+    num_ranks, rank = group.size(), group.rank()
+    most, told_bytes = own.indices.numel(), 0
+    shape = wire.shape(num_elements, most)
     if not is_fixed:
-        counts = _gather_counts([own.indices.numel()], group, message.device)
-        size = max(sparse_bytes(num_elements, count, dtype) for (count,) in counts)
+        most = max(count for (count,) in _gather_counts([most], group, own.values.device))
+        shape = wire.room(num_elements, most)
         told_bytes = _COUNT_BYTES
-    total = torch.zeros_like(sent)
-    for piece in all_gather(_padded(message, size), group=group):
-        found = decode_sparse(piece, num_elements, dtype, is_padded=True)
+    total, sent = own.values.new_zeros(num_elements), own.values.new_zeros(num_elements)
+    for sender, message in enumerate(all_gather(wire.write(own, shape), group=group)):
+        found = wire.read(message, shape, sender=sender, rank=rank)
         total.index_add_(0, found.indices, found.values)
-    return Averaged(total.div_(num_ranks), sent, (num_ranks - 1) * (size + told_bytes))
+        if sender == rank:
+            sent.index_copy_(0, found.indices, found.values)
+    return Averaged(total.div_(num_ranks), sent, (num_ranks - 1) * (shape.message_bytes + told_bytes))
 
 
-def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, dtype: torch.dtype) -> Averaged:
+def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wire) -> Averaged:
     """Every rank adds up its part of the elements and gives the largest sums to all."""
     num_ranks, rank = group.size(), group.rank()
     parts = Parts(num_elements, num_ranks)
     pieces = parts.split(own)
-    messages = [encode_sparse(piece, parts.numel(part), dtype) for part, piece in enumerate(pieces)]
     counts = _gather_counts([piece.indices.numel() for piece in pieces], group, own.values.device)
-    received = all_to_all(
-        torch.cat(messages),
-        [message.numel() for message in messages],
-        [sparse_bytes(parts.numel(rank), row[rank], dtype) for row in counts],
-        group=group,
-    )
+    messages = [
+        wire.write(piece, wire.shape(parts.numel(part), piece.indices.numel())) for part, piece in enumerate(pieces)
+    ]
+    shapes = [wire.shape(parts.numel(rank), row[rank]) for row in counts]
+    sizes = [message.numel() for message in messages]
+    received = all_to_all(torch.cat(messages), sizes, [shape.message_bytes for shape in shapes], group=group)
+
     sent = own.values.new_zeros(num_elements)
-    for part, message in enumerate(messages):
-        said = decode_sparse(message, parts.numel(part), dtype)
+    for part, (piece, message) in enumerate(zip(pieces, messages, strict=True)):
+        said = wire.read(message, wire.shape(parts.numel(part), piece.indices.numel()), sender=rank, rank=rank)
         sent[parts.globals(said.indices, part)] = said.values
 
-    sums = _sum_up(received, [row[rank] for row in counts], parts.numel(rank), dtype)
     # As many as one rank sent on average, divided evenly: the parts are interleaved, so each has its share of them.
     budget = -(-sum(map(sum, counts)) // num_ranks**2)
-    chosen = largest(sums.values, budget)
-    kept = encode_sparse(Sparse(sums.indices[chosen], sums.values[chosen]), parts.numel(rank), dtype)
+    rooms = [wire.room(parts.numel(part), budget) for part in range(num_ranks)]
+    size = max(room.message_bytes for room in rooms)
+    gathered, sums = _share_sums(received, shapes, budget, rooms[rank], size, group, wire)
     sent[parts.globals(sums.indices, rank)] -= sums.values
-
-    size = max(most_sparse_bytes(parts.numel(part), budget, dtype) for part in range(num_ranks))
     mean = torch.zeros_like(sent)
-    for part, piece in enumerate(all_gather(_padded(kept, size), group=group)):
-        found = decode_sparse(piece, parts.numel(part), dtype, is_padded=True)
+    for part, message in enumerate(gathered):
+        found = wire.read(message, rooms[part], sender=part, rank=rank)
         places = parts.globals(found.indices, part)
         mean[places] = found.values / num_ranks
         if part == rank:
             sent[places] += found.values
-    to_owners = sum(message.numel() for part, message in enumerate(messages) if part != rank)
-    return Averaged(mean, sent, to_owners + (num_ranks - 1) * (size + _COUNT_BYTES * num_ranks))
+    return Averaged(mean, sent, sum(sizes) - sizes[rank] + (num_ranks - 1) * (size + _COUNT_BYTES * num_ranks))
+
+
+def _share_sums(
+    received: Tensor,
+    shapes: Sequence[Shape],
+    budget: int,
+    room: Shape,
+    size: int,
+    group: dist.ProcessGroup,
+    wire: Wire,
+) -> tuple[list[Tensor], Sparse]:
+    """Sum up this rank's part and gather the largest sums of all ranks: their messages, and all of one's own sums."""
+    rank = group.rank()
+    problem: CompressionError | None = None
+    try:
+        sums = _sum_up(received, shapes, rank, wire)
+    except CompressionError as error:
+        # The others wait in the all-gather: they learn there what happened, and raise too.
+        problem = error
+        message = torch.zeros(room.message_bytes, dtype=torch.uint8, device=received.device)
+        seal(message, room, notice=Notice.REFUSED, subject=int(error.context["from_rank"]))
+    else:
+        chosen = largest(sums.values, budget)
+        message = wire.write(Sparse(sums.indices[chosen], sums.values[chosen]), room)
+    gathered = all_gather(torch.nn.functional.pad(message, (0, size - message.numel())), group=group)
+    if problem is not None:
+        raise problem
+    return gathered, sums
+
+
+def _sum_up(received: Tensor, shapes: Sequence[Shape], rank: int, wire: Wire) -> Sparse:
+    """The sum of several messages, one after the other, at every element that one of them names."""
+    num_elements = shapes[0].num_elements
+    total = torch.zeros(num_elements, device=received.device)
+    is_named = torch.zeros(num_elements, dtype=torch.bool, device=received.device)
+    messages = received.split_with_sizes([shape.message_bytes for shape in shapes])
+    for sender, (message, shape) in enumerate(zip(messages, shapes, strict=True)):
+        found = wire.read(message, shape, sender=sender, rank=rank)
+        total.index_add_(0, found.indices, found.values)
+        is_named[found.indices] = True
+    indices = nonzero(is_named)
+    return Sparse(indices, total[indices])
 
 
 class Parts(NamedTuple):
@@ -133,23 +210,7 @@ class Parts(NamedTuple):
         return (indices // _BLOCK * self.num_ranks + part) * _BLOCK + indices % _BLOCK
 
 
-def _sum_up(received: Tensor, counts: list[int], num_elements: int, dtype: torch.dtype) -> Sparse:
-    """The sum of several messages, one after the other, at every element that one of them names."""
-    total = torch.zeros(num_elements, device=received.device)
-    is_named = torch.zeros(num_elements, dtype=torch.bool, device=received.device)
-    for message in received.split_with_sizes([sparse_bytes(num_elements, count, dtype) for count in counts]):
-        found = decode_sparse(message, num_elements, dtype)
-        total.index_add_(0, found.indices, found.values)
-        is_named[found.indices] = True
-    indices = nonzero(is_named)
-    return Sparse(indices, total[indices])
-
-
 def _gather_counts(counts: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Every rank's counts, by rank."""
     mine = torch.tensor(counts, dtype=torch.int64).to(device)
     return [row.tolist() for row in all_gather(mine, group=group)]
-
-
-def _padded(message: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(message, (0, size - message.numel()))

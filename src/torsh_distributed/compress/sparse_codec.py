@@ -9,22 +9,28 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed.compress.agreement import Agreements, signature_of
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.compress.sparse import Sparse, decode_sparse, densify, encode_sparse
-from torsh_distributed.compress.sparse_average import average_sparse
+from torsh_distributed.compress.sparse_average import Wire, average_sparse
 from torsh_distributed.errors import InvalidArgument
 
 
 class SparseCodec(Codec):
-    """Send some elements with their places. A codec of this kind says which, by `select`."""
+    """Send some elements with their places. A codec of this kind says which, by `select`.
+
+    `parameter` is the number of its method: ranks must have the same.
+    """
 
     is_unbiased = False
     is_deterministic = True
 
-    def __init__(self, *, dtype: torch.dtype = torch.float16) -> None:
+    def __init__(self, parameter: float, *, dtype: torch.dtype = torch.float16) -> None:
         if dtype not in (torch.float16, torch.float32):
             raise InvalidArgument("values of a sparse message are fp16 or fp32", dtype=dtype)
         self.dtype = dtype
+        self._signature = signature_of(self.name, float(parameter), str(dtype))
+        self._agreements = Agreements()
 
     @abstractmethod
     def select(self, x: Tensor, key: Key) -> Tensor:
@@ -41,11 +47,15 @@ class SparseCodec(Codec):
 
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-        indices = self.select(x, key)
-        return average_sparse(
-            Sparse(indices, x[indices]),
-            x.numel(),
-            group,
-            dtype=self.dtype,
-            is_fixed=self.payload_bytes(x.numel()) is not None,
-        )
+        self._agreements.require(self.name, self._signature, x.numel(), group=group, device=x.device)
+        return self.average_selected(x, self.select(x, key), group)
+
+    def average_selected(self, x: Tensor, indices: Tensor, group: dist.ProcessGroup) -> Averaged:
+        """The mean over the ranks of what they selected."""
+        wire = Wire(self._signature, self.dtype)
+        is_fixed = self.payload_bytes(x.numel()) is not None
+        return average_sparse(Sparse(indices, x[indices]), x.numel(), group, wire, is_fixed=is_fixed)
+
+    @override
+    def reset(self) -> None:
+        self._agreements.forget()

@@ -56,8 +56,8 @@ def test_scaled_it_is_unbiased_and_raw_it_is_not() -> None:
 
 def test_on_average_its_share_of_the_energy_arrives() -> None:
     x = gradient(50, 1)
-    arrived = sum(float(through(RandomKCodec(0.1), x, Key(step=step)).square().sum()) for step in range(500)) / 500
-    assert arrived == pytest.approx(0.1 * float(x.square().sum()), rel=0.25)
+    arrived = sum(float(through(RandomKCodec(0.1), x, Key(step=step)).square().sum()) for step in range(200)) / 200
+    assert arrived == pytest.approx(0.1 * float(x.square().sum()), rel=0.4)
 
 
 def test_ranks_draw_alike_and_steps_and_streams_do_not() -> None:

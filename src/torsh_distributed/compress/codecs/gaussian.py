@@ -27,7 +27,7 @@ class GaussianCodec(SparseCodec):
     name = "gaussian"
 
     def __init__(self, deviations: float = 2.0, *, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__(dtype=dtype)
+        super().__init__(deviations, dtype=dtype)
         if not 0 <= deviations <= 10:
             raise InvalidArgument("deviations are a number from 0 to 10", deviations=deviations)
         self.deviations = deviations

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.agreement import Agreements, signature_of
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.compress.linear import all_reduce_bytes
 from torsh_distributed.compress.noise import uniform
@@ -114,6 +115,7 @@ class PowerSgdCodec(Codec):
         if not 1 <= rank <= 1024:
             raise InvalidArgument("a rank of the factors is from 1 to 1024", rank=rank)
         self.rank = rank
+        self._agreements = Agreements()
         self._layouts: dict[int, FactorLayout] = {}
         self._rights: dict[int, Tensor] = {}
 
@@ -165,6 +167,8 @@ class PowerSgdCodec(Codec):
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         num_ranks = group.size()
         layout = self._layout(x.numel(), key)
+        signature = signature_of(self.name, layout.rank, layout.matrices)
+        self._agreements.require(self.name, signature, x.numel(), group=group, device=x.device)
         first = self._first_half(x, layout, key)
         if first.numel():
             all_reduce(first, group=group).div_(num_ranks)
@@ -190,6 +194,7 @@ class PowerSgdCodec(Codec):
     @override
     def reset(self) -> None:
         self._rights.clear()
+        self._agreements.forget()
 
     def _layout(self, num_elements: int, key: Key) -> FactorLayout:
         layout = self._layouts.get(key.stream) or FactorLayout.of([(num_elements,)], self.rank)

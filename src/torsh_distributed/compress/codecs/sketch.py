@@ -36,6 +36,7 @@ class SketchCodec(LinearCodec):
     is_unbiased = False
 
     def __init__(self, columns: int = 10000) -> None:
+        super().__init__(columns)
         if not 1 <= columns <= 2**31:
             raise InvalidArgument("a sketch has 1 to 2**31 columns", columns=columns)
         self.columns = columns
@@ -90,6 +91,7 @@ class SketchCodec(LinearCodec):
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         if self.is_whole(x.numel()):
             return super().average(x, group, key)
+        self.require_agreement(x, group)
         table = all_reduce(self.encode(x, key), group=group)
         kept = largest(self.estimates(table, x.numel(), key), self.num_kept)
         values = x[kept]

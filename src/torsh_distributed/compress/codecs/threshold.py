@@ -22,7 +22,7 @@ class ThresholdCodec(SparseCodec):
     name = "threshold"
 
     def __init__(self, threshold: float = 0.01, *, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__(dtype=dtype)
+        super().__init__(threshold, dtype=dtype)
         if not 0 <= threshold <= 1e30:
             raise InvalidArgument("a threshold is a magnitude from 0 to 1e30", threshold=threshold)
         self.threshold = threshold

@@ -22,7 +22,7 @@ class TopKCodec(SparseCodec):
     name = "topk"
 
     def __init__(self, share: float = 0.1, *, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__(dtype=dtype)
+        super().__init__(share, dtype=dtype)
         self.share = require_share(share)
 
     @override
