@@ -255,7 +255,7 @@ class TorchKernels(Kernels):
 
 
 def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, rounded once. With a number on one side torch multiplies by a rounded inverse, there or on some devices."""
+    """a / b, rounded once. With a number on one side torch multiplies by a rounded inverse on some devices."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     numerator, denominator = (part if isinstance(part, Tensor) else torch.full_like(like, part) for part in (a, b))
