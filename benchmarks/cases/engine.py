@@ -1,0 +1,134 @@
+"""What a step through the Engine costs over the same step in a bare torch loop with DDP."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from tests.bed.world import World
+from torsh_distributed.plan import Plan
+from torsh_distributed.train import parallelize
+from torsh_distributed.train.demos.gpt import CONTEXT, CharGPT, next_character_loss
+
+_VOCABULARY, _CLIP = 65, 1.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is trained, and where."""
+
+    name: str
+    num_ranks: int
+    device: str
+    backend: str
+    batch_size: int
+    width: int
+    num_layers: int
+
+    @property
+    def dtype(self) -> str:
+        """bf16 where there is hardware for it: many CPUs only imitate it."""
+        return "bf16" if self.device == "cuda" else "fp32"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return CharGPT(_VOCABULARY, width=self.width, num_layers=self.num_layers, num_heads=self.width // 32).to(
+            self.device
+        )
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(_VOCABULARY, (self.batch_size, CONTEXT + 1), generator=generator).to(self.device)
+        return ids[:, :-1], ids[:, 1:]
+
+
+def _bare(job: _Job) -> Callable[[tuple[Tensor, Tensor]], object]:
+    """As one would write it by hand: DDP, autocast, clipping, the mean loss over the ranks at every step."""
+    model = DistributedDataParallel(job.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: tuple[Tensor, Tensor]) -> float:
+        with torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.dtype == "bf16"):
+            loss = next_character_loss(model(batch[0]), batch[1])
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean.item()
+
+    return step
+
+
+def _engine(job: _Job) -> Callable[[tuple[Tensor, Tensor]], object]:
+    plan = Plan.from_dict({"precision": {"dtype": job.dtype}, "training": {"gradient_clipping": _CLIP}})
+    model = job.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return parallelize(model, optimizer, plan, loss_fn=next_character_loss).step
+
+
+def _step_s(job: _Job, num_rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of a step on the slowest rank, by turns; runs on every rank."""
+    contestants = {"engine": _engine(job), "bare": _bare(job)}
+    batch = job.batch()
+    for step in contestants.values():
+        for _ in range(3):
+            step(batch)
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(num_rounds):
+        # Who begins changes from round to round: what follows the barrier is not always the same.
+        for name in sorted(contestants, reverse=bool(number % 2)):
+            times = []
+            dist.barrier()
+            for _ in range(num_steps):
+                started = time.perf_counter()
+                contestants[name](batch)
+                times.append(time.perf_counter() - started)
+            slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=job.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            found[name].append(float(slowest))
+    return found
+
+
+def _jobs() -> Iterator[_Job]:
+    for num_ranks in (1, 2):
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        yield _Job(f"CPU, fp32, {ranks}", num_ranks, "cpu", "torsh", batch_size=8, width=128, num_layers=3)
+    if torch.cuda.is_available():
+        yield _Job("GPU, bf16, 1 rank", 1, "cuda", "nccl", batch_size=128, width=1024, num_layers=8)
+
+
+def _rows(budget: Budget) -> Iterator[Row | Note]:
+    num_rounds, num_steps = (2, 3) if budget.is_quick else (20, 20)
+    world = World()
+    try:
+        for job in _jobs():
+            arguments = (job, num_rounds, num_steps)
+            found = world.run(_step_s, *arguments, num_ranks=job.num_ranks, backend=job.backend, timeout_s=240)[0]
+            yield Row(
+                name=job.name,
+                unit=Unit.SECONDS,
+                ours=Measurement.of(found["engine"]),
+                rivals={"bare torch loop": Measurement.of(found["bare"])},
+            )
+    finally:
+        world.close()
+
+
+CASE = Case(
+    title="A step through the Engine",
+    about="""A character GPT (on the CPU the demo's, 0.6 M parameters, batch 8 on each rank, one thread; on a GPU, where
+    there is one, 101 M parameters, batch 128), AdamW, clipping, the mean loss over the ranks at every step, one backend
+    for both. The rival is the loop one would write by hand around torch's DDP. Both take turns in the same
+    processes.""",
+    rows=_rows,
+)
