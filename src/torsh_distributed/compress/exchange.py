@@ -61,6 +61,15 @@ def reduce_scatter_mean(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, 
     `x` is cut evenly, so its length must be a multiple of the number of ranks. The mean is not encoded again. A message
     that cannot be decoded raises on the rank that got it; the others learn of it by the deadline of what comes next.
     """
+    return _reduce_scatter(codec, x, group, key, needs_sent=False).mean
+
+
+def reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+    """As `reduce_scatter_mean`, with what this rank's messages say of all of `x`, which error feedback needs."""
+    return _reduce_scatter(codec, x, group, key, needs_sent=True)
+
+
+def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key, *, needs_sent: bool) -> Averaged:
     num_ranks, rank = group.size(), group.rank()
     if x.numel() % num_ranks:
         raise TensorShapeMismatch(
@@ -70,8 +79,8 @@ def reduce_scatter_mean(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, 
     _require_agreement(codec, x.numel(), x.device, group)
     shard_numel = x.numel() // num_ranks
     bounds = [shard_numel * owner for owner in range(num_ranks + 1)]
-    scattered = _scatter(codec, x, bounds, group, key, needs_sent=False)
-    return _reduce(codec, scattered, rank, key)
+    scattered = _scatter(codec, x, bounds, group, key, needs_sent=needs_sent)
+    return Averaged(_reduce(codec, scattered, rank, key), scattered.sent, scattered.num_bytes)
 
 
 def all_gather_encoded(codec: DenseCodec, shard: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
