@@ -1,4 +1,4 @@
-"""The arithmetic of the dense codecs, and which implementation a tensor gets: compiled C or torch's operators.
+"""The arithmetic of the dense codecs, and which implementation a tensor gets: compiled C, Triton, or torch's operators.
 
 All implementations write the same bytes. `x` is fp32, 1-D, contiguous; `out` of an encoder is uint8 and exactly as long
 as the payload, `out` of a decoder fp32 and as long as the message has elements. A decoder writes `weight` times what
@@ -10,6 +10,7 @@ but for int8.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -94,8 +95,18 @@ def kernels_for(tensor: Tensor) -> Kernels:
     """The quickest implementation for the device of `tensor`. The one place that decides."""
     from torsh_distributed.compress.torch_kernels import TorchKernels
 
-    compiled = compiled_kernels() if tensor.device.type == "cpu" else None
-    return compiled or TorchKernels()
+    found = {"cpu": compiled_kernels, "cuda": triton_kernels}.get(tensor.device.type, lambda: None)()
+    return found or TorchKernels()
+
+
+@functools.cache
+def triton_kernels() -> Kernels | None:
+    """The kernels for CUDA, or None where there is no Triton: it comes with torch's wheels for CUDA."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from torsh_distributed.compress.triton_kernels import TritonKernels
+
+    return TritonKernels()
 
 
 @functools.cache

@@ -19,8 +19,13 @@ _GOLDEN = 0x9E3779B9 - 2**32  # signed, as torch's 32-bit integers are
 
 def noise(key: int, start: int, num_elements: int, device: torch.device) -> Tensor:
     """32 random bits for each element from `start` on, as int32."""
-    first = _signed(start * _GOLDEN + key)
-    return mixed(torch.arange(num_elements, dtype=torch.int32, device=device) * _GOLDEN + first)
+    steps = torch.arange(num_elements, dtype=torch.int32, device=device) * _GOLDEN
+    return mixed(steps + first_bits(key, start))
+
+
+def first_bits(key: int, start: int) -> int:
+    """What element `start` is mixed from, as a signed number of 32 bits."""
+    return _signed(start * _GOLDEN + key)
 
 
 def uniform(key: int, start: int, num_elements: int, device: torch.device) -> Tensor:
