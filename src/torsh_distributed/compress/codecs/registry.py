@@ -26,6 +26,7 @@ _CODECS: dict[str, str] = {
     "bernoulli": "bernoulli:BernoulliCodec",
     "sketch": "sketch:SketchCodec",
     "powersgd": "powersgd:PowerSgdCodec",
+    "layerwise": "layerwise:LayerwiseCodec",
 }
 """Module of this package and what in it makes the codec, from the method's number where the method has one.
 
