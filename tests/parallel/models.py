@@ -40,6 +40,24 @@ def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
+def steps_of_one_process(num_parts: int, *, num_micro: int = 1) -> list[Tensor]:
+    """The parameters after each step; parts as ranks would have them in turn, for batch normalisation's sake."""
+    model = build().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    points, targets = data()
+    found = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for part in range(num_parts * num_micro):
+            rank, micro = part % num_parts, part // num_parts
+            rows = slice(rank, None, num_parts)
+            x, y = points[rows].chunk(num_micro)[micro], targets[rows].chunk(num_micro)[micro]
+            backward(nn.functional.mse_loss(model(x), y) / num_parts / num_micro)
+        optimizer.step()
+        found.append(flat(model))
+    return found
+
+
 def in_turn(*parts: Callable[[], None]) -> None:
     for part in parts:
         part()

@@ -11,29 +11,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tests.bed.world import World
-from tests.parallel.models import NUM_STEPS, SMALL, backward, build, data, flat, in_turn, share
+from tests.parallel.models import NUM_STEPS, SMALL, backward, build, data, flat, in_turn, share, steps_of_one_process
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.ddp import DistributedDataParallel
 from torsh_distributed.plan import BucketConfig, CompressionConfig
-
-
-def steps_of_one_process(num_parts: int, *, num_micro: int = 1) -> list[Tensor]:
-    """The parameters after each step; parts as ranks would have them in turn, for batch normalisation's sake."""
-    model = build().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    points, targets = data()
-    found = []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        for part in range(num_parts * num_micro):
-            rank, micro = part % num_parts, part // num_parts
-            rows = slice(rank, None, num_parts)
-            x, y = points[rows].chunk(num_micro)[micro], targets[rows].chunk(num_micro)[micro]
-            backward(nn.functional.mse_loss(model(x), y) / num_parts / num_micro)
-        optimizer.step()
-        found.append(flat(model))
-    return found
 
 
 def train(bucket: BucketConfig, options: dict[str, Any], *, num_micro: int = 1, by_hand: bool = False) -> list[Tensor]:

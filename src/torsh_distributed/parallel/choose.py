@@ -9,7 +9,7 @@ from torsh_distributed.comm import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed import composed_strategy, is_composed
-from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.data import DataParallel, gradient_options, refuse_gradient_options
 from torsh_distributed.parallel.expert.choice import expert_strategy
 from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.mesh import Mesh
@@ -28,6 +28,8 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
     """
     if is_composed(plan):
+        why = "the plan splits the model itself (mesh.tp, mesh.pp or mesh.cp)"
+        refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
         if is_on_meta(model):
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan)
@@ -38,15 +40,17 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
         materializer.make(model)
     with_experts = expert_strategy(model, plan)
     if with_experts is not None:
+        refuse_gradient_options(plan, why="the model has experts, whose gradients travel by another way")
         return with_experts
     if moves_params_or_grads(plan):
+        refuse_gradient_options(plan, why="offload_params and offload_grads send gradients as they are")
         return paged_strategy(model, plan)
     if plan.mesh.shard == 1:
-        return DataParallel(model, plan.ddp, plan.distributed)
+        return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
     mesh = Mesh(plan.mesh, device_type=device.type)
     if not shards_params:
-        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh)
+        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh, **gradient_options(plan))
     _refuse_bucket_settings(plan)
     wrapped = FullyShardedDataParallel(
         model,
@@ -56,6 +60,7 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
         param_init_fn=param_init_fn,
         seed=plan.training.seed,
         broadcast_buffers=plan.ddp.broadcast_buffers,
+        compression=plan.compress,
     )
     return Sharded(wrapped)
 

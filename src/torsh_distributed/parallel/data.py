@@ -5,19 +5,49 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.strategy import PendingMean, Strategy
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import BucketConfig, Plan
 from torsh_distributed.plan.distributed import DistributedConfig
 
 _log = logging.getLogger(__name__)
+
+
+class GradientOptions(TypedDict, total=False):
+    """In which form gradients travel; the default is as they are."""
+
+    compression: Compression
+    reduce_dtype: ReduceDtype
+    seed: int
+
+
+def gradient_options(plan: Plan) -> GradientOptions:
+    """What a plan says about it."""
+    return {
+        "compression": plan.compress,
+        "reduce_dtype": plan.precision.reduce_dtype,
+        "seed": plan.training.seed,
+    }
+
+
+def refuse_gradient_options(plan: Plan, *, why: str, reduces: bool = False) -> None:
+    """Raise ConfigurationError if the plan says how gradients travel, where nobody would listen.
+
+    `reduces` says that `precision.reduce_dtype` at least is kept to.
+    """
+    asked = [f"compress.method = {plan.compress.method!r}"] if plan.compress.method != "none" else []
+    if plan.precision.reduce_dtype != "same" and not reduces:
+        asked.append(f"precision.reduce_dtype = {plan.precision.reduce_dtype!r}")
+    if asked:
+        raise ConfigurationError(f"{asked[0]} is for plain data parallelism: {why}", hint="leave one of the two out")
 
 
 class DataParallel(Strategy):
@@ -30,19 +60,9 @@ class DataParallel(Strategy):
         distributed: DistributedConfig | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        compression: Compression = None,
-        reduce_dtype: ReduceDtype = "same",
-        seed: int = 0,
+        **options: Unpack[GradientOptions],
     ) -> None:
-        self._ddp = DistributedDataParallel(
-            model,
-            config,
-            group=group,
-            compression=compression,
-            distributed=distributed,
-            reduce_dtype=reduce_dtype,
-            seed=seed,
-        )
+        self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
         self._group = self._ddp.process_group
 
     @property

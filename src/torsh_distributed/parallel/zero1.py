@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.data import DataParallel, GradientOptions
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.whole_state import carried
 from torsh_distributed.plan import BucketConfig
@@ -103,9 +103,15 @@ class ShardedOptimizer(DataParallel):
     """Replicas as in data parallelism, with the optimizer's state sharded over the mesh's `shard` axis (ZeRO-1)."""
 
     def __init__(
-        self, model: nn.Module, config: BucketConfig, distributed: DistributedConfig | None = None, *, mesh: Mesh
+        self,
+        model: nn.Module,
+        config: BucketConfig,
+        distributed: DistributedConfig | None = None,
+        *,
+        mesh: Mesh,
+        **options: Unpack[GradientOptions],
     ) -> None:
-        super().__init__(model, config, distributed, group=mesh.data_group)
+        super().__init__(model, config, distributed, group=mesh.data_group, **options)
         self._mesh = mesh
         self._state: ShardedOptimizerState | None = None
 
