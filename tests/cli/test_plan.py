@@ -250,7 +250,7 @@ def test_show_tells_value_source_and_status(tmp_path: Path, monkeypatch: pytest.
         if line.startswith("│")
     ]
     assert rows == [
-        ["mesh.tp", "2", f"file {path}", "not yet"],
+        ["mesh.tp", "2", f"file {path}", "honoured"],
         ["fsdp.wrap_classes", "[Block]", f"file {path}", "off by mesh.shard"],
         ["training.batch_size", "33", "command line", "honoured"],
         ["training.gradient_accumulation", "2", "command line", "honoured"],

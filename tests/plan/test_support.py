@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import CheckpointConfig, MixedPrecisionConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.plan import (
+    CheckpointConfig,
+    MixedPrecisionConfig,
+    PipelineConfig,
+    Plan,
+    TensorParallelConfig,
+    TrainingConfig,
+)
 from torsh_distributed.plan.paths import keys_of
 from torsh_distributed.plan.support import GATES, HONOURED
 
@@ -32,14 +39,14 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(tp=2, precision=MixedPrecisionConfig(dtype="fp8"))
-    assert plan.unsupported() == ("mesh.tp", "precision.dtype")
-    assert plan.explain()["mesh.tp"].status == "not yet"
+    plan = Plan(pp=2, pipeline=PipelineConfig(balance="time"), precision=MixedPrecisionConfig(dtype="fp8"))
+    assert plan.unsupported() == ("pipeline.balance", "precision.dtype")
+    assert plan.explain()["pipeline.balance"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
-        "  mesh.tp = 2 is not supported by this version yet (leave it at its default, 1)",
+        "  pipeline.balance = time is not supported by this version yet (leave it at its default, auto)",
         "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
     ]
 
@@ -54,9 +61,9 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
 
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plan(dp=2, tp=2).validate(6)
+        Plan(dp=2, tp=2, precision=MixedPrecisionConfig(dtype="fp8")).validate(6)
     assert str(caught.value).splitlines()[1:3] == [
-        "  mesh.tp = 2 is not supported by this version yet (leave it at its default, 1)",
+        "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
         (
             "  dp 2 × tp 2 × pp 1 = 4, but the world has 6 ranks"
             " (start 4 ranks, or set one degree of [mesh] to -1 to fill the world)"
