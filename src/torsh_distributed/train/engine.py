@@ -40,6 +40,11 @@ class _Update:
     """What the present microbatch is of this rank's batch."""
     is_last: bool = True
 
+    @property
+    def loss(self) -> Tensor:
+        """This rank's loss so far."""
+        return self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
+
 
 class Engine:
     """Steps of training: `step(batch)`, or `microbatches`, `forward`, `backward` and `apply` in a loop of your own."""
@@ -130,8 +135,9 @@ class Engine:
         """
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        update = self._update = _Update(num_samples=count_samples(batch))
-        pieces = split_rows(batch, self.plan.training.gradient_accumulation)
+        num_samples = count_samples(batch)
+        update = self._update = _Update(num_samples=num_samples)
+        pieces = split_rows(batch, num_samples, self.plan.training.gradient_accumulation)
         for number, (piece, share) in enumerate(pieces):
             update.share, update.is_last = share, number == len(pieces) - 1
             yield piece
@@ -152,7 +158,7 @@ class Engine:
             if update.mean is not None:
                 update.mean.wait()
             # Started before backward, so that it travels for nothing while gradients are computed.
-            update.mean = self.strategy.mean_loss(torch.stack(update.losses).sum())
+            update.mean = self.strategy.mean_loss(update.loss)
         with self.strategy.accumulating(is_last=update.is_last):
             self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -172,7 +178,7 @@ class Engine:
         scale = self.precision.loss_scale
         try:
             if scale is None:
-                self._require_finite("the loss", loss, torch.stack(update.losses).sum())
+                self._require_finite("the loss", loss, update)
             is_done = self.precision.unscale(self.optimizer)
             if is_done and self.plan.training.gradient_clipping is not None:
                 grad_norm = self.strategy.clip_grad_norm(self.plan.training.gradient_clipping)
@@ -281,11 +287,11 @@ class Engine:
     def _place(self) -> list[int]:
         return [process_group.get_rank(), process_group.get_world_size()]
 
-    def _require_finite(self, what: str, value: float, local: Tensor | None = None) -> None:
+    def _require_finite(self, what: str, value: float, update: _Update | None = None) -> None:
         """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""
         if math.isfinite(value):
             return
-        mine = value if local is None else float(local)
+        mine = value if update is None else float(update.loss)
         bad = [rank for rank, other in enumerate(all_gather_object(mine)) if not math.isfinite(other)]
         raise NonFiniteLoss(
             f"{what} of step {self.num_steps + 1} is {value}: no parameter was changed",

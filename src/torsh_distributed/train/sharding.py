@@ -76,9 +76,8 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch
 
 
-def split_rows(batch: Batch, num_pieces: int) -> list[tuple[Batch, float]]:
+def split_rows(batch: Batch, num_samples: int, num_pieces: int) -> list[tuple[Batch, float]]:
     """The batch in `num_pieces` pieces, or one for each sample if it has fewer, each with its share of the samples."""
-    num_samples = count_samples(batch)
     count = min(num_pieces, num_samples)
     if count == 0:
         raise InvalidArgument("the batch is empty", hint="every rank needs a sample at least: use a larger batch")
