@@ -186,14 +186,14 @@ def test_server_feedback_loses_nothing_resumes_and_begins_anew_with_a_new_size(w
 def differ(what: str) -> None:
     group = the_group()
     me = group.rank()
-    methods = {"codec": ["int8", "natural"], "parameter": ["int8", "int8:128"]}.get(what, ["int8"] * 2)
+    methods = {"codec": ["int8", "natural"], "cast": ["fp16", "bf16"], "parameter": ["int8", "int8:128"]}
     x = torch.ones(2000 if what != "size" or me else 2001)
     if what == "nan" and me:
         x[7] = torch.nan
     if what == "damage" and me:
         exchange.seal = damaging  # type: ignore[assignment]  # the wire flips a bit after the checksum was taken
     with pytest.raises(CompressionError) as caught:
-        make_codec(methods[me]).average(x, group, Key())
+        make_codec(methods.get(what, ["int8"] * 2)[me]).average(x, group, Key())
     expected = {"nan": "from_rank=1|of rank 1", "damage": "from_rank=1|of rank 1"}.get(what, "ranks differ")
     caught.match(expected)
 
@@ -206,7 +206,7 @@ def damaging(message: Tensor, *args: Any, **options: Any) -> None:
 original = exchange.seal
 
 
-@pytest.mark.parametrize("what", ["codec", "parameter", "size", "nan", "damage"])
+@pytest.mark.parametrize("what", ["codec", "cast", "parameter", "size", "nan", "damage"])
 def test_ranks_that_differ_and_messages_that_are_damaged_raise_on_every_rank(world: World, what: str) -> None:
     world.run(differ, what, num_ranks=2, backend="shm" if what == "size" else "gloo")
 

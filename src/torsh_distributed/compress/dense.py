@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress import exchange
+from torsh_distributed.compress.agreement import Agreements, signature_of
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.compress.envelope import Shape
 from torsh_distributed.compress.payload import require_payload
 from torsh_distributed.errors import CompressionError
-
 
 ROUNDING = 2.0**-20
 """What the stated contractions leave for the rounding of scales and products in fp32."""
@@ -40,7 +38,7 @@ class DenseCodec(Codec):
     def __init__(self, *, server_feedback: bool = False) -> None:
         self.server_feedback = server_feedback
         self._residuals: dict[int, Tensor] = {}
-        self._agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Shape]] = weakref.WeakKeyDictionary()
+        self._agreements = Agreements()
 
     @abstractmethod
     def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
@@ -88,16 +86,13 @@ class DenseCodec(Codec):
 
     def shape_of(self, num_elements: int) -> Shape:
         """What ranks must agree on before a message of that many elements travels."""
-        signature = zlib.crc32(f"{self.name}:{self.parameter!r}:{self.block}".encode())
+        signature = signature_of(self.name, self.parameter, self.block)
         return Shape(signature, num_elements, self.payload_bytes(num_elements))
 
-    def has_agreed(self, group: dist.ProcessGroup, shape: Shape) -> bool:
-        """Whether the ranks of `group` were already found to agree on `shape`; from now on they are taken to."""
-        known = self._agreed.setdefault(group, set())
-        if shape in known:
-            return True
-        known.add(shape)
-        return False
+    def require_agreement(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise CompressionError on every rank where ranks differ in codec or size, before the first of its size."""
+        shape = self.shape_of(x.numel())
+        self._agreements.require(self.name, shape.signature, shape.num_elements, group=group, device=x.device)
 
     def residual(self, stream: int, like: Tensor) -> Tensor | None:
         """What encoding the mean of this stream lost last time; None where nothing of that size is kept."""
@@ -119,4 +114,4 @@ class DenseCodec(Codec):
     @override
     def reset(self) -> None:
         self._residuals.clear()
-        self._agreed.clear()
+        self._agreements.forget()

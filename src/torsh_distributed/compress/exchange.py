@@ -45,7 +45,7 @@ def average(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) ->
     if num_ranks == 1:
         sent = codec.decode(codec.encode(x, key), x.numel(), key)
         return Averaged(sent.clone(), sent, 0)
-    _require_agreement(codec, x.numel(), x.device, group)
+    codec.require_agreement(x, group)
     bounds = shard_bounds(x.numel(), num_ranks, codec.block)
     scattered = _scatter(codec, x, bounds, group, key)
     room = codec.shape_of(bounds[1]).message_bytes  # the first shard is the largest
@@ -76,7 +76,7 @@ def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key:
             "the tensor does not split evenly over the ranks", numel=x.numel(), num_ranks=num_ranks
         )
     key = key._replace(rank=rank)
-    _require_agreement(codec, x.numel(), x.device, group)
+    codec.require_agreement(x, group)
     shard_numel = x.numel() // num_ranks
     bounds = [shard_numel * owner for owner in range(num_ranks + 1)]
     scattered = _scatter(codec, x, bounds, group, key, needs_sent=needs_sent)
@@ -90,7 +90,7 @@ def all_gather_encoded(codec: DenseCodec, shard: Tensor, group: dist.ProcessGrou
     """
     num_ranks, rank = group.size(), group.rank()
     key = key._replace(rank=rank)
-    _require_agreement(codec, shard.numel(), shard.device, group)
+    codec.require_agreement(shard, group)
     shape = codec.shape_of(shard.numel())
     message = _empty(shape.message_bytes, shard.device)
     codec.write(shard, shape.payload_of(message), seed=key.own)
@@ -194,27 +194,6 @@ def _decode_all(codec: DenseCodec, messages: Sequence[Tensor], bounds: Sequence[
                 )
             if not codec.read(opened.payload, out[start:end]):
                 raise _unsound(codec)
-
-
-def _require_agreement(codec: DenseCodec, num_elements: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Compare codec and size across the ranks, once for each size in a group; every rank raises if they differ.
-
-    Why only once: it costs as much as a small collective. What changes later on one rank alone is found by the sizes
-    that backends compare, by the headers, or by the deadline.
-    """
-    shape = codec.shape_of(num_elements)
-    if codec.has_agreed(group, shape):
-        return
-    own = torch.tensor(shape, dtype=torch.int64, device=device)
-    found = [Shape(*other.tolist()) for other in all_gather(own, group=group)]
-    if any(other != shape for other in found):
-        raise CompressionError(
-            "ranks differ in codec or size of a gradient",
-            codec=codec.name,
-            num_elements=[other.num_elements for other in found],
-            payload_bytes=[other.num_bytes for other in found],
-            signatures=[f"{other.signature:08x}" for other in found],
-        )
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class CastCodec(DenseCodec):
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         num_ranks = group.size()
+        self.require_agreement(x, group)
         message = self.encode(x / num_ranks, key)
         sent = message.float() * num_ranks
         mean = all_reduce(message, group=group).float()
