@@ -173,6 +173,14 @@ def test_residuals_can_be_forgotten_for_all_or_for_some() -> None:
     assert sender.state_dict()["feedback"]["residuals"] == {}
 
 
+@pytest.mark.parametrize("method", ["randomk:0.25", "bernoulli:0.25"])
+def test_drawn_elements_make_up_for_the_others_where_no_feedback_does(method: str) -> None:
+    for feedback, worth in (("ef14", 1.0), ("none", 4.0)):
+        sender = GradientCompressor(config(method, error_feedback=feedback))
+        there = sender.decompress(sender.compress("w", torch.ones(64)))
+        assert there[there != 0].tolist() == pytest.approx([worth] * int((there != 0).sum()))
+
+
 def test_state_of_another_kind_of_feedback_is_refused() -> None:
     state = GradientCompressor(config(error_feedback="ef21")).state_dict()
     with pytest.raises(ConfigurationError, match="'ef21', this compressor has 'ef14'"):

@@ -1,1 +1,19 @@
-"""Gradient codecs and the collectives that carry their payloads."""
+"""Gradients in fewer bytes: codecs, what makes up for their errors, and the collectives that carry them."""
+
+from torsh_distributed.compress.codec import Averaged, Codec, Key
+from torsh_distributed.compress.codecs import codec_names, make_codec
+from torsh_distributed.compress.compressor import GradientCompressor, compressed_all_reduce
+from torsh_distributed.compress.gradient import CompressedGradient
+from torsh_distributed.compress.stats import CompressionStats
+
+__all__ = [
+    "Averaged",
+    "Codec",
+    "CompressedGradient",
+    "CompressionStats",
+    "GradientCompressor",
+    "Key",
+    "codec_names",
+    "compressed_all_reduce",
+    "make_codec",
+]

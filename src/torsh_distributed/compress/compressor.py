@@ -15,6 +15,8 @@ from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.codec import Codec, Key
 from torsh_distributed.compress.codecs import make_codec
+from torsh_distributed.compress.codecs.bernoulli import ScaledBernoulliCodec
+from torsh_distributed.compress.codecs.randomk import ScaledRandomKCodec
 from torsh_distributed.compress.dense import DenseCodec
 from torsh_distributed.compress.feedback import DifferenceFeedback, Feedback, make_feedback
 from torsh_distributed.compress.gradient import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
@@ -327,8 +329,14 @@ class GradientCompressor:
         self._home = home if here is None else None
 
 
+_UNBIASED: Mapping[str, type[Codec]] = {"randomk": ScaledRandomKCodec, "bernoulli": ScaledBernoulliCodec}
+"""Codecs that take the place of others where nothing makes up for what those leave out."""
+
+
 def _codec_for(config: CompressionConfig) -> Codec:
-    """The codec of a method, with the memory on the side of the mean where there is one on the side of the gradient."""
+    """The codec of a method, with or without memory as the config says."""
+    if config.error_feedback == "none" and config.name in _UNBIASED:
+        return _UNBIASED[config.name](config.parameter)  # type: ignore[call-arg]  # both take a share
     codec = make_codec(config.method)
     if isinstance(codec, DenseCodec):
         codec.server_feedback = config.error_feedback != "none"
