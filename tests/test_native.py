@@ -1,0 +1,42 @@
+"""The compiled parts: built from their sources, told from stale ones, done without where there is no compiler."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torsh_distributed.native import CODEC_KERNELS, PARTS, build, fingerprint, is_stale
+
+
+def test_a_part_is_built_and_knows_its_sources(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    target = tmp_path / "_kernels.abi3.so"
+    assert build(CODEC_KERNELS.sources, target) == ""
+    assert target.stat().st_size > 0
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_every_part_has_sources_and_says_what_its_absence_costs() -> None:
+    for part in PARTS:
+        assert list(part.sources.glob("*.c"))
+        assert part.target.parent == part.sources.parent
+        assert part.without_it
+
+
+def test_a_part_from_other_sources_is_stale(tmp_path: Path) -> None:
+    for path in CODEC_KERNELS.sources.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    version = fingerprint(CODEC_KERNELS.sources)
+    copied = CODEC_KERNELS._replace(sources=tmp_path)
+    assert not is_stale(copied, version)
+    (tmp_path / "kernels.h").write_text("/* other */")
+    assert is_stale(copied, version)
+    assert not is_stale(CODEC_KERNELS._replace(sources=tmp_path / "none, as in a wheel"), version)
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
+    assert build(CODEC_KERNELS.sources, tmp_path / "out.so") == "no C compiler was found"
