@@ -15,6 +15,7 @@ from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.codec import Codec, Key
 from torsh_distributed.compress.codecs import make_codec
+from torsh_distributed.compress.codecs.auto import CANDIDATES, NEARLY_EXACT, AutoCodec
 from torsh_distributed.compress.codecs.bernoulli import ScaledBernoulliCodec
 from torsh_distributed.compress.codecs.randomk import ScaledRandomKCodec
 from torsh_distributed.compress.dense import DenseCodec
@@ -123,19 +124,19 @@ class GradientCompressor:
         layout: Layout = (Piece(name, tensor.numel()),)
         if self.is_dense_step or self.travels_dense(name, tensor.numel()):
             message = self._compress_dense(layout, tensor)
+        elif not is_finite(tensor):
+            self.stats.num_nonfinite += 1
+            message = self._whole(name, tensor, tensor.detach().flatten())
         else:
-            x = self._feedback.prepare(layout, tensor.detach().flatten().to(torch.float32, copy=True))
-            message = self._compress(layout, tensor, x)
+            message = self._compress(layout, tensor)
         self.stats.bytes_before += num_bytes(tensor)
         self.stats.bytes_on_wire += message.num_bytes
         self.stats.encode_s += time.perf_counter() - started
         return message
 
-    def _compress(self, layout: Layout, tensor: Tensor, x: Tensor) -> CompressedGradient:
-        if not is_finite(x):
-            self.stats.num_nonfinite += 1
-            return self._whole(layout[0].name, tensor, tensor.detach().flatten())
+    def _compress(self, layout: Layout, tensor: Tensor) -> CompressedGradient:
         name, key = layout[0].name, self.key([layout[0].name])
+        x = self._feedback.prepare(layout, [tensor])
         self.tell_shapes(key.stream, [tuple(tensor.shape)])
         payload = self._codec.encode(x, key)
         sent = self._codec.decode(payload, x.numel(), key)
@@ -335,6 +336,9 @@ _UNBIASED: Mapping[str, type[Codec]] = {"randomk": ScaledRandomKCodec, "bernoull
 
 def _codec_for(config: CompressionConfig) -> Codec:
     """The codec of a method, with or without memory as the config says."""
+    if config.name == "auto":
+        methods = NEARLY_EXACT if config.error_feedback == "none" else CANDIDATES
+        return AutoCodec({method: _codec_for(config.replace(method=method)) for method in methods})
     if config.error_feedback == "none" and config.name in _UNBIASED:
         return _UNBIASED[config.name](config.parameter)  # type: ignore[call-arg]  # both take a share
     codec = make_codec(config.method)

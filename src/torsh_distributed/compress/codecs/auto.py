@@ -1,0 +1,248 @@
+"""The method `auto`: measures, tries, picks for each bucket, and looks again when the link changes.
+
+For every stream (a bucket):
+
+1. Once, the time to encode and decode it by each candidate. The link, by two all-reduces of different size.
+2. From these an estimate for each candidate, "none" among them; those near the best are tried, on the gradients of real
+   steps, so that nothing is sent for the measurement's sake.
+3. The quickest stays. Whether its time still is what it was is compared every 16 steps; if not, back to the link.
+
+Ranks add up what they measured before they decide, so all decide alike. Candidates are methods that keep the loss under
+error feedback; without it, those that are nearly exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.codec import Averaged, Codec, Key
+from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.errors import InvalidArgument
+
+NONE = "none"
+CANDIDATES = (NONE, "bf16", "int8", "topk:0.01", "powersgd:4")
+NEARLY_EXACT = (NONE, "bf16", "int8")
+"""Candidates where nothing remembers what compression leaves out."""
+
+_NEAR = 1.5  # estimates within this factor of the best are tried
+_MAX_TRIED = 3
+_NUM_TRIALS = 2
+_WINDOW = 16  # calls over which the time of the chosen one is watched
+_CHANGED = 2.0  # a link is another one when the least time in a window is this factor away
+_LINK_BYTES = (64 * 1024, 1024 * 1024)
+
+
+@dataclass
+class _Stream:
+    """What is known of one bucket, and how far the choice is."""
+
+    compute_s: dict[str, float] = field(default_factory=dict)
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    to_try: list[str] = field(default_factory=list)
+    tried_s: dict[str, float] = field(default_factory=dict)
+    choice: str | None = None
+    expected_s: float = 0.0
+    window: list[float] = field(default_factory=list)
+    num_windows: int = 0
+    patience: int = 1
+    """Windows before a change counts; it doubles with every look that changes nothing."""
+
+
+class AutoCodec(Codec):
+    """A choice among codecs, made for each stream by measurement, alike on all ranks."""
+
+    name = "auto"
+    is_unbiased = False
+    is_deterministic = False
+
+    def __init__(self, codecs: Mapping[str, Codec]) -> None:
+        self._codecs = dict(codecs)
+        self._streams: dict[int, _Stream] = {}
+
+    @property
+    def choices(self) -> dict[int, str]:
+        """Stream to the method it uses, of those decided."""
+        return {number: stream.choice for number, stream in self._streams.items() if stream.choice is not None}
+
+    @override
+    def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+        stream = self._streams.setdefault(key.stream, _Stream())
+        if group.size() == 1 or x.numel() == 0:
+            return self._codecs[NONE].average(x, group, key)
+        if stream.choice is None and not stream.to_try:
+            self._shortlist(stream, x, group, key)
+        method = stream.choice or stream.to_try[0]
+        started = time.perf_counter()
+        averaged = self._codecs[method].average(x, group, key)
+        spent_s = time.perf_counter() - started
+        if stream.choice is None:
+            self._note_trial(stream, method, spent_s, group, key)
+        else:
+            self._watch(stream, spent_s, group, key)
+        return averaged
+
+    def _shortlist(self, stream: _Stream, x: Tensor, group: dist.ProcessGroup, key: Key) -> None:
+        if not stream.compute_s:
+            for method, codec in self._codecs.items():
+                stream.compute_s[method], stream.payload_bytes[method] = _compute_s(codec, x, key)
+            agreed = _mean_over_ranks(list(stream.compute_s.values()), group, x.device)
+            stream.compute_s = dict(zip(stream.compute_s, agreed, strict=True))
+        start_s, byte_s = _measure_link(group, x.device)
+        estimates = {
+            method: stream.compute_s[method] + start_s + byte_s * stream.payload_bytes[method]
+            for method in self._codecs
+        }
+        best = min(estimates.values())
+        near = sorted((method for method in estimates if estimates[method] <= _NEAR * best), key=estimates.__getitem__)
+        stream.to_try = [method for method in near[:_MAX_TRIED] for _ in range(_NUM_TRIALS)]
+        stream.tried_s = {}
+        events.emit(
+            events.DecisionEvent(
+                subject=f"compression of stream {key.stream:#x}: what to try",
+                choice=", ".join(near[:_MAX_TRIED]),
+                reason=f"{1e-6 / byte_s:.0f} MB/s, {start_s * 1e6:.0f} µs a message; estimated "
+                + ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in estimates.items()),
+            )
+        )
+
+    def _note_trial(self, stream: _Stream, method: str, spent_s: float, group: dist.ProcessGroup, key: Key) -> None:
+        stream.tried_s[method] = min(spent_s, stream.tried_s.get(method, spent_s))
+        stream.to_try.pop(0)
+        if stream.to_try:
+            return
+        times = _mean_over_ranks(list(stream.tried_s.values()), group, _device(group))
+        tried_s = dict(zip(stream.tried_s, times, strict=True))
+        stream.choice = min(tried_s, key=tried_s.__getitem__)
+        stream.expected_s = tried_s[stream.choice]
+        stream.window, stream.num_windows = [], 0
+        events.emit(
+            events.DecisionEvent(
+                subject=f"compression of stream {key.stream:#x}",
+                choice=stream.choice,
+                reason="tried: " + ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in tried_s.items()),
+            )
+        )
+
+    def _watch(self, stream: _Stream, spent_s: float, group: dist.ProcessGroup, key: Key) -> None:
+        stream.window.append(spent_s)
+        if len(stream.window) < _WINDOW:
+            return
+        # The least: a rank that waits for another measures the other's lateness, but not every time.
+        [least_s] = _mean_over_ranks([min(stream.window)], group, _device(group))
+        stream.window = []
+        stream.num_windows += 1
+        factor = least_s / stream.expected_s
+        if stream.num_windows < stream.patience or 1 / _CHANGED < factor < _CHANGED:
+            return
+        events.emit(
+            events.DecisionEvent(
+                subject=f"compression of stream {key.stream:#x}",
+                choice="measure again",
+                reason=f"{stream.choice} takes {least_s * 1e3:.2f} ms instead of {stream.expected_s * 1e3:.2f} ms",
+            )
+        )
+        stream.choice = None
+        stream.patience *= 2
+
+    @override
+    def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:
+        for codec in self._codecs.values():
+            codec.set_shapes(stream, shapes)
+
+    @override
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        raise _needs_a_group()
+
+    @override
+    def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
+        raise _needs_a_group()
+
+    @override
+    def payload_bytes(self, num_elements: int) -> int | None:
+        return None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "choices": self.choices,
+            "expected_s": {number: stream.expected_s for number, stream in self._streams.items() if stream.choice},
+            "codecs": {method: codec.state_dict() for method, codec in self._codecs.items()},
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._streams = {
+            int(number): _Stream(choice=choice, expected_s=state["expected_s"][number])
+            for number, choice in state["choices"].items()
+            if choice in self._codecs
+        }
+        for method, codec in self._codecs.items():
+            if method in state["codecs"]:
+                codec.load_state_dict(state["codecs"][method])
+
+    @override
+    def reset(self) -> None:
+        self._streams = {}
+        for codec in self._codecs.values():
+            codec.reset()
+
+
+def _compute_s(codec: Codec, x: Tensor, key: Key) -> tuple[float, int]:
+    """Seconds in which a rank encodes and decodes what one average needs, and the size of its message."""
+    started = time.perf_counter()
+    payload = codec.encode(x, key)
+    _finish(x)
+    encoded = time.perf_counter()
+    codec.decode(payload, x.numel(), key)
+    _finish(x)
+    encode_s, decode_s = encoded - started, time.perf_counter() - encoded
+    # A dense message is decoded twice: everybody's share of this rank's part, and everybody's mean.
+    num_decodes = 2 if isinstance(codec, DenseCodec) and payload.dtype == torch.uint8 else 1
+    return encode_s + num_decodes * decode_s, payload.numel() * payload.element_size()
+
+
+def _measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Seconds for any all-reduce, and for each byte of it, from the quickest of three at two sizes."""
+    times = []
+    for num_bytes in _LINK_BYTES:
+        buffer, taken = torch.zeros(num_bytes // 4, device=device), []
+        for _ in range(3):
+            started = time.perf_counter()
+            all_reduce(buffer, group=group)
+            _finish(buffer)
+            taken.append(time.perf_counter() - started)
+        times.append(min(taken))
+    small_s, large_s = _mean_over_ranks(times, group, device)
+    byte_s = max((large_s - small_s) / (_LINK_BYTES[1] - _LINK_BYTES[0]), 1e-13)
+    return max(small_s - byte_s * _LINK_BYTES[0], 0.0), byte_s
+
+
+def _mean_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    return [value / group.size() for value in all_reduce(numbers, group=group).tolist()]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def _finish(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _needs_a_group() -> InvalidArgument:
+    return InvalidArgument(
+        "method 'auto' measures the link between ranks, so it has no messages by hand",
+        hint="average over a group, or name a codec: int8, topk:0.01, powersgd:4",
+    )
