@@ -77,8 +77,7 @@ def average_named(
     started = time.perf_counter()
     small, large = _parted(compressor, names, tensors)
     is_dense = compressor.is_dense_step
-    x = tensors[0].new_empty(0) if is_dense else compressor.feedback.prepare(large.layout, large.flat().float())
-    said, sent_bytes = _agree_and_average_small(compressor, small, x, group)
+    said, sent_bytes = _agree_and_average_small(compressor, small, large, group)
     if not said.is_finite:
         compressor.stats.num_nonfinite += 1
     if said.must_begin_anew:
@@ -89,7 +88,7 @@ def average_named(
         for tensor in large.tensors:
             tensor.fill_(float("nan"))
     elif large.tensors:
-        sent_bytes += _average_compressed(compressor, large, x, group)
+        sent_bytes += _average_compressed(compressor, large, group)
     stats = compressor.stats
     stats.num_dense += len(tensors) if is_dense else len(small.tensors)
     stats.num_tensors += 0 if is_dense else len(large.tensors)
@@ -112,17 +111,17 @@ def _parted(compressor: GradientCompressor, names: Sequence[str], tensors: Seque
 
 
 def _agree_and_average_small(
-    compressor: GradientCompressor, small: _Part, x: Tensor, group: dist.ProcessGroup
+    compressor: GradientCompressor, small: _Part, large: _Part, group: dist.ProcessGroup
 ) -> tuple[_Said, int]:
     """One all-reduce: the small gradients and four numbers to agree by."""
     feedback, num_ranks = compressor.feedback, group.size()
-    buffer = small.flat(room=4, device=x.device)
+    buffer = small.flat(room=4, device=(small.tensors + large.tensors)[0].device)
     values, extra = buffer[:-4], buffer[-4:]
     # Only where a tensor was compressed before the settings changed.
     carried = feedback.carried(small.layout, values.device)
     if carried is not None:
         values.add_(carried)
-    is_good = is_finite(x) and is_finite(values)
+    is_good = is_finite(values) and all(map(is_finite, large.tensors))
     step = compressor.num_steps % _STEP_MODULUS
     extra.copy_(torch.tensor([float(not is_good), float(compressor.has_foreign_state), step, step * step]))
     all_reduce(buffer, group=group)
@@ -169,17 +168,20 @@ def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.Pro
     return ring_bytes(num_bytes(mean), group)
 
 
-def _average_compressed(compressor: GradientCompressor, large: _Part, x: Tensor, group: dist.ProcessGroup) -> int:
+def _average_compressed(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+    feedback, stats = compressor.feedback, compressor.stats
     key = compressor.key([piece.name for piece in large.layout])
     compressor.tell_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
+    x = feedback.prepare(large.layout, large.tensors)
     averaged = compressor.codec.average(x, group, key)
-    if not is_finite(averaged.mean):  # a sum too large for the codec's type: all ranks see it, none remembers it
-        compressor.stats.num_nonfinite += 1
+    if not is_finite(averaged.mean):  # too large for the codec's type: all ranks see it, none remembers it
+        stats.num_nonfinite += 1
+        feedback.abandon(large.layout)
         large.put_back(averaged.mean)
         return averaged.num_bytes
-    if compressor.stats.error_norm is None or compressor.num_steps % _MEASURE_EVERY == 0:
-        compressor.stats.error_norm, compressor.stats.original_norm = norm(x - averaged.sent), norm(x)
-    large.put_back(compressor.feedback.accept(large.layout, x, averaged.sent, averaged.mean))
+    if stats.error_norm is None or compressor.num_steps % _MEASURE_EVERY == 0:
+        stats.error_norm, stats.original_norm = norm(x - averaged.sent), norm(x)
+    large.put_back(feedback.accept(large.layout, x, averaged.sent, averaged.mean))
     return averaged.num_bytes
 
 

@@ -1,20 +1,21 @@
 """What becomes of the part of a gradient that compression left out.
 
 `x` is always flat, fp32, and laid out by name. `prepare` gives what to send; `accept` is told what came of it and gives
-the gradient to train with. Between the two nothing is changed: a step that is given up leaves no trace.
+the gradient to train with. A step that will not be finished must not be prepared. Buffers are kept from step to step:
+new memory costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.named import Layout, NamedBuffers
+from torsh_distributed.compress.named import Layout, NamedBuffers, split
 from torsh_distributed.plan import CompressionConfig
 
 
@@ -25,12 +26,15 @@ class Feedback(ABC):
     """Whether ranks keep something that must be the same on all of them."""
 
     @abstractmethod
-    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
-        """What to send for this gradient, which may be changed in place."""
+    def prepare(self, layout: Layout, gradients: Sequence[Tensor]) -> Tensor:
+        """What to send for these finite gradients: a buffer that is theirs until `accept`."""
 
     @abstractmethod
     def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
         """`x` of `prepare` was sent as `sent`, and `mean` is the mean of all ranks' `sent`: the averaged gradient."""
+
+    def abandon(self, layout: Layout) -> None:  # noqa: B027 (nothing to forget without memory)
+        """What was prepared did not arrive: it is lost, and with it what was left out before."""
 
     @abstractmethod
     def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
@@ -54,9 +58,15 @@ class Feedback(ABC):
 class NoFeedback(Feedback):
     """What is left out is lost."""
 
+    def __init__(self) -> None:
+        self._buffers = NamedBuffers()
+
     @override
-    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
-        return gradient
+    def prepare(self, layout: Layout, gradients: Sequence[Tensor]) -> Tensor:
+        x = self._buffers.flat(layout, gradients[0].device)
+        for gradient, part in _beside(gradients, x, layout):
+            part.copy_(gradient)
+        return x
 
     @override
     def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
@@ -83,15 +93,21 @@ class ResidualFeedback(Feedback):
         self._residuals = NamedBuffers()
 
     @override
-    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
-        if not self._residuals.has_any(piece.name for piece in layout):
-            return gradient
-        return gradient.add_(self._residuals.flat(layout, gradient.device), alpha=self._momentum)
+    def prepare(self, layout: Layout, gradients: Sequence[Tensor]) -> Tensor:
+        # The residual itself becomes what is sent, and what was sent is taken off it: no other memory is needed.
+        x = self._residuals.flat(layout, gradients[0].device)
+        for gradient, part in _beside(gradients, x, layout):
+            torch.add(gradient.to(part.dtype), part, alpha=self._momentum, out=part)
+        return x
 
     @override
     def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
-        torch.sub(x, sent, out=self._residuals.flat(layout, x.device))
+        x.sub_(sent)
         return mean
+
+    @override
+    def abandon(self, layout: Layout) -> None:
+        self._residuals.drop(piece.name for piece in layout)
 
     @override
     def carried(self, layout: Layout, device: torch.device) -> Tensor | None:
@@ -132,10 +148,15 @@ class DifferenceFeedback(Feedback):
     def __init__(self) -> None:
         self._own = NamedBuffers()
         self._mean = NamedBuffers()
+        self._differences = NamedBuffers()
 
     @override
-    def prepare(self, layout: Layout, gradient: Tensor) -> Tensor:
-        return gradient.sub_(self._own.flat(layout, gradient.device))
+    def prepare(self, layout: Layout, gradients: Sequence[Tensor]) -> Tensor:
+        device = gradients[0].device
+        x, own = self._differences.flat(layout, device), split(self._own.flat(layout, device), layout)
+        for (gradient, part), told in zip(_beside(gradients, x, layout), own, strict=True):
+            torch.sub(gradient.to(part.dtype), told.view(gradient.shape), out=part)
+        return x
 
     @override
     def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
@@ -168,6 +189,12 @@ class DifferenceFeedback(Feedback):
         # Ranks that all take over one rank's state agree if each believes to have told the mean.
         self._own.load_state_dict(state["own" if is_own else "mean"])
         self._mean.load_state_dict(state["mean"])
+
+
+def _beside(gradients: Sequence[Tensor], flat: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each gradient with its part of a flat tensor, in its shape."""
+    for gradient, part in zip(gradients, split(flat, layout), strict=True):
+        yield gradient.detach(), part.view(gradient.shape)
 
 
 def make_feedback(config: CompressionConfig) -> Feedback:
