@@ -12,6 +12,8 @@ from typing_extensions import override
 from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.compress.codec import Averaged, Key
 from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.kernels import compiled_kernels
+from torsh_distributed.compress.native_kernels import NativeKernels
 from torsh_distributed.events import AlertEvent, emit
 
 
@@ -34,19 +36,21 @@ class CastCodec(DenseCodec):
 
     @override
     def encode(self, x: Tensor, key: Key) -> Tensor:
-        return x.to(self.dtype)
+        return _narrow(x, self.dtype)
 
     @override
     def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
-        out.view(self.dtype).copy_(x)
+        message = _narrow(x, self.dtype)
+        self._look_for_overflow(message, Key())
+        out.view(self.dtype).copy_(message)
 
     @override
     def read(self, payload: Tensor, out: Tensor, *, weight: float = 1.0, adds: bool = False) -> bool:
-        values = payload.view(self.dtype)
+        values = _widen(payload.view(self.dtype), weight)
         if adds:
-            out.add_(values, alpha=weight)
+            out.add_(values)
         else:
-            torch.mul(values, weight, out=out)
+            out.copy_(values)
         return True
 
     @override
@@ -57,26 +61,29 @@ class CastCodec(DenseCodec):
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         num_ranks = group.size()
         self.require_agreement(x, group)
-        message = self.encode(x / num_ranks, key)
-        sent = message.float() * num_ranks
-        mean = all_reduce(message, group=group).float()
-        self._count_overflows(mean, key)
-        num_bytes = 2 * (num_ranks - 1) * self.payload_bytes(x.numel()) // num_ranks
-        return Averaged(mean, sent, num_bytes)
+        message = _narrow(x, self.dtype, divisor=num_ranks)
+        sent = _widen(message, num_ranks)
+        mean = _widen(all_reduce(message, group=group))
+        self._look_for_overflow(mean, key)
+        return Averaged(mean, sent, self._reduced_bytes(x, num_ranks))
 
-    def _count_overflows(self, mean: Tensor, key: Key) -> None:
-        """`mean` shows the overflow of any rank, and of the sum: every rank counts the same."""
-        num_lost = int(mean.numel() - mean.isfinite().sum())
-        if num_lost:
-            self.num_overflows += num_lost
-            emit(
-                AlertEvent(
-                    severity="warning",
-                    name="gradient_overflow",
-                    message=f"{num_lost} of {mean.numel()} elements of a gradient do not fit {self.name}"
-                    f" (step {key.step}, stream {key.stream}); bf16 has the range of fp32",
-                )
+    def _reduced_bytes(self, x: Tensor, num_ranks: int) -> int:
+        return 2 * (num_ranks - 1) * self.payload_bytes(x.numel()) // num_ranks
+
+    def _look_for_overflow(self, values: Tensor, key: Key) -> None:
+        """Count and tell. After an all-reduce all ranks see the overflow of any, and that of the sum."""
+        if values.numel() == 0 or bool(torch.linalg.vector_norm(values, float("inf")).isfinite()):
+            return
+        num_lost = int(values.numel() - values.isfinite().sum())
+        self.num_overflows += num_lost
+        emit(
+            AlertEvent(
+                severity="warning",
+                name="gradient_overflow",
+                message=f"{num_lost} of {values.numel()} elements of a gradient do not fit {self.name}"
+                f" (step {key.step}, stream {key.stream}); bf16 has the range of fp32",
             )
+        )
 
 
 class Fp32Codec(CastCodec):
@@ -88,7 +95,9 @@ class Fp32Codec(CastCodec):
 
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-        return super().average(x, group, key)._replace(sent=x)
+        self.require_agreement(x, group)
+        mean = all_reduce(x / group.size(), group=group)
+        return Averaged(mean, x, self._reduced_bytes(x, group.size()))
 
 
 class Fp16Codec(CastCodec):
@@ -103,3 +112,24 @@ class Bf16Codec(CastCodec):
 
     name = "bf16"
     dtype = torch.bfloat16
+
+
+def _narrow(x: Tensor, dtype: torch.dtype, *, divisor: float = 1.0) -> Tensor:
+    """x / divisor as `dtype`."""
+    compiled = _half_caster(x) if dtype == torch.float16 else None
+    if compiled is not None:
+        return compiled.to_half(x, divisor)
+    return (x / divisor if divisor != 1 else x).to(dtype)
+
+
+def _widen(values: Tensor, weight: float = 1.0) -> Tensor:
+    """weight times values, in fp32: a product of two short numbers would be rounded again."""
+    compiled = _half_caster(values) if values.dtype == torch.float16 else None
+    if compiled is not None:
+        return compiled.from_half(values, weight)
+    return values.float() * weight if weight != 1 else values.float()
+
+
+def _half_caster(tensor: Tensor) -> NativeKernels | None:
+    kernels = compiled_kernels() if tensor.device.type == "cpu" else None
+    return kernels if isinstance(kernels, NativeKernels) and kernels.casts_half else None

@@ -83,6 +83,13 @@ void tsh_unpack(const uint8_t *restrict packed, size_t n, int bits, uint8_t *res
 /* checksum.c */
 uint32_t tsh_checksum(const uint8_t *from, size_t num_bytes);
 
+/* half.c */
+#ifdef __aarch64__
+#define TSH_HAS_HALF
+void tsh_half_encode(const float *x, size_t n, float divisor, __fp16 *out);
+void tsh_half_decode(const __fp16 *payload, size_t n, float *out, float weight);
+#endif
+
 /* uniform.c */
 void tsh_int8_encode(const float *x, size_t n, size_t block, uint8_t *out);
 int tsh_int8_decode(const uint8_t *payload, size_t n, size_t block, float *out, float weight, int adds);
@@ -104,5 +111,12 @@ void tsh_codebook_encode(const float *x, size_t n, size_t block, int largest, co
                          uint8_t *out);
 int tsh_codebook_decode(const uint8_t *payload, size_t n, size_t block, const float *codebook, int num_entries,
                         float *out, float weight, int adds);
+
+/* sparse.c */
+size_t tsh_at_least(const float *x, size_t n, float threshold, int64_t *out);
+void tsh_keep_largest(const float *x, int64_t *indices, size_t count, size_t k, uint32_t *magnitudes);
+void tsh_indices_encode(const int64_t *indices, size_t count, int low_bits, uint8_t *low, uint8_t *unary);
+int tsh_indices_decode(const uint8_t *low, const uint8_t *unary, size_t num_unary_bits, size_t count, int low_bits,
+                       int64_t n, int64_t *out);
 
 #endif

@@ -9,6 +9,7 @@ typedef unsigned long long address; /* what "K" reads */
 
 #define FLOATS(ADDRESS) ((float *)(uintptr_t)(ADDRESS))
 #define BYTES(ADDRESS) ((uint8_t *)(uintptr_t)(ADDRESS))
+#define INDICES(ADDRESS) ((int64_t *)(uintptr_t)(ADDRESS))
 
 /* Parse, run without the interpreter's lock, return None or what the kernel returned. */
 #define TSH_RUN(CALL, RESULT)                                                                                          \
@@ -27,6 +28,30 @@ static PyObject *checksum(PyObject *module, PyObject *args) {
     }
     TSH_RUN(sum = tsh_checksum(BYTES(from), (size_t)num_bytes), PyLong_FromUnsignedLong(sum));
 }
+
+#ifdef TSH_HAS_HALF
+static PyObject *half_encode(PyObject *module, PyObject *args) {
+    (void)module;
+    address x, out;
+    Py_ssize_t n;
+    float divisor;
+    if (!PyArg_ParseTuple(args, "KnfK", &x, &n, &divisor, &out)) {
+        return NULL;
+    }
+    TSH_RUN(tsh_half_encode(FLOATS(x), (size_t)n, divisor, (__fp16 *)(uintptr_t)out), Py_NewRef(Py_None));
+}
+
+static PyObject *half_decode(PyObject *module, PyObject *args) {
+    (void)module;
+    address payload, out;
+    Py_ssize_t n;
+    float weight;
+    if (!PyArg_ParseTuple(args, "KnKf", &payload, &n, &out, &weight)) {
+        return NULL;
+    }
+    TSH_RUN(tsh_half_decode((const __fp16 *)(uintptr_t)payload, (size_t)n, FLOATS(out), weight), Py_NewRef(Py_None));
+}
+#endif
 
 static PyObject *int8_encode(PyObject *module, PyObject *args) {
     (void)module;
@@ -178,8 +203,60 @@ static PyObject *codebook_decode(PyObject *module, PyObject *args) {
             PyBool_FromLong(!is_damaged));
 }
 
+static PyObject *at_least(PyObject *module, PyObject *args) {
+    (void)module;
+    address x, out;
+    Py_ssize_t n;
+    float threshold;
+    size_t count = 0;
+    if (!PyArg_ParseTuple(args, "KnfK", &x, &n, &threshold, &out)) {
+        return NULL;
+    }
+    TSH_RUN(count = tsh_at_least(FLOATS(x), (size_t)n, threshold, INDICES(out)), PyLong_FromSize_t(count));
+}
+
+static PyObject *keep_largest(PyObject *module, PyObject *args) {
+    (void)module;
+    address x, indices, magnitudes;
+    Py_ssize_t count, k;
+    if (!PyArg_ParseTuple(args, "KKnnK", &x, &indices, &count, &k, &magnitudes)) {
+        return NULL;
+    }
+    TSH_RUN(tsh_keep_largest(FLOATS(x), INDICES(indices), (size_t)count, (size_t)k, (uint32_t *)(uintptr_t)magnitudes),
+            Py_NewRef(Py_None));
+}
+
+static PyObject *indices_encode(PyObject *module, PyObject *args) {
+    (void)module;
+    address indices, low, unary;
+    Py_ssize_t count;
+    int low_bits;
+    if (!PyArg_ParseTuple(args, "KniKK", &indices, &count, &low_bits, &low, &unary)) {
+        return NULL;
+    }
+    TSH_RUN(tsh_indices_encode(INDICES(indices), (size_t)count, low_bits, BYTES(low), BYTES(unary)),
+            Py_NewRef(Py_None));
+}
+
+static PyObject *indices_decode(PyObject *module, PyObject *args) {
+    (void)module;
+    address low, unary, out;
+    Py_ssize_t num_unary_bits, count, n;
+    int low_bits, problem = 0;
+    if (!PyArg_ParseTuple(args, "KKnninK", &low, &unary, &num_unary_bits, &count, &low_bits, &n, &out)) {
+        return NULL;
+    }
+    TSH_RUN(problem = tsh_indices_decode(BYTES(low), BYTES(unary), (size_t)num_unary_bits, (size_t)count, low_bits,
+                                         (int64_t)n, INDICES(out)),
+            PyLong_FromLong(problem));
+}
+
 static PyMethodDef module_methods[] = {
     {"checksum", checksum, METH_VARARGS, "(from, num_bytes) -> 32 bits"},
+#ifdef TSH_HAS_HALF
+    {"half_encode", half_encode, METH_VARARGS, "(x, n, divisor, out)"},
+    {"half_decode", half_decode, METH_VARARGS, "(payload, n, out, weight)"},
+#endif
     {"int8_encode", int8_encode, METH_VARARGS, "(x, n, block, out)"},
     {"int8_decode", int8_decode, METH_VARARGS, "(payload, n, block, out, weight, adds) -> is it sound"},
     {"nbit_encode", nbit_encode, METH_VARARGS, "(x, n, block, bits, key, offset, out)"},
@@ -195,6 +272,11 @@ static PyMethodDef module_methods[] = {
     {"codebook_encode", codebook_encode, METH_VARARGS, "(x, n, block, largest, entries, bits, out)"},
     {"codebook_decode", codebook_decode, METH_VARARGS,
      "(payload, n, block, codebook, num_entries, out, weight, adds) -> is it sound"},
+    {"at_least", at_least, METH_VARARGS, "(x, n, threshold, out) -> how many"},
+    {"keep_largest", keep_largest, METH_VARARGS, "(x, indices, count, k, room for magnitudes)"},
+    {"indices_encode", indices_encode, METH_VARARGS, "(indices, count, low_bits, low, unary)"},
+    {"indices_decode", indices_decode, METH_VARARGS,
+     "(low, unary, num_unary_bits, count, low_bits, n, out) -> 0, or what is wrong"},
     {NULL, NULL, 0, NULL},
 };
 
