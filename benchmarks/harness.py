@@ -23,11 +23,12 @@ class Unit(StrEnum):
     BYTES = "B"
     PER_SECOND = "1/s"
     BYTES_PER_SECOND = "B/s"
+    LOSS = "loss"
 
     @property
     def is_lower_better(self) -> bool:
-        """Times and sizes should be small, rates large."""
-        return self in (Unit.SECONDS, Unit.BYTES)
+        """Times, sizes and losses should be small, rates large."""
+        return self in (Unit.SECONDS, Unit.BYTES, Unit.LOSS)
 
 
 @dataclass(frozen=True, kw_only=True)

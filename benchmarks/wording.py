@@ -10,14 +10,16 @@ _LARGE = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 def quantity(value: float, unit: Unit) -> str:
     """Three significant digits with a fitting prefix: 0.0000042 s is `4.20 µs`."""
+    if unit is Unit.LOSS:
+        return f"{value:.4f}"
     number, name = _scaled(value, unit)
     return f"{_digits(number)} {name}"
 
 
 def tick(value: float, unit: Unit) -> str:
     """The same on an axis, where values are round: `10 µs`."""
-    if value == 0:
-        return "0"
+    if value == 0 or unit is Unit.LOSS:
+        return f"{value:g}"
     number, name = _scaled(value, unit)
     return f"{number:g} {name}"
 
@@ -38,4 +40,6 @@ def _digits(value: float) -> str:
 def ratio(row: Row, rival: str) -> str:
     """`3.4×`, or nothing where there is no such rival."""
     factor = row.ratios.get(rival)
+    if factor is not None and row.unit is Unit.LOSS:
+        return f"{factor:.3f}×"
     return "" if factor is None else f"{_digits(factor)}×"

@@ -1,0 +1,23 @@
+"""Does compression cost accuracy? Loss curves of the demo gpt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.convergence import ABOUT, curves
+from benchmarks.harness import Budget, Case, Note, Row
+from torsh_distributed import TrainingConfig
+
+_TRAINING = TrainingConfig(steps=200, batch_size=16, learning_rate=3e-3)
+
+
+def _rows(budget: Budget) -> Iterator[Row | Note]:
+    return curves("gpt", _TRAINING, budget)
+
+
+CASE = Case(
+    title="Convergence under compression: character GPT",
+    about="A character GPT on the sonnets, AdamW." + ABOUT,
+    rows=_rows,
+    x_label="step",
+)

@@ -1,0 +1,65 @@
+"""Loss curves of a demo with each way to compress its gradients: shared by the cases `convergence_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.harness import Budget, Measurement, Note, Row, Unit
+from tests.bed.world import World
+from torsh_distributed import CompressionConfig, Plan, TrainingConfig
+from torsh_distributed.train import parallelize
+from torsh_distributed.train.demos import DEMOS
+
+WAYS = {
+    "none": CompressionConfig(),
+    "int8": CompressionConfig(method="int8"),
+    "natural": CompressionConfig(method="natural"),
+    "powersgd:4": CompressionConfig(method="powersgd:4"),
+    "topk:0.01, ef14": CompressionConfig(method="topk:0.01", error_feedback_momentum=1.0),
+    "topk:0.01, ef21": CompressionConfig(method="topk:0.01", error_feedback="ef21"),
+}
+"""What each curve is trained with."""
+_NUM_POINTS = 10
+
+
+def losses(demo_name: str, way: str, training: TrainingConfig) -> list[float]:
+    """The loss of every step; runs on every rank."""
+    compress = WAYS[way].replace(warmup_steps=training.steps // 10, skip_below_numel=256)
+    plan = Plan(training=training, compress=compress)
+    demo = DEMOS[demo_name](plan)
+    engine = parallelize(demo.model, demo.optimizer, plan, loss_fn=demo.loss_fn)
+    return [engine.step(batch) for batch in engine.batches(demo.loader)]
+
+
+def curves(demo_name: str, training: TrainingConfig, budget: Budget) -> Iterator[Row | Note]:
+    """A row for each tenth of the training: the mean loss in it, uncompressed and for each way."""
+    if budget.is_quick:
+        training = training.replace(steps=20)
+    world = World()
+    try:
+        found = {
+            way: world.run(losses, demo_name, way, training, num_ranks=2, backend="shm", timeout_s=600)[0]
+            for way in (("none", "int8") if budget.is_quick else WAYS)
+        }
+    finally:
+        world.close()
+    width = training.steps // _NUM_POINTS
+    for start in range(0, training.steps, width):
+        part = {way: Measurement.of([_mean(all_losses[start : start + width])]) for way, all_losses in found.items()}
+        exact = part.pop("none")
+        yield Row(name=f"step {start + width}", unit=Unit.LOSS, ours=exact, rivals=part, x=start + width)
+    last = {way: _mean(all_losses[-width:]) for way, all_losses in found.items()}
+    for way, loss in last.items():
+        if way != "none":
+            yield Note(
+                text=f"{way}: {loss / last['none'] - 1:+.2%} of the uncompressed loss over the last {width} steps."
+            )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+ABOUT = """ Two ranks; the first tenth travels uncompressed (warm-up), the rest with error feedback. torsh is training
+without compression, the others compress; a value is the mean loss of a tenth of the steps, its ratio that loss over the
+uncompressed one."""
