@@ -91,7 +91,6 @@ def test_training_under_compression_resumes_with_the_same_bits(world: World, fee
 
 def refuse() -> None:
     for plan, text in (
-        ({"compress": COMPRESS, "mesh": {"shard": 2}}, "'topk:0.1' is for plain data parallelism: sharded gradients"),
         ({"compress": COMPRESS, "mesh": {"tp": 2}}, "the plan splits the model itself"),
         ({"precision": {"reduce_dtype": "bf16"}, "mesh": {"tp": 2}}, "precision.reduce_dtype = 'bf16' is for plain"),
     ):
