@@ -1,5 +1,6 @@
 """Pipeline parallelism: layers as stages on ranks, batches as microbatches through them."""
 
+from torsh_distributed.parallel.pipeline.draw import draw_schedule, schedule_text
 from torsh_distributed.parallel.pipeline.layers import trace_layers
 from torsh_distributed.parallel.pipeline.partition import partition
 from torsh_distributed.parallel.pipeline.runtime import PipelineParallel, plan_stages
@@ -13,8 +14,10 @@ __all__ = [
     "StagePlan",
     "Timeline",
     "compute_timeline",
+    "draw_schedule",
     "partition",
     "plan_stages",
+    "schedule_text",
     "split_into_stages",
     "trace_layers",
 ]

@@ -1,0 +1,85 @@
+"""A schedule as a picture: ranks as rows, time to the right, a box for each action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.parallel.pipeline.schedule import Action, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e8a33d", "W": "#72b7b2"}
+_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_STYLES = {"F": "on blue", "B": "on dark_orange3", "I": "on yellow4", "W": "on cyan4"}
+
+
+def schedule_text(timeline: Timeline, *, width: int = 100) -> Group:
+    """The schedule for a terminal, `width` characters wide: microbatch numbers on colours by kind; gaps are bubbles."""
+    if not timeline.actions:
+        return Group(Text("nothing was scheduled"))
+    start = min(action.start for action in timeline.actions)
+    scale = width / timeline.span
+    lines = []
+    for rank in range(timeline.num_ranks):
+        line, place = Text(f"rank {rank:<3}"), 0
+        for action in sorted(_of(timeline, rank), key=lambda one: one.start):
+            first, last = round((action.start - start) * scale), round((action.end - start) * scale)
+            line.append("·" * max(0, first - place), style="dim")
+            cells = max(0, last - max(first, place))
+            line.append(f"{action.microbatch:^{cells}}"[:cells], style=_STYLES[action.kind])
+            place = max(place, last)
+        lines.append(line)
+    legend = Text("        ")
+    for kind in sorted({action.kind for action in timeline.actions}, key="FBIW".index):
+        legend.append(f" {_NAMES[kind]} ", style=_STYLES[kind]).append("  ")
+    legend.append(f"bubble {timeline.bubble:.1%}")
+    return Group(*lines, legend)
+
+
+def draw_schedule(timeline: Timeline, path: str | Path, *, title: str | None = None) -> Path:
+    """Write the schedule as a PNG and return its path; needs matplotlib."""
+    figure = _figure(timeline, title)
+    target = Path(path)
+    figure.savefig(target, dpi=120)
+    return target
+
+
+def _figure(timeline: Timeline, title: str | None) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FeatureNotAvailable(
+            "drawing a schedule needs matplotlib", hint='pip install "torsh-distributed[plot]"'
+        ) from error
+    figure = Figure(figsize=(12, 0.8 + 0.5 * timeline.num_ranks), layout="constrained")
+    axes = figure.subplots()
+    start = min((action.start for action in timeline.actions), default=0.0)
+    for rank in range(timeline.num_ranks):
+        for action in _of(timeline, rank):
+            length = action.end - action.start
+            axes.barh(
+                rank, length, left=action.start - start, height=0.8, color=_COLORS[action.kind], edgecolor="white"
+            )
+            if length > timeline.span / 60:
+                middle = action.start - start + length / 2
+                label = f"{action.kind}{action.microbatch}"
+                axes.text(middle, rank, label, ha="center", va="center", color="white", fontsize=7)
+    kinds = sorted({action.kind for action in timeline.actions}, key="FBIW".index)
+    handles = [axes.barh(0, 0, color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
+    if handles:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False, fontsize=8)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.span or 1.0)
+    axes.set_title(f"{title + ': ' if title else ''}bubble {timeline.bubble:.1%}", fontsize=10)
+    return figure
+
+
+def _of(timeline: Timeline, rank: int) -> list[Action]:
+    return [action for action in timeline.actions if action.rank == rank]
