@@ -68,6 +68,7 @@ def test_each_axis_alone(world: World) -> None:
             ("tied", plan_of(MeshConfig(tp=2), tensor=SPLIT, training={"gradient_accumulation": 2})),
             ("tied", plan_of(MeshConfig(pp=2))),
             ("gpt", plan_of(MeshConfig(pp=2), pipeline=INTERLEAVED, training={"gradient_accumulation": 2})),
+            ("llama", plan_of(MeshConfig(cp=2))),
         ],
         2,
     )
@@ -81,6 +82,8 @@ def test_pairs_of_axes(world: World) -> None:
             ("llama", plan_of(MeshConfig(shard=2, tp=2, dp=1))),
             ("tied", plan_of(MeshConfig(dp=2, pp=2), pipeline=ZERO_BUBBLE)),
             ("tied", plan_of(MeshConfig(tp=2, pp=2), tensor=SPLIT)),
+            ("gpt", plan_of(MeshConfig(dp=2, cp=2))),
+            ("gpt", plan_of(MeshConfig(tp=2, cp=2))),
         ],
         4,
     )

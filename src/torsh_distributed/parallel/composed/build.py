@@ -13,6 +13,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.strategy import Composed, Context, Pipelined
+from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.data import DataParallel
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
@@ -54,10 +55,15 @@ def composed_strategy(model: nn.Module, plan: Plan) -> Strategy:
     # Ranks of one stage choose alike what they recompute; other stages are other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     checkpoint_activations(model, plan.activation, group=peers)
+    context = ContextParallel(model, mesh.group("cp")) if plan.mesh.cp > 1 else None
+    if context is not None:
+        contexts += (context.attending,)
     if stages is not None:
         return _pipelined(model, plan, mesh, stages, contexts, device)
     inner = _inner(model, plan, mesh)
-    return Composed(model, mesh, inner=inner, contexts=contexts, take_part=None, device=device)
+    return Composed(
+        model, mesh, inner=inner, contexts=contexts, take_part=context.take if context else None, device=device
+    )
 
 
 def _mine(plan: Plan, mesh: Mesh) -> tuple[int, ...]:

@@ -1,0 +1,39 @@
+"""Which positions of a sequence a rank has. Pure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import TensorShapeMismatch
+
+
+def chunks_of(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of the runs of positions that `rank` among `size` has, in a sequence of `length`.
+
+    Two runs, one from each end, where the length allows it: under a causal mask late positions attend to more, so that
+    halves from both ends give every rank the same work. Otherwise one run.
+    """
+    if length % (2 * size) == 0:
+        step = length // (2 * size)
+        last = 2 * size - 1 - rank
+        return (rank * step, (rank + 1) * step), (last * step, (last + 1) * step)
+    if length % size == 0 and length:
+        step = length // size
+        return ((rank * step, (rank + 1) * step),)
+    raise TensorShapeMismatch(
+        f"mesh.cp {size}: a sequence of {length} does not split over {size} ranks",
+        hint=f"make it a multiple of {2 * size}, at which all ranks have the same work",
+        length=length,
+    )
+
+
+def take_positions(tensor: Tensor, dim: int, *, length: int, rank: int, size: int) -> Tensor:
+    """The rank's positions along `dim`, a copy; what lies beyond `length` is left out."""
+    runs = [tensor.narrow(dim, start, stop - start) for start, stop in chunks_of(length, rank=rank, size=size)]
+    return torch.cat(runs, dim=dim)
+
+
+def positions_of(length: int, *, rank: int, size: int) -> Tensor:
+    """The rank's positions, in the order it holds them."""
+    return take_positions(torch.arange(length), 0, length=length, rank=rank, size=size)

@@ -1,0 +1,198 @@
+"""Context parallelism: every rank has some positions of every sequence; attention goes round the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, TensorShapeMismatch
+from torsh_distributed.parallel.context.order import positions_of, take_positions
+from torsh_distributed.parallel.context.ring import ring_attention
+from torsh_distributed.parallel.tensor.rules import is_position_table
+
+TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
+"""Names of buffers that hold a row for each position, as rotary embeddings keep them."""
+
+
+class ContextParallel:
+    """Lets a model written for whole sequences work on a rank's positions of them.
+
+    For models whose attention is `scaled_dot_product_attention` and whose positions come from an embedding (`position`,
+    `wpe`, …) or from tables in buffers with a row for each position (`tables`: names; left out, the usual ones). Every
+    rank of the group makes one, and uses it so::
+
+        part = context.take(batch)
+        with context.attending():
+            loss = loss_fn(model(part_inputs), part_targets)
+            loss.backward()
+
+    The mean of the ranks' losses and gradients is that of the whole sequence.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, tables: tuple[str, ...] | None = None) -> None:
+        self.group = group
+        self._tables = _find_tables(model, tables)
+        embeddings = [module for name, module in model.named_modules() if is_position_table(name, module)]
+        if not self._tables and not embeddings and tables is None:
+            raise ConfigurationError(
+                f"mesh.cp {group.size()}: the model has no table of positions that is known",
+                hint="name the buffers with a row for each position: ContextParallel(model, group, tables=(…)); an"
+                " empty tuple says that the model has none",
+                looked_for=TABLES,
+            )
+        self._hooks: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._to_positions) for module in embeddings
+        ]
+        self._is_inside = False
+        self._length: int | None = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self, batch: Any) -> Any:
+        """This rank's positions of every tensor with a sequence (dim 1) in a nested batch."""
+        self._length = None
+        part = self._mapped(batch, self._part)
+        if self._is_inside:
+            self._exchange_tables()
+        return part
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        length = tensor.shape[1]
+        if self._length is not None and length != self._length:
+            raise TensorShapeMismatch(
+                "the sequences of a batch differ in length, so they cannot be split alike",
+                hint="give inputs and targets one length along dim 1",
+                lengths=(self._length, length),
+            )
+        self._length = length
+        return take_positions(tensor, 1, length=length, rank=self.group.rank(), size=self.group.size())
+
+    def _mapped(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {key: self._mapped(one, change) for key, one in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(self._mapped(one, change) for one in value)
+        return value
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around forward and backward: attention goes round the ring, and tables are those of this rank's positions."""
+        self._is_inside = True
+        try:
+            self._exchange_tables()
+            with _RingMode(self.group):
+                yield
+        finally:
+            self._is_inside = False
+            for owner, name in self._tables:
+                owner.__dict__.pop(name, None)
+
+    def _exchange_tables(self) -> None:
+        """Put this rank's rows before the tables, for the batch taken last.
+
+        An attribute of the object hides the buffer of that name from the model's code, and from nobody else: what
+        broadcasts or saves buffers goes on seeing the whole table.
+        """
+        for owner, name in self._tables:
+            owner.__dict__[name] = self._rows(name, owner._buffers[name])
+
+    def _rows(self, name: str, table: Tensor | None) -> Tensor | None:
+        if table is None or self._length is None:
+            return table
+        if table.shape[0] < self._length:
+            raise TensorShapeMismatch(
+                f"the table {name} has a row for {table.shape[0]} positions, but the sequence has {self._length}",
+                hint="make the table longer, or its first dim that of the positions",
+            )
+        return take_positions(table, 0, length=self._length, rank=self.group.rank(), size=self.group.size())
+
+    def _to_positions(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Positions counted from 0 on this rank become those of the whole sequence."""
+        if not self._is_inside:
+            return None
+        places = inputs[0]
+        total = places.shape[-1] * self.group.size()
+        positions = positions_of(total, rank=self.group.rank(), size=self.group.size()).to(places.device)
+        return (positions[places],)
+
+
+class _RingMode(TorchFunctionMode):
+    """While active, scaled_dot_product_attention is ring attention."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._attend = partial(_attend, group)
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None or dropout_p > 0:
+        raise FeatureNotAvailable(
+            "ring attention has neither masks of its own nor dropout",
+            hint="use is_causal, and dropout 0 in attention, or set mesh.cp = 1",
+            has_mask=attn_mask is not None,
+            dropout_p=dropout_p,
+        )
+    if isinstance(query, DTensor):
+        # Heads are split over another axis: each rank sends its own round.
+        assert isinstance(key, DTensor), "the layers of one attention are split alike"
+        assert isinstance(value, DTensor), "the layers of one attention are split alike"
+        mine, keys, values = (one.redistribute(placements=query.placements).to_local() for one in (query, key, value))
+        out = _attend(group, mine, keys, values, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (one.repeat_interleave(repeats, dim=-3) for one in (key, value))
+    return ring_attention(query, key, value, group=group, is_causal=is_causal, scale=scale)
+
+
+def _find_tables(model: nn.Module, names: tuple[str, ...] | None) -> list[tuple[nn.Module, str]]:
+    """Owner and name of each table of positions."""
+    found = [
+        (owner, name)
+        for owner in model.modules()
+        for name in owner._buffers
+        if name in (TABLES if names is None else names)
+    ]
+    missing = sorted(set(names or ()) - {name for _, name in found})
+    if missing:
+        raise ConfigurationError(
+            f"the model has no buffer {missing[0]}",
+            hint="tables are named as in register_buffer(name, …)",
+            buffers=[name for name, _ in model.named_buffers()],
+        )
+    return found

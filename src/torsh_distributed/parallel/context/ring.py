@@ -1,0 +1,159 @@
+"""Ring attention: keys and values travel round the ranks while each attends with its own queries.
+
+Softmax is kept up to date as blocks arrive (online softmax), so that no rank ever holds the scores of a whole sequence.
+Blocks that a causal mask hides are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.comm.p2p import irecv, isend
+from torsh_distributed.comm.work import Work
+from torsh_distributed.parallel.context.order import chunks_of
+
+Span = tuple[int, int]
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over the whole sequence, of which each rank of `group` holds the positions that `chunks_of` says.
+
+    query, key, value: (…, heads, length here, head dim), equal in shape on all ranks, which all call this. The output
+    is that of this rank's positions.
+    """
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    out: Tensor = _Ring.apply(query, key, value, group, is_causal, factor)  # type: ignore[no-untyped-call]  # untyped
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, is_causal: bool, scale: float
+    ) -> Tensor:
+        blocks = _Blocks(query.shape[-2], group, is_causal)
+        out = torch.zeros(query.shape[:-1] + value.shape[-1:], dtype=torch.float32, device=query.device)
+        total = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device)
+        held = torch.stack([key, value])
+        for source in blocks.sources():
+            arriving = _Exchange(held, group) if source != blocks.last else None
+            for mine, theirs, is_diagonal in blocks.pairs(source):
+                scores = _scores(query[..., mine, :], held[0][..., theirs, :], scale, is_diagonal)
+                part = torch.logsumexp(scores, dim=-1)
+                value_part = torch.exp(scores - part.unsqueeze(-1)) @ held[1][..., theirs, :].float()
+                _fold(out[..., mine, :], total[..., mine], value_part, part)
+            if arriving is not None:
+                held = arriving.wait()
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out.to(query.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, out, total = ctx.saved_tensors
+        blocks, scale = ctx.blocks, ctx.scale
+        grad = grads[0].float()
+        inner = (grad * out).sum(dim=-1)
+        grad_query = torch.zeros_like(query, dtype=torch.float32)
+        held = torch.stack([key, value])
+        # Gradients of keys and values travel with them, and are home after a whole round.
+        carried = torch.zeros_like(held, dtype=torch.float32)
+        for source in blocks.sources():
+            arriving = _Exchange(held, blocks.group) if source != blocks.last else None
+            for mine, theirs, is_diagonal in blocks.pairs(source):
+                keys, values = held[0][..., theirs, :].float(), held[1][..., theirs, :].float()
+                scores = _scores(query[..., mine, :], keys, scale, is_diagonal)
+                weights = torch.exp(scores - total[..., mine].unsqueeze(-1))
+                here = grad[..., mine, :]
+                carried[1][..., theirs, :] += weights.transpose(-1, -2) @ here
+                change = weights * (here @ values.transpose(-1, -2) - inner[..., mine].unsqueeze(-1)) * scale
+                grad_query[..., mine, :] += change @ keys
+                carried[0][..., theirs, :] += change.transpose(-1, -2) @ query[..., mine, :].float()
+            carried = _Exchange(carried, blocks.group).wait()
+            if arriving is not None:
+                held = arriving.wait()
+        kind = query.dtype
+        return grad_query.to(kind), carried[0].to(kind), carried[1].to(kind), None, None, None
+
+
+class _Blocks:
+    """The blocks of the score matrix that meet on this rank, and those that are not hidden."""
+
+    def __init__(self, local_length: int, group: dist.ProcessGroup, is_causal: bool) -> None:
+        self.group, self._is_causal = group, is_causal
+        self._length = local_length * group.size()
+        self.last = (group.rank() + 1) % group.size()
+
+    def sources(self) -> list[int]:
+        """Whose keys are here, round by round: this rank's own first."""
+        rank, size = self.group.rank(), self.group.size()
+        return [(rank - round_) % size for round_ in range(size)]
+
+    def pairs(self, source: int) -> list[tuple[slice, slice, bool]]:
+        """Runs of own queries with runs of `source`'s keys, and whether the mask cuts through the pair."""
+        found = []
+        for mine, (start, _) in self._runs(self.group.rank()):
+            for theirs, (other, _) in self._runs(source):
+                if not self._is_causal or other <= start:
+                    found.append((mine, theirs, self._is_causal and other == start))
+        return found
+
+    def _runs(self, rank: int) -> list[tuple[slice, Span]]:
+        out, place = [], 0
+        for start, stop in chunks_of(self._length, rank=rank, size=self.group.size()):
+            out.append((slice(place, place + stop - start), (start, stop)))
+            place += stop - start
+        return out
+
+
+class _Exchange:
+    """Sends a tensor to the next rank of the ring and receives the previous one's."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        self._works: list[Work[None] | Work[int]] = []
+        self._received = torch.empty_like(tensor) if size > 1 else tensor
+        if size == 1:
+            return
+        following, previous = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+        self._works = [
+            isend(tensor, following, group=group),
+            irecv(self._received, previous, group=group),
+        ]
+
+    def wait(self) -> Tensor:
+        """What the previous rank sent."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, is_diagonal: bool) -> Tensor:
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    if is_diagonal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores
+
+
+def _fold(out: Tensor, total: Tensor, part: Tensor, part_total: Tensor) -> None:
+    """Join a block's result with what was found so far, in place: each counts by its share of the softmax's sum."""
+    both = torch.logaddexp(total, part_total)
+    out.mul_(torch.exp(total - both).unsqueeze(-1)).add_(part * torch.exp(part_total - both).unsqueeze(-1))
+    total.copy_(both)
