@@ -17,6 +17,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "mesh.shard": None,
     "mesh.tp": None,
     "mesh.pp": None,
+    "mesh.cp": None,
     "mesh.ep": None,
     "distributed.backend": None,
     "distributed.timeout_s": None,
