@@ -81,7 +81,9 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             "mesh.ep 2 is for models with experts, and this one has none",
             "expert.router_jitter is for models with experts, and this one has none",
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
-            "dp 1 × shard 2 × tp 1 × pp 1 = 2: experts spread over ep, or a sharded optimizer, "
-            "do not go with mesh.shard yet",
+            (
+                "dp 1 × shard 2 × tp 1 × pp 1 = 2: experts spread over ep, or a sharded optimizer, "
+                "do not go with mesh.shard yet"
+            ),
             "offload.enabled does not go with experts yet",
         ]

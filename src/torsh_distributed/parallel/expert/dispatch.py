@@ -6,7 +6,6 @@ scattered or added twice, and the result does not depend on the order in which t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from torsh_distributed.comm.collectives import all_to_all
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which row holds which choice of which token; rows are sorted by slot, dropped choices have none."""
+    """Which row holds which choice of which token. Not every choice needs to have a row."""
 
     choice_of_row: Tensor
     """(rows,): index into the flattened (choices, tokens)."""
@@ -41,24 +40,22 @@ class RowLayout:
     num_tokens: int
 
     @classmethod
-    def of(cls, slots: Tensor, num_rows: int | None) -> RowLayout:
-        """slots: (choices, tokens), where each choice goes; those that come last in order are dropped.
-
-        num_rows: how many are not dropped; None if all, which needs no word from the device.
-        """
-        num_choices, num_tokens = slots.shape
-        order = slots.flatten().argsort(stable=True)
-        row_of_choice = torch.empty_like(order)
-        row_of_choice[order] = torch.arange(len(order), device=order.device)
+    def of(cls, choices: Tensor, *, num_choices: int, num_tokens: int) -> RowLayout:
+        """The layout in which row i holds choice number `choices[i]`; choices that are not among them have no row."""
+        rows = torch.arange(len(choices), device=choices.device)
+        token_of_row = choices % max(num_tokens, 1)
+        if len(choices) == num_choices * num_tokens:
+            row_of_choice = torch.empty_like(choices)
+            row_of_choice[choices] = rows
+            rows_of_tokens = row_of_choice.view(num_choices, num_tokens).t().contiguous()
+            return cls(choices, token_of_row, rows_of_tokens, None, num_choices, num_tokens)
+        row_of_choice = choices.new_full((num_choices * num_tokens,), -1)
+        row_of_choice[choices] = rows
         rows_of_tokens = row_of_choice.view(num_choices, num_tokens).t().contiguous()
-        offsets = None
-        if num_rows is not None and num_rows < len(order):
-            order = order[:num_rows]
-            is_kept = rows_of_tokens < num_rows
-            per_token = is_kept.sum(dim=1)
-            offsets = per_token.cumsum(dim=0) - per_token
-            rows_of_tokens = rows_of_tokens[is_kept]
-        return cls(order, order % max(num_tokens, 1), rows_of_tokens, offsets, num_choices, num_tokens)
+        has_row = rows_of_tokens >= 0
+        per_token = has_row.sum(dim=1)
+        offsets = per_token.cumsum(dim=0) - per_token
+        return cls(choices, token_of_row, rows_of_tokens[has_row], offsets, num_choices, num_tokens)
 
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """(tokens, dim): the sum of each token's rows, each times its weight. weights: (choices, tokens)."""
@@ -92,12 +89,12 @@ def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return out
 
 
-def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows that the ranks of `group` send here, by rank; backward sends their gradients home.
 
     `send` and `receive` count rows to and from each rank. Every rank of the group calls this, forward and backward.
     """
-    out: Tensor = _Exchange.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(rows, send, receive, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

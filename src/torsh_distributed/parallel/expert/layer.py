@@ -118,46 +118,50 @@ class MoELayer(nn.Module):
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
-        slots = self._slots(decision.experts)
-        me = 0 if self.router.data_group is None else self.router.data_group.rank()
-        num_rows = None if decision.is_dropless else int(decision.sends[me].sum())
-        layout = RowLayout.of(slots, num_rows)
+        layout = self._layout(decision)
         rows = permute(tokens, layout)
         with torch.autocast(kind, enabled=False):
-            done = self._compute_here(rows, decision) if self.group is None else self._compute_spread(rows, decision)
+            if self.group is None:
+                done = self._run(rows, decision.sends[self._data_rank].unsqueeze(0))
+            else:
+                done = self._run_spread(rows, decision, self.group)
         self._observe(decision)
         return combine(done, decision.weights, layout).view(*inputs.shape[:-1], self.output_dim)
 
-    def _compute_here(self, rows: Tensor, decision: RoutingDecision) -> Tensor:
-        """All experts are on this rank: rows are sorted by expert and stay."""
-        me = 0 if self.router.data_group is None else self.router.data_group.rank()
-        counts = decision.sends[me]
-        if can_group(rows, self.experts.up) and can_group(rows, self.experts.down):
-            return self._run(rows, counts.to(rows.device))
-        return self._run(rows, segments_of([counts.tolist()]))
+    def _layout(self, decision: RoutingDecision) -> RowLayout:
+        """Rows sorted by slot: by rank, then by place there. Dropped choices come last in order, and have no row."""
+        order = self._slots(decision.experts).flatten().argsort(stable=True)
+        if not decision.is_dropless:
+            order = order[: int(decision.sends[self._data_rank].sum())]
+        num_choices, num_tokens = decision.experts.shape
+        return RowLayout.of(order, num_choices=num_choices, num_tokens=num_tokens)
 
-    def _compute_spread(self, rows: Tensor, decision: RoutingDecision) -> Tensor:
+    def _run_spread(self, rows: Tensor, decision: RoutingDecision, group: dist.ProcessGroup) -> Tensor:
         """Rows go to the ranks of their experts, and what these made of them comes back."""
-        assert self.group is not None
-        by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
         ranks = self.placement.num_ranks
+        by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
         by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
-        send = by_rank[self.ep_rank].sum(dim=1).tolist()
-        incoming = by_rank[:, self.ep_rank]
+        send, incoming = by_rank[self.ep_rank].sum(dim=1).tolist(), by_rank[:, self.ep_rank]
         receive = incoming.sum(dim=1).tolist()
-        arrived = exchange(rows, send, receive, self.group)
-        if can_group(arrived, self.experts.up) and can_group(arrived, self.experts.down):
-            order = _by_expert(incoming).to(arrived.device)
-            inverse = order.argsort()
-            done = self._run(reorder(arrived, order, inverse), incoming.sum(dim=0).to(arrived.device))
-            done = reorder(done, inverse, order)
-        else:
-            done = self._run(arrived, segments_of(incoming.tolist()))
-        return exchange(done, receive, send, self.group)
+        return exchange(self._run(exchange(rows, send, receive, group), incoming), receive, send, group)
 
-    def _run(self, rows: Tensor, where: object) -> Tensor:
-        out: Tensor = self.experts(rows, where)
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of rows sorted by source and then expert. counts: (sources, experts) rows of each."""
+        out: Tensor
+        if not (can_group(rows, self.experts.up) and can_group(rows, self.experts.down)):
+            out = self.experts(rows, segments_of(counts.tolist()))
+        elif len(counts) == 1:
+            out = self.experts(rows, counts[0].to(rows.device))
+        else:
+            order = _by_expert(counts).to(rows.device)
+            inverse = order.argsort()
+            out = self.experts(reorder(rows, order, inverse), counts.sum(dim=0).to(rows.device))
+            out = reorder(out, inverse, order)
         return out
+
+    @property
+    def _data_rank(self) -> int:
+        return 0 if self.router.data_group is None else self.router.data_group.rank()
 
     def _slots(self, experts: Tensor) -> Tensor:
         """The slot of each choice; dropped choices come after all slots."""
