@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compress.examples import examples
+from torsh_distributed.compress import gaps
 from torsh_distributed.compress.gaps import decode_indices, encode_indices, index_layout, pack_bits, unpack_bits
 from torsh_distributed.errors import CompressionError
+
+
+@pytest.fixture(params=["compiled", "portable"], autouse=True, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything holds for the compiled kernels, where they were built, and for the operators they stand for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "portable":
+            patch.setattr(gaps, "compiled_module", lambda: None)
+        yield
 
 
 def a_set(num_elements: int, density: float, seed: int) -> torch.Tensor:
@@ -71,3 +82,13 @@ def test_indices_out_of_order_are_refused() -> None:
     packed[:-1] = 0  # the high bits of both stay the same, and now the low bits too: one index twice
     with pytest.raises(CompressionError, match="out of order"):
         decode_indices(packed, 1000, 2)
+
+
+@examples
+@given(st.integers(1, 3000), st.sampled_from([0.0005, 0.01, 0.2, 0.5, 0.9]), st.integers(0, 9))
+def test_both_write_the_same_bytes(num_elements: int, density: float, seed: int) -> None:
+    indices = a_set(num_elements, density, seed)
+    written = encode_indices(indices, num_elements)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gaps, "compiled_module", lambda: None)
+        assert torch.equal(written, encode_indices(indices, num_elements))

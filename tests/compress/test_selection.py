@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compress.examples import examples
+from torsh_distributed.compress import gaps
 from torsh_distributed.compress.selection import at_least, largest
+
+
+@pytest.fixture(params=["compiled", "portable"], autouse=True, scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything holds for the compiled kernels, where they were built, and for the operators they stand for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "portable":
+            patch.setattr(gaps, "compiled_module", lambda: None)
+        yield
 
 
 def reference(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,15 +9,20 @@ travel need not ask each other how long the messages are. Bits go into bytes fro
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torsh_distributed.compress.kernels import compiled_module
 from torsh_distributed.errors import CompressionError
 
 _MAX_LOW_BITS = 32
+_PROBLEMS = {
+    1: "the indices are not as many as the message says",
+    2: "the indices are out of order or out of range",
+}
 
 
 class IndexLayout(NamedTuple):
@@ -32,6 +37,10 @@ class IndexLayout(NamedTuple):
     is_bitmap: bool
 
     num_bytes: int
+
+    def low_bytes(self, count: int) -> int:
+        """Bytes of the low bits, before those of the unary part."""
+        return _bytes_for(count * self.low_bits)
 
 
 @lru_cache(maxsize=4096)
@@ -61,6 +70,14 @@ def encode_indices(indices: Tensor, num_elements: int) -> Tensor:
     layout = index_layout(num_elements, count)
     if layout.num_bytes == 0:
         return indices.new_empty(0, dtype=torch.uint8)
+    module = compiled_for(indices)
+    if module is not None:
+        packed = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        start = packed.data_ptr()
+        places = indices.contiguous()
+        low_bits = -1 if layout.is_bitmap else layout.low_bits
+        module.indices_encode(places.data_ptr(), count, low_bits, start, start + layout.low_bytes(count))
+        return packed
     marks = torch.zeros(layout.num_unary_bits, dtype=torch.uint8, device=indices.device)
     if layout.is_bitmap:
         return pack_bits(marks.index_fill_(0, indices, 1))
@@ -76,18 +93,36 @@ def decode_indices(packed: Tensor, num_elements: int, count: int) -> Tensor:
         raise _damaged("the indices have another length than their number needs", num_elements, count)
     if layout.num_bytes == 0:
         return torch.arange(count, device=packed.device)
-    low_bytes = _bytes_for(count * layout.low_bits)
+    low_bytes = layout.low_bytes(count)
+    module = compiled_for(packed)
+    if module is not None:
+        source = packed.contiguous()
+        start = source.data_ptr()
+        low_bits = -1 if layout.is_bitmap else layout.low_bits
+        indices = torch.empty(count, dtype=torch.int64)
+        problem = module.indices_decode(
+            start, start + low_bytes, layout.num_unary_bits, count, low_bits, num_elements, indices.data_ptr()
+        )
+        if problem:
+            raise _damaged(_PROBLEMS[problem], num_elements, count)
+        return indices
     marks = unpack_bits(packed[low_bytes:], layout.num_unary_bits)
     steps = nonzero(marks)
     if steps.numel() != count:
-        raise _damaged("the indices are not as many as the message says", num_elements, count)
+        raise _damaged(_PROBLEMS[1], num_elements, count)
     if layout.is_bitmap:
         return steps
     high = steps - torch.arange(count, device=packed.device)
     indices = (high << layout.low_bits) + _unpack_low(packed[:low_bytes], layout.low_bits, count)
     if int(indices[-1]) >= num_elements or bool((indices[1:] <= indices[:-1]).any()):
-        raise _damaged("the indices are out of order or out of range", num_elements, count)
+        raise _damaged(_PROBLEMS[2], num_elements, count)
     return indices
+
+
+def compiled_for(tensor: Tensor) -> Any | None:
+    """The compiled kernels where they can work on this tensor; they give what torch's and numpy's operators give."""
+    # Any: the module has no Python source; its docstrings give the arguments.
+    return compiled_module() if tensor.device.type == "cpu" else None
 
 
 def _damaged(what: str, num_elements: int, count: int) -> CompressionError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -111,13 +111,19 @@ def triton_kernels() -> Kernels | None:
 
 @functools.cache
 def compiled_kernels() -> Kernels | None:
-    """The compiled kernels, or None where none were built, or from other sources than those beside them."""
+    """The compiled kernels, or None where there are none."""
+    from torsh_distributed.compress.native_kernels import NativeKernels
+
+    module = compiled_module()
+    return None if module is None else NativeKernels(module)
+
+
+@functools.cache
+def compiled_module() -> Any | None:
+    """What was compiled, or None where nothing was, or from other sources than those beside it."""
+    # Any: the module has no Python source; its docstrings give the arguments.
     try:
         from torsh_distributed.compress import _kernels  # type: ignore[attr-defined]  # built at install, or not
     except ImportError:
         return None
-    if is_stale(CODEC_KERNELS, _kernels.VERSION):
-        return None
-    from torsh_distributed.compress.native_kernels import NativeKernels
-
-    return NativeKernels(_kernels)
+    return None if is_stale(CODEC_KERNELS, _kernels.VERSION) else _kernels

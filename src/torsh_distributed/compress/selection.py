@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torsh_distributed.compress.gaps import nonzero
+from torsh_distributed.compress.gaps import compiled_for, nonzero
 from torsh_distributed.errors import InvalidArgument
 
 _SAMPLE = 1 << 15
@@ -31,6 +31,10 @@ def at_least(x: Tensor, threshold: float) -> Tensor:
     """Indices, increasing, of the elements of `x` whose magnitude reaches `threshold`."""
     if x.device.type != "cpu":
         return nonzero(x.abs() >= threshold)
+    module = compiled_for(x)
+    if module is not None:
+        room = torch.empty(x.numel(), dtype=torch.int64)  # of which only what is written takes memory
+        return room[: module.at_least(x.data_ptr(), x.numel(), threshold, room.data_ptr())].clone()
     values = x.numpy()
     limit = np.float32(threshold)
     magnitudes = np.empty(min(_SCAN, values.size), np.float32)
@@ -53,6 +57,12 @@ def largest(x: Tensor, count: int) -> Tensor:
     if count == 0 or count >= numel:
         return torch.arange(min(count, numel), device=x.device)
     candidates = _candidates(x, count)
+    module = compiled_for(x)
+    if module is not None:
+        indices = torch.arange(numel) if candidates is None else candidates
+        room = torch.empty(indices.numel(), dtype=torch.int32)
+        module.keep_largest(x.data_ptr(), indices.data_ptr(), indices.numel(), count, room.data_ptr())
+        return indices[:count].clone()
     magnitudes = x.abs() if candidates is None else x[candidates].abs()
     kth = _kth_largest(magnitudes, count)
     above = magnitudes > kth

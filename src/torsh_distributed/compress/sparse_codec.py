@@ -39,7 +39,7 @@ class SparseCodec(Codec):
     @override
     def encode(self, x: Tensor, key: Key) -> Tensor:
         indices = self.select(x, key)
-        return encode_sparse(Sparse(indices, x[indices]), x.numel(), self.dtype)
+        return encode_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), self.dtype)
 
     @override
     def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
@@ -54,7 +54,7 @@ class SparseCodec(Codec):
         """The mean over the ranks of what they selected."""
         wire = Wire(self._signature, self.dtype)
         is_fixed = self.payload_bytes(x.numel()) is not None
-        return average_sparse(Sparse(indices, x[indices]), x.numel(), group, wire, is_fixed=is_fixed)
+        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, wire, is_fixed=is_fixed)
 
     @override
     def reset(self) -> None:
