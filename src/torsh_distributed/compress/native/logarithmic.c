@@ -10,12 +10,12 @@ void tsh_natural_encode(const float *x, size_t n, size_t block, uint32_t key, ui
     for (size_t b = 0, start = 0; b < num_blocks; b++, start += block) {
         size_t length = n - start < block ? n - start : block;
         const float *from = x + start;
-        uint32_t first = offset + (uint32_t)start;
+        uint32_t draw = first_draw(key, offset + (uint32_t)start);
         int is_finite = bits_of(largest_magnitude(from, length)) < TSH_INFINITY;
-        for (size_t i = 0; i < length; i++) {
+        for (size_t i = 0; i < length; i++, draw += TSH_GOLDEN) {
             uint32_t bits = bits_of(from[i]);
             /* The carry out of the mantissa comes with the probability that the next power of two is due. */
-            uint32_t carried = (bits & 0x7fffffffu) + (noise(key, first + (uint32_t)i) & MANTISSA);
+            uint32_t carried = (bits & 0x7fffffffu) + (mixed(draw) & MANTISSA);
             uint32_t exponent = carried >> 23;
             exponents[i] = (uint8_t)(exponent > 254 ? 254 : exponent);
             signs[i] = (uint8_t)(bits >> 31 << 7);

@@ -135,11 +135,11 @@ void tsh_ternary_draw(const float *x, size_t n, size_t block, uint32_t key, uint
         float largest = largest_magnitude(from, length);
         int is_zero = largest < TSH_TINY;
         float inverse = is_zero ? 0.0f : 1.0f / largest;
-        uint32_t first = offset + (uint32_t)start;
-        for (size_t i = 0; i < length; i++) {
+        uint32_t draw = first_draw(key, offset + (uint32_t)start);
+        for (size_t i = 0; i < length; i++, draw += TSH_GOLDEN) {
             uint32_t bits = bits_of(from[i]);
             float chance = float_of(bits & 0x7fffffffu) * inverse;
-            uint32_t is_kept = chance > uniform(key, first + (uint32_t)i);
+            uint32_t is_kept = chance > uniform(draw);
             trits[i] = trit_of(is_kept, bits >> 31);
         }
         store_float(out + 4 * b, is_zero ? 0.0f : largest);

@@ -68,10 +68,10 @@ void tsh_nbit_encode(const float *x, size_t n, size_t block, int bits, uint32_t 
         float step = is_flat ? 0.0f : reach / levels;
         float inverse = is_flat ? 0.0f : levels * 0.5f / reach;
         float centre = levels * 0.5f;
-        uint32_t first = offset + (uint32_t)start;
-        for (size_t i = 0; i < length; i++) {
+        uint32_t draw = first_draw(key, offset + (uint32_t)start);
+        for (size_t i = 0; i < length; i++, draw += TSH_GOLDEN) {
             float level = (from[i] - middle) * inverse + centre;
-            int32_t code = (int32_t)(level + uniform(key, first + (uint32_t)i));
+            int32_t code = (int32_t)(level + uniform(draw));
             codes[i] = (uint8_t)(code > last ? last : code);
         }
         store_float(out + 8 * b, middle);
