@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tests.bed.world import World
+from tests.comm.backends.mpi.world import MpiWorld
 from tests.parallel.models import NUM_STEPS, SMALL, backward, build, data, flat, in_turn, share, steps_of_one_process
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
@@ -221,4 +222,11 @@ def on_a_backend() -> list[Tensor]:
 def test_it_works_on_every_backend(world: World, backend: str) -> None:
     expected = steps_of_one_process(2, num_micro=3)
     for found in world.run(on_a_backend, backend=backend, timeout_s=60):
+        torch.testing.assert_close(found[-1], expected[-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.needs_mpi
+def test_it_works_on_mpi(mpi_world: MpiWorld) -> None:
+    expected = steps_of_one_process(2, num_micro=3)
+    for found in mpi_world.run(on_a_backend, timeout_s=60):
         torch.testing.assert_close(found[-1], expected[-1], rtol=1e-5, atol=1e-5)
