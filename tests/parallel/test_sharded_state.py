@@ -16,7 +16,8 @@ from tests.bed.world import World
 from tests.parallel.golden import MODELS, STEPS, golden, gpt, make_optimizer, mlp, odd
 from torsh_distributed.errors import InvalidArgument, TorshError
 from torsh_distributed.parallel.mesh import Mesh
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel, MemoryStats
+from torsh_distributed.parallel.shard_records import MemoryStats
+from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded_strategy import Sharded
 from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
 from torsh_distributed.train import parallelize
@@ -43,7 +44,7 @@ def measure(strategy: Literal["full_shard", "shard_grad_op"]) -> tuple[MemorySta
 def test_a_rank_holds_its_share_and_no_more(world: World, num_ranks: int) -> None:
     whole = 4 * (WIDTH * WIDTH + WIDTH) * 4
     for strategy in ("full_shard", "shard_grad_op"):
-        for between, after, ratio in world.run(measure, strategy, num_ranks=num_ranks, backend="torsh"):
+        for between, after, ratio in world.run(measure, strategy, num_ranks=num_ranks, backend="torsh", timeout_s=60):
             assert after.whole_param_bytes == whole
             assert between.param_bytes == between.grad_bytes == whole / num_ranks
             assert after.optimizer_bytes == pytest.approx(2 * whole / num_ranks, rel=0.01)
@@ -197,7 +198,7 @@ def test_training_goes_on_at_another_world_size_and_stage(world: World) -> None:
     state, losses = None, []
     for number, (num_ranks, sections) in enumerate(layouts, start=1):
         arguments = (state, 5 * number, sections)
-        results = world.run(train_and_stop, *arguments, num_ranks=num_ranks, backend="torsh", timeout_s=60)
+        results = world.run(train_and_stop, *arguments, num_ranks=num_ranks, backend="torsh", timeout_s=120)
         losses += results[0][0]
         state = results[-1][1]
     assert losses == pytest.approx([loss for loss, _ in golden("odd")], abs=1e-4)
@@ -221,7 +222,7 @@ def in_low_precision(dtype: str) -> tuple[list[float], set[torch.dtype]]:
 def test_low_precision_travels_and_computes_low_and_stays_close(world: World) -> None:
     """Bound: the 20 losses, which fall from 3.7 to 1.5, within 0.05 of those in fp32."""
     for dtype, expected in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        for losses, seen in world.run(in_low_precision, dtype, backend="torsh", timeout_s=60):
+        for losses, seen in world.run(in_low_precision, dtype, backend="torsh", timeout_s=120):
             assert seen == {expected}
             assert losses == pytest.approx([loss for loss, _ in golden("gpt")], abs=0.05)
 
@@ -303,7 +304,7 @@ def refuse_all(cases: list[str]) -> list[str]:
 
 
 def test_mistakes_are_refused_on_every_rank_before_the_first_step(world: World) -> None:
-    for texts in world.run(refuse_all, list(REFUSALS), num_ranks=3, backend="torsh", timeout_s=60):
+    for texts in world.run(refuse_all, list(REFUSALS), num_ranks=3, backend="torsh", timeout_s=120):
         for (case, expected), text in zip(REFUSALS.items(), texts, strict=True):
             assert expected in text, case
             assert "hint:" in text

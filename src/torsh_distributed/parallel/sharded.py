@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm import process_group
+from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel import whole_state
 from torsh_distributed.parallel.grad_norm import clip_grad_norm
@@ -23,49 +24,23 @@ from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_o
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.model_check import check_same_model
 from torsh_distributed.parallel.replicas import ReplicatedGradients, broadcast_from_first
+from torsh_distributed.parallel.shard_records import MemoryStats, ShardInfo, local_part, storage_bytes
 from torsh_distributed.parallel.sharded_comm import CommTally, TalliedAllGather, TalliedReduceScatter
+from torsh_distributed.parallel.sharded_compression import (
+    CompressedReduceScatter,
+    EncodedAllGather,
+    Segment,
+    check_method,
+    replica_average,
+)
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.wrapping import ignored_modules, pieces_of
+from torsh_distributed.plan.compression import CompressionConfig
 from torsh_distributed.plan.fsdp import FsdpConfig
 from torsh_distributed.plan.mesh import MeshConfig
 from torsh_distributed.plan.precision import MixedPrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardInfo:
-    """The part of a parameter that this rank owns."""
-
-    name: str
-    dim: int
-    """The tensor dim that is cut."""
-    start: int
-    """First row of this rank's part along `dim`."""
-    size: int
-    """Rows of this rank's part; 0 where there are fewer rows than ranks."""
-    original_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryStats:
-    """Bytes this rank holds now, counted from the storages, and what the same would take without shards."""
-
-    param_bytes: int
-    grad_bytes: int
-    optimizer_bytes: int
-    buffer_bytes: int
-    whole_param_bytes: int
-    """Bytes of all parameters, as one process would hold them."""
-    num_gathers: int
-    """Pieces gathered so far."""
-    num_reductions: int
-    """Pieces whose gradients were reduced so far."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Parameters, gradients, optimizer state and buffers."""
-        return self.param_bytes + self.grad_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -76,7 +51,8 @@ class FullyShardedDataParallel(nn.Module):
     gets its weights here, a piece at a time. `module` is the user's model, changed in place.
 
     `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`); left out, the world is one
-    shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward.
+    shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward. `compression` sends
+    gradients encoded: over the shard axis, or, where there are replicas, between them; `attach` the optimizer then.
     """
 
     def __init__(
@@ -89,6 +65,7 @@ class FullyShardedDataParallel(nn.Module):
         param_init_fn: ParamInit | None = None,
         seed: int = 0,
         broadcast_buffers: bool = True,
+        compression: CompressionConfig | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -96,7 +73,8 @@ class FullyShardedDataParallel(nn.Module):
         _check_strategy(self.config)
         device = process_group.device() if is_on_meta(module) else check_one_device(module)
         self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type)
-        torch_mesh = _shard_mesh(self.mesh)
+        self.compressor = _compressor(compression, self.mesh, seed)
+        torch_mesh = _shard_mesh(self.mesh, has_compressor=self.compressor is not None)
         self._group = self.mesh.data_group
         check_same_model(module, self._group)
         materializer = None
@@ -144,9 +122,32 @@ class FullyShardedDataParallel(nn.Module):
             )
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
-        for sharded in self._sharded_modules():
-            sharded.set_custom_all_gather(TalliedAllGather(self.tally))
-            sharded.set_custom_reduce_scatter(TalliedReduceScatter(self.tally))
+        self._fill_slots(mesh.size(-1))
+
+    def _fill_slots(self, num_shards: int) -> None:
+        """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""
+        method, compressor = self.config.gather_codec, self.compressor
+        has_replicas = self.mesh.layout.degree("dp") > 1
+        names = {id(param): name for name, param in whole_state.named_params(self.module).items()}
+        for name, piece in self.module.named_modules():
+            inside = dict.fromkeys(_travelling(piece))
+            if not isinstance(piece, FSDPModule):
+                continue
+            segments = [
+                Segment(names[id(param)], (-(-param.shape[0] // num_shards), *param.shape[1:]))
+                for param in inside
+                if isinstance(param, DTensor) and param.requires_grad
+            ]
+            stream = stream_of([name])
+            gathering = EncodedAllGather(method, stream, self.tally) if method != "none" else None
+            piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally))
+            if compressor is not None and not has_replicas:
+                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, segments, compressor, self.tally))
+                continue
+            piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally))
+            if compressor is not None:
+                group = self.mesh.group("dp")
+                piece.set_all_reduce_hook(replica_average(name, segments, compressor, group, self.tally))
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,9 +173,12 @@ class FullyShardedDataParallel(nn.Module):
             self.set_gradient_sync(True)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Average the gradients of what is not sharded before each step; needed where there is such."""
+        """Hook into the optimizer's steps: average what is not sharded before each, count them for compression."""
         optimizer.register_step_pre_hook(lambda *_: self._replicated.average())
         optimizer.register_step_post_hook(lambda *_: self._replicated.forget())
+        if self.compressor is not None:
+            compressor = self.compressor
+            optimizer.register_step_post_hook(lambda *_: compressor.step())
 
     def average_replicated(self) -> None:
         """Average the gradients of what is not sharded, unless that was done since the last step."""
@@ -196,7 +200,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def local_sharding_ratio(self) -> float:
         """The share of all elements that this rank holds."""
-        return sum(_local(param).numel() for param in self.module.parameters()) / max(1, self.num_parameters())
+        return sum(local_part(param).numel() for param in self.module.parameters()) / max(1, self.num_parameters())
 
     def shards(self) -> list[ShardInfo]:
         """What this rank owns of every sharded parameter."""
@@ -216,10 +220,10 @@ class FullyShardedDataParallel(nn.Module):
         params = list(self.module.parameters())
         state = [] if optimizer is None else [value for one in optimizer.state.values() for value in one.values()]
         return MemoryStats(
-            param_bytes=_storage_bytes(params),
-            grad_bytes=_storage_bytes([param.grad for param in params if param.grad is not None]),
-            optimizer_bytes=_storage_bytes([value for value in state if isinstance(value, Tensor)]),
-            buffer_bytes=_storage_bytes(list(self.module.buffers())),
+            param_bytes=storage_bytes(params),
+            grad_bytes=storage_bytes([param.grad for param in params if param.grad is not None]),
+            optimizer_bytes=storage_bytes([value for value in state if isinstance(value, Tensor)]),
+            buffer_bytes=storage_bytes(list(self.module.buffers())),
             whole_param_bytes=sum(param.numel() * param.element_size() for param in params),
             num_gathers=self.tally.num_gathers,
             num_reductions=self.tally.num_reductions,
@@ -256,8 +260,17 @@ def _check_strategy(config: FsdpConfig) -> None:
         )
 
 
-def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """The ranks to shard over, or replicas × shards."""
+def _compressor(config: CompressionConfig | None, mesh: Mesh, seed: int) -> GradientCompressor | None:
+    """What encodes gradients: between the replicas, if there are any, else over the shard axis."""
+    if config is None or config.method == "none":
+        return None
+    axis = "dp" if mesh.layout.degree("dp") > 1 else "shard"
+    check_method(config, has_replicas=axis == "dp")
+    return GradientCompressor(config, group=mesh.group(axis), seed=seed)
+
+
+def _shard_mesh(mesh: Mesh, *, has_compressor: bool) -> DeviceMesh:
+    """The ranks to shard over, or replicas × shards; with a compressor it is that which sums over replicas."""
     layout = mesh.layout
     others = [axis for axis in ("ep", "cp") if layout.degree(axis) > 1]
     if others:
@@ -270,7 +283,8 @@ def _shard_mesh(mesh: Mesh) -> DeviceMesh:
             f"there is nothing to shard over: {layout.config.equation}",
             hint="set mesh.shard to the number of ranks that share the model's state",
         )
-    return mesh.slice("dp", "shard") if layout.degree("dp") > 1 else mesh.slice("shard")
+    is_hybrid = layout.degree("dp") > 1 and not has_compressor
+    return mesh.slice("dp", "shard") if is_hybrid else mesh.slice("shard")
 
 
 def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:
@@ -296,6 +310,14 @@ def _check_dtypes(model: nn.Module, piece: nn.Module, whole: set[nn.Parameter]) 
             f"parameters that travel together have two dtypes: {first} is {one}, {second} is {two}",
             hint="convert the model to one dtype, or make their modules pieces of their own (fsdp.wrap_names)",
         )
+
+
+def _travelling(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a piece in the order in which FSDP2 packs them: those of inner modules first."""
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _travelling(child)
+    yield from module.parameters(recurse=False)
 
 
 def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
@@ -324,16 +346,3 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
         for name, buffer in inner.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(inner, name, buffer.to(dtype))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        held: Tensor = tensor.to_local()
-        return held
-    return tensor
-
-
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (_local(one).untyped_storage() for one in tensors)}
-    return sum(storages.values())

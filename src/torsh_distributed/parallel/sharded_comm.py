@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
+from torsh_distributed import events
+
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CommTally:
@@ -24,7 +26,30 @@ class CommTally:
     def __init__(self) -> None:
         self.num_gathers = 0
         self.num_reductions = 0
+        self.wire_bytes = 0
+        """Bytes of gradients this rank sent, where they are counted: under compression."""
+        self.step = 0
         self._waited_s = 0.0
+
+    def add_reduction(
+        self, started: float, *, num_bytes: int, codec: str | None = None, wire_bytes: int | None = None
+    ) -> None:
+        """Note that a piece's gradients were reduced."""
+        index, self.num_reductions = self.num_reductions, self.num_reductions + 1
+        self.wire_bytes += wire_bytes or 0
+        self.add(started)
+        if events.wanted(events.BucketEvent):
+            duration_s = time.monotonic() - started
+            events.emit(
+                events.BucketEvent(
+                    step=self.step,
+                    index=index,
+                    num_bytes=num_bytes,
+                    duration_s=duration_s,
+                    codec=codec,
+                    wire_bytes=wire_bytes,
+                )
+            )
 
     def add(self, started: float) -> None:
         """Note a wait that began at `started` and ends now."""
@@ -33,15 +58,19 @@ class CommTally:
     def take_s(self) -> float:
         """Seconds waited since the last call."""
         taken, self._waited_s = self._waited_s, 0.0
+        self.step += 1
         return taken
 
 
-class _Empty:
+class Empty:
+    """Buffers as FSDP2 makes them itself."""
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for a piece."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class TalliedAllGather(_Empty, AllGather):
+class TalliedAllGather(Empty, AllGather):
     """FSDP2's own all-gather, counted."""
 
     def __init__(self, tally: CommTally) -> None:
@@ -53,12 +82,12 @@ class TalliedAllGather(_Empty, AllGather):
     ) -> dist.Work | None:
         self._tally.num_gathers += 1
         started = time.monotonic()
-        work: dist.Work | None = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
         self._tally.add(started)
         return work
 
 
-class TalliedReduceScatter(_Empty, ReduceScatter):
+class TalliedReduceScatter(Empty, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
     def __init__(self, tally: CommTally) -> None:
@@ -73,8 +102,7 @@ class TalliedReduceScatter(_Empty, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._tally.num_reductions += 1
         started = time.monotonic()
-        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self._tally.add(started)
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._tally.add_reduction(started, num_bytes=input_tensor.nbytes)
         return work

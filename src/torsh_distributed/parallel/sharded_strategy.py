@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from typing_extensions import override
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.parallel.strategy import PendingMean, Strategy
+
+_log = logging.getLogger(__name__)
 
 
 class Sharded(Strategy):
@@ -82,3 +85,16 @@ class Sharded(Strategy):
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self.wrapped.reshard()
         super().load_whole_state(optimizer, state)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        compressor = self.wrapped.compressor
+        return {} if compressor is None else {"compressor": compressor.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        compressor = self.wrapped.compressor
+        if compressor is not None and "compressor" in state:
+            compressor.load_state_dict(state["compressor"])
+        elif "compressor" in state:
+            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")

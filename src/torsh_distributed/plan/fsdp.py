@@ -42,3 +42,7 @@ class FsdpConfig(Section):
     max_gathered_ahead: int = Field(default=1, ge=1)
     """Most pieces gathered ahead of the one at work, where prefetching is on. More hides longer waits; each costs its
     memory."""
+
+    gather_codec: Literal["none", "bf16", "int8"] = "none"
+    """Form in which parameters travel when they are gathered: as they are, rounded to bf16, or to int8 with a scale for
+    every 256. Every rank computes with the rounded ones; the optimizer updates exact ones. For slow links."""

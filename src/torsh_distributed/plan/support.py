@@ -42,6 +42,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "fsdp.forward_prefetch": None,
     "fsdp.backward_prefetch": None,
     "fsdp.max_gathered_ahead": None,
+    "fsdp.gather_codec": None,
     "tensor.sequence_parallel": None,
     "tensor.loss_parallel": None,
     "pipeline.num_microbatches": None,
