@@ -72,7 +72,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="Bytes on the wire",
     about="""One average of 8.4 M gradients (33.6 MB), a rank on each host. torsh is what left a host's interface, by
-    the kernel's counter (headers count once for each packet handed to the link, which may be 64 KB); the formula is what
+    the kernel's counter (headers count once for each packet handed to the link, of up to 64 KB); the formula is what
     the codec says it sends. Their ratio should be near 1.""",
     rows=_rows,
 )

@@ -1,0 +1,172 @@
+"""How hard to compress, adapted during training: by the error that compression leaves, or by the loss.
+
+`auto` decides which codec is quickest; this decides how much a codec may leave out. Both are told as events.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan.compression import METHODS
+
+_NUM_RECORDS = 10
+_SHARES = (0.0001, 1.0)
+
+
+class AdaptationStrategy(StrEnum):
+    """What moves the setting, and how fast."""
+
+    CONSERVATIVE = "conservative"
+    AGGRESSIVE = "aggressive"
+    LOSS_AWARE = "loss_aware"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pace:
+    every: int
+    """Steps between two looks."""
+    change: float
+    """Relative change of the setting at a look."""
+    send_less_below: float
+    send_more_above: float
+    """Impacts between which nothing changes."""
+
+
+_PACES = {
+    AdaptationStrategy.CONSERVATIVE: _Pace(every=100, change=0.1, send_less_below=0.01, send_more_above=0.05),
+    AdaptationStrategy.AGGRESSIVE: _Pace(every=10, change=0.2, send_less_below=0.005, send_more_above=0.02),
+    AdaptationStrategy.LOSS_AWARE: _Pace(every=10, change=0.0, send_less_below=0.0, send_more_above=0.0),
+}
+
+
+class AdaptiveCompression:
+    """Adapts the number of a compressor's method, such as the share of topk; every rank of the group makes one.
+
+    Call `step(loss)` after each step of training, on every rank. `impact` says how much compression hurts (a relative
+    loss of accuracy, from a validation of your own); without it the relative error of the messages is taken, as the
+    compressor measures it. Small impact: fewer bytes. Large impact: more. `loss_aware` goes by the loss alone: the
+    steadier it is, the harder is compressed. All ranks decide on the mean of what they saw.
+    """
+
+    def __init__(
+        self,
+        compressor: GradientCompressor,
+        strategy: AdaptationStrategy | str = AdaptationStrategy.CONSERVATIVE,
+        *,
+        impact: Callable[[], float] | None = None,
+    ) -> None:
+        self.strategy = AdaptationStrategy(strategy)
+        self._compressor = compressor
+        self._impact = impact
+        self._records: deque[float] = deque(maxlen=_NUM_RECORDS)
+        self._num_steps = 0
+        if self.strategy is not AdaptationStrategy.LOSS_AWARE:
+            self._check_number()
+
+    def step(self, loss: float | None = None) -> None:
+        """Record this step and, every so many, decide; `loss` is needed by `loss_aware` alone."""
+        self._num_steps += 1
+        seen = self._seen(loss)
+        if seen is not None:
+            self._records.append(seen)
+        pace = _PACES[self.strategy]
+        if self._num_steps % pace.every:
+            return
+        mean = self._agreed()
+        if mean is None:
+            return
+        if self.strategy is AdaptationStrategy.LOSS_AWARE:
+            self._adopt(settings_for_stability(mean, self._compressor.config), f"stability of the loss {mean:.3f}")
+        elif mean < pace.send_less_below:
+            self._scale(1 - pace.change, f"impact {mean:.4f} is below {pace.send_less_below}: fewer bytes")
+        elif mean > pace.send_more_above:
+            self._scale(1 + pace.change, f"impact {mean:.4f} is above {pace.send_more_above}: more bytes")
+
+    def _seen(self, loss: float | None) -> float | None:
+        if self.strategy is not AdaptationStrategy.LOSS_AWARE:
+            return self._compressor.stats.relative_error if self._impact is None else self._impact()
+        if loss is None:
+            raise InvalidArgument("loss_aware goes by the loss", hint="call step(loss)")
+        return loss
+
+    def _agreed(self) -> float | None:
+        """The mean over records and ranks: impact, or the stability of the loss. None where no rank has any."""
+        records = list(self._records)
+        own = [loss_stability(records)] if self.strategy is AdaptationStrategy.LOSS_AWARE else records
+        totals = torch.tensor([sum(own), float(len(own))], dtype=torch.float64)
+        if self._compressor.group is not None:
+            all_reduce(totals, group=self._compressor.group)
+        total, count = totals.tolist()
+        return total / count if count else None
+
+    def _scale(self, factor: float, reason: str) -> None:
+        config = self._compressor.config
+        wanted, number = METHODS[config.name], config.parameter
+        assert wanted is not None
+        assert number is not None
+        least, most = (wanted.least, wanted.most) if wanted.integer else _SHARES
+        if wanted.integer:
+            moved = number + (1 if factor > 1 else -1) * max(1, round(abs(factor - 1) * number))
+        else:
+            moved = number * factor
+        moved = min(max(moved, least), most)
+        text = f"{int(moved)}" if wanted.integer else f"{moved:.6g}"
+        self._adopt(config.replace(method=f"{config.name}:{text}"), reason)
+
+    def _adopt(self, config: CompressionConfig, reason: str) -> None:
+        if config == self._compressor.config:
+            return
+        self._compressor.update_config(config)
+        choice = f"{config.method}, every {config.compression_period} steps"
+        events.emit(events.DecisionEvent(subject="strength of compression", choice=choice, reason=reason))
+
+    def _check_number(self) -> None:
+        config = self._compressor.config
+        if config.name not in ("topk", "randomk", "bernoulli", "layerwise", "nbit", "powersgd"):
+            raise InvalidArgument(
+                f"method {config.method!r} has no number that says how much is sent",
+                hint="use topk, randomk, bernoulli, layerwise, nbit or powersgd; or the strategy loss_aware",
+                method=config.method,
+            )
+
+
+def loss_stability(losses: list[float]) -> float:
+    """1 - min(1, std / |mean|) of the last ten losses; 1 where there are fewer."""
+    last = losses[-_NUM_RECORDS:]
+    if len(last) < _NUM_RECORDS:
+        return 1.0
+    mean = statistics.fmean(last)
+    return 1 - min(1.0, statistics.pstdev(last) / abs(mean)) if mean else 0.0
+
+
+def settings_for_stability(stability: float, config: CompressionConfig) -> CompressionConfig:
+    """A steady loss bears hard compression at every step; an unsteady one gets 16 bits, one step in four."""
+    if stability > 0.9:
+        return config.replace(method="topk:0.001", compression_period=1)
+    if stability > 0.7:
+        return config.replace(method="topk:0.01", compression_period=2)
+    return config.replace(method="bf16", compression_period=4)
+
+
+def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressionConfig:
+    """A first guess from the model's size, the link and the error that may be made (relative, 0.1 is much).
+
+    `auto` measures instead; this is for a config written before there is a machine.
+    """
+    period = round((1 if num_parameters > 1e10 else 4) * max(1.0, 10 / bandwidth_gbps))
+    if bandwidth_gbps < 10:
+        return CompressionConfig(method="topk:0.001", compression_period=period)
+    if bandwidth_gbps < 25:
+        return CompressionConfig(method="topk:0.01", compression_period=period)
+    return CompressionConfig(method="int8" if tolerance > 0.1 else "none", compression_period=period)
