@@ -25,11 +25,15 @@ class TrainReport:
     tokens_per_sample: int
     console: Console
     steps: list[StepEvent] = field(default_factory=list)
+    num_skipped: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def handle(self, event: Event) -> None:
         """Keep a step; print a line at the first, at every `log_every`-th and at the last."""
         assert isinstance(event, StepEvent)
+        if event.is_skipped:
+            self.num_skipped += 1
+            return
         self.steps.append(event)
         if event.step == 1 or event.step % self.log_every == 0 or event.step == self.total_steps:
             self.console.print(self.line(event), highlight=False)
@@ -62,6 +66,8 @@ class TrainReport:
             "step time": f"{statistics.median(event.duration_s for event in self.steps) * 1e3:.1f} ms (median)",
             "communicating": f"{comm_share(self.steps):.1%} of the time had gradients on their way",
         }
+        if self.num_skipped:
+            rows["skipped"] = f"{self.num_skipped} steps overflowed fp16 and were tried again at half the loss scale"
         table = Table(show_header=False, title="summary", title_justify="left")
         for name, value in rows.items():
             table.add_row(name, value)
