@@ -1,0 +1,51 @@
+"""What a codec says it sends is what crosses the link, by the counters of the interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.bed.world import World
+from tests.lab.network import Lab
+from torsh_distributed.compress.codec import Key
+from torsh_distributed.compress.codecs import make_codec
+
+METHODS = ["none", "bf16", "int8", "nbit:4", "nbit:3", "sign", "ternary", "bimodal:2", "natural"]
+NUM_ELEMENTS = 2_000_000
+
+
+def sent_on_eth0() -> int:
+    """Bytes sent since the interface came up, as this process's network namespace counts them."""
+    (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def measure(methods: list[str]) -> dict[str, tuple[int, int]]:
+    """Runs on every rank: bytes counted by the codec, and by the interface."""
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(group.rank()))
+    found = {}
+    for method in methods:
+        codec = make_codec(method)
+        codec.average(x, group, Key())  # ranks compare settings the first time
+        before = sent_on_eth0()
+        counted = codec.average(x, group, Key(step=1)).num_bytes
+        dist.barrier()
+        found[method] = counted, sent_on_eth0() - before
+    return found
+
+
+def test_the_interface_counts_what_the_codec_counts(world: World, lab: Lab) -> None:
+    for found in world.run(measure, METHODS, hosts=lab.hosts(2), backend="gloo", timeout_s=60):
+        dense = found["none"][1]
+        for method in METHODS:
+            counted, measured = found[method]
+            expected = make_codec(method).payload_bytes(NUM_ELEMENTS)  # 2 (P - 1) / P of it, with two ranks
+            assert expected is not None
+            assert abs(counted / expected - 1) < 0.01, method
+            # Headers of TCP and acknowledgements come on top.
+            assert counted <= measured < 1.05 * counted + 4000, method
+            assert abs(measured / dense / (expected / (4 * NUM_ELEMENTS)) - 1) < 0.05, method
