@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,11 +182,11 @@ class GradientSync:
         parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
         sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
         start = time.monotonic()
-        pending = collect_all([self._reduce(part) for part in sent])
+        sums = [self._reduce(part) for part in sent]
 
-        def finish(done: Future[list[Future[Tensor]]]) -> Tensor:
+        def finish(_: Future[Any]) -> Tensor:
             try:
-                for part, summed in zip(parts, done.value(), strict=True):
+                for part, summed in zip(parts, sums, strict=True):
                     value = summed.value()
                     if value is not part:
                         part.copy_(value.view_as(part))
@@ -195,7 +196,9 @@ class GradientSync:
             clock.add(index, num_bytes, start, codec=None, wire_bytes=None)
             return buffer
 
-        return pending.then(finish)
+        if len(sums) == 1:
+            return sums[0].then(finish)
+        return collect_all(sums).then(finish)
 
     def _start_compressed(self, parcel: _Parcel, compressor: GradientCompressor) -> Future[Tensor]:
         assert self._pipeline is not None, "compress_with made it"
