@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from torsh_distributed import __version__
-from torsh_distributed.cli import bench, environment, explain, plan, run, store, train
+from torsh_distributed.cli import bench, bench_compression, environment, explain, plan, run, store, train
 from torsh_distributed.errors import TorshError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("explain")(explain.explain)
 app.command("env")(environment.show)
 app.add_typer(plan.app, name="plan")
 app.add_typer(store.app, name="store")
+bench.app.command("compression")(bench_compression.compression)
 app.add_typer(bench.app, name="bench")
 
 

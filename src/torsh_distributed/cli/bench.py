@@ -29,11 +29,6 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _DEFAULT_SIZES = "1KB,64KB,1MB,16MB,128MB"
 
 
-@app.callback()
-def _group() -> None:
-    """Keep `collectives` a command of its own while there is only one."""
-
-
 @app.command()
 def collectives(
     backends: Annotated[str, typer.Option(help="Backends, by comma; ratios are against the last.")] = "shm,torsh,gloo",
@@ -57,7 +52,7 @@ def collectives(
         results += [{"num_ranks": num_ranks, **row} for row in found]
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"machine": _machine(), "results": results}, indent=1) + "\n")
+        output.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
         console.print(f"written to {output}")
 
 
@@ -142,7 +137,8 @@ def _show_size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
+    """Where the numbers come from."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
