@@ -76,5 +76,20 @@ def refuse() -> None:
         model(torch.zeros(1, 5, dtype=torch.long))
 
 
+def look() -> None:
+    """Outside training a split model takes prompts of any length and gives whole logits, as the whole model does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole, split = build(), build()
+    tensor_parallel(split, mesh, CONFIGS["both"])
+    prompt = torch.arange(5).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(split(prompt), whole(prompt))
+        torch.testing.assert_close(split(prompt[:, :4]), whole(prompt[:, :4]))
+
+
+def test_a_split_model_can_be_looked_at(world: World) -> None:
+    world.run(look, num_ranks=2)
+
+
 def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
     world.run(refuse, num_ranks=2)

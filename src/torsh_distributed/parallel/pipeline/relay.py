@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torsh_distributed.comm.collectives import broadcast
 from torsh_distributed.comm.p2p import recv, send
 from torsh_distributed.errors import InvalidArgument
 
@@ -44,19 +45,33 @@ def run_through(
     return None
 
 
+def share(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The tensor of the owner (a rank of the group) on every rank of it, all of which call this."""
+    source = dist.get_global_rank(group, owner)
+    header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device) if value is None else _header(value)
+    kind, dims, *shape = broadcast(header, source, group=group).tolist()
+    held = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=device) if value is None else value.contiguous()
+    return broadcast(held, source, group=group)
+
+
+def _header(value: Tensor) -> Tensor:
+    """Dtype and shape as numbers."""
+    if value.dim() > _MAX_DIMS or value.dtype not in _DTYPES:
+        raise InvalidArgument(
+            "a tensor of this kind cannot travel between stages",
+            hint=f"at most {_MAX_DIMS} dims, and one of {', '.join(map(str, _DTYPES))}",
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+        )
+    numbers = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
+    return torch.tensor(numbers + [0] * (2 + _MAX_DIMS - len(numbers)), device=value.device)
+
+
 def _send(values: tuple[Tensor, ...], peer: int, group: dist.ProcessGroup) -> None:
     device = values[0].device
     send(torch.tensor([len(values)], device=device), peer, group=group)
     for value in values:
-        if value.dim() > _MAX_DIMS or value.dtype not in _DTYPES:
-            raise InvalidArgument(
-                "a tensor of this kind cannot travel between stages",
-                hint=f"at most {_MAX_DIMS} dims, and one of {', '.join(map(str, _DTYPES))}",
-                shape=tuple(value.shape),
-                dtype=value.dtype,
-            )
-        header = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
-        send(torch.tensor(header + [0] * (2 + _MAX_DIMS - len(header)), device=device), peer, group=group)
+        send(_header(value), peer, group=group)
         send(value, peer, group=group)
 
 

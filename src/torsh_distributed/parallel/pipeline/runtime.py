@@ -15,7 +15,7 @@ from typing_extensions import override
 from torsh_distributed.comm.collectives import broadcast
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.pipeline.relay import run_through
+from torsh_distributed.parallel.pipeline.relay import run_through, share
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -64,7 +64,7 @@ class PipelineParallel:
         self.mine = stages_of_rank(config.schedule, group.rank(), num_ranks=group.size(), num_stages=num_stages)
         self.plan.drop_others(self.mine)
         built = {index: self.plan.build(index) for index in self.mine}
-        self.module = LocalStages(built)
+        self.module = LocalStages(built, self._run_everywhere)
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
         self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in built.items()}
         self.stopwatch = Stopwatch(group.rank())
@@ -128,6 +128,12 @@ class PipelineParallel:
                 group=self.group,
                 device=self.device,
             )
+
+    def _run_everywhere(self, *inputs: Any) -> Tensor:
+        """The model's output for a batch of any size, on every rank."""
+        out = self.forward(inputs)
+        owner = self.stage_of[len(self.plan.stages) - 1]
+        return share(out, owner, group=self.group, device=self.device)
 
     def measured_timeline(self) -> Timeline:
         """The last step as it was: every rank's actions, from its own clock; every rank of the group calls this.
@@ -205,17 +211,21 @@ class LocalStages(nn.Module):
     is_part_of_model = True
     """Parameters of the model that are not here lie on other ranks."""
 
-    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], run: Callable[..., Tensor]) -> None:
         super().__init__()
+        self._run = run
         for stage in stages.values():
             _merge(self, stage)
 
     @override
-    def forward(self, *_: Any) -> Any:
-        """Not to be called: stages run in a schedule."""
-        raise InvalidArgument(
-            "a pipelined model is not called as a whole", hint="use PipelineParallel.step, .evaluate or .forward"
-        )
+    def forward(self, *inputs: Any) -> Tensor:
+        """The whole model's output, on every rank, all of which call this; only without gradients."""
+        if torch.is_grad_enabled():
+            raise InvalidArgument(
+                "a pipelined model is called without gradients only: stages train in a schedule",
+                hint="use torch.no_grad() to look at its output, PipelineParallel.step or Engine.step to train",
+            )
+        return self._run(*inputs)
 
 
 def plan_stages(model: nn.Module, config: PipelineConfig, num_ranks: int) -> StagePlan:

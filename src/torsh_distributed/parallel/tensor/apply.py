@@ -18,9 +18,11 @@ from torsh_distributed.parallel.tensor.layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
     RowParallelLinear,
+    keeps_logits_split,
     replicate_param,
 )
 from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.plan.tensor import TensorParallelConfig
 
@@ -76,9 +78,9 @@ def _apply(
     if row.style in _OUTPUTS:
         assert isinstance(module, nn.Linear), "the plan checks this"
         assert row.cut is not None, "these styles have one"
-        new: nn.Module = ColumnParallelLinear.from_linear(
-            module, mesh, output=_OUTPUTS[row.style], sections=row.cut.sections
-        )
+        column = ColumnParallelLinear.from_linear(module, mesh, output=_OUTPUTS[row.style], sections=row.cut.sections)
+        column.is_head = row.style is Style.COLUMN and is_head(row.name, module)
+        new: nn.Module = column
     elif row.style is Style.ROW:
         assert isinstance(module, nn.Linear), "the plan checks this"
         new = RowParallelLinear.from_linear(module, mesh, sequence_output=on_sequence)
@@ -119,7 +121,11 @@ def tensor_parallel_context(plan: TensorPlan) -> Iterator[None]:
     """
     with implicit_replication():
         if plan.config.loss_parallel:
-            with loss_parallel():
-                yield
+            token = keeps_logits_split.set(True)
+            try:
+                with loss_parallel():
+                    yield
+            finally:
+                keeps_logits_split.reset(token)
         else:
             yield

@@ -10,6 +10,7 @@ Activations between two layers of a pair travel as one of
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Literal, Self
 
 import torch
@@ -27,6 +28,9 @@ from torsh_distributed.parallel.tensor.regions import enter_split, gather_last, 
 
 Activation = Literal["whole", "local", "sharded"]
 
+keeps_logits_split: ContextVar[bool] = ContextVar("keeps_logits_split", default=False)
+"""Whether what follows can work with split logits: then a head gives them as they are, otherwise whole."""
+
 
 class ColumnParallelLinear(nn.Linear):
     """A linear layer whose output features are split: rank r computes its piece of them from the whole input.
@@ -34,6 +38,9 @@ class ColumnParallelLinear(nn.Linear):
     in: (…, in_features), whole; or a DTensor split along the sequence. out: (…, out_features) whole, or this rank's
     piece of it. `sections` are the lengths of matrices fused into one, such as query, key and value.
     """
+
+    is_head = False
+    """Whether the output is logits: whole, unless a loss waits that takes them split."""
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         group = self.mesh.get_group()
         part = functional.linear(whole_input(input, self.mesh), self.weight, self.bias)
-        if self.output == "whole":
+        if self.output == "whole" or (self.is_head and not keeps_logits_split.get()):
             return gather_last(part, self.whole_features, group, cut=Cut(-1, self.cut.sections))
         return part if self.output == "local" else self._sharded(part)
 
@@ -137,6 +144,8 @@ class RowParallelLinear(nn.Linear):
         partial = functional.linear(self._local(input, group), self.weight)
         if self.sequence_output:
             out = to_sequence(partial, self.mesh)
+            if not isinstance(out, DTensor):
+                return out if self.bias is None else out + self.bias
             # As a DTensor the bias gets its gradient summed over the ranks, each of which sees its positions alone.
             return out if self.bias is None else out + _replicated(self.bias, self.mesh)
         out = sum_parts(partial, group)
@@ -228,18 +237,25 @@ def whole_input(input: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def to_sequence(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum the ranks' partial results and leave each with its piece of the sequence (dim 1)."""
-    check_sequence(partial.shape[1] if partial.dim() > 1 else 0, mesh)
+    if not splits_sequence(partial.shape[1] if partial.dim() > 1 else 0, mesh):
+        return sum_parts(partial, mesh.get_group())
     summed = DTensor.from_local(partial, mesh, [Partial()], run_check=False)
     return summed.redistribute(placements=[Shard(1)])
 
 
-def check_sequence(length: int, mesh: DeviceMesh) -> None:
-    """Refuse a sequence that does not split evenly."""
-    if length == 0 or length % mesh.size():
-        raise TensorShapeMismatch(
-            f"tensor.sequence_parallel: a sequence of {length} does not split over tp {mesh.size()}",
-            hint=f"make it a multiple of {mesh.size()} (pad it), or turn tensor.sequence_parallel off",
-        )
+def splits_sequence(length: int, mesh: DeviceMesh) -> bool:
+    """Whether a sequence is split over the ranks: always in training, where one that cannot be is refused.
+
+    Without gradients there is little to save, and prompts have any length: those that do not split evenly stay whole.
+    """
+    if length and length % mesh.size() == 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    raise TensorShapeMismatch(
+        f"tensor.sequence_parallel: a sequence of {length} does not split over tp {mesh.size()}",
+        hint=f"make it a multiple of {mesh.size()} (pad it), or turn tensor.sequence_parallel off",
+    )
 
 
 def split_param(param: Tensor, cut: Cut, group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from torsh_distributed.parallel.tensor.layers import check_sequence, replicate_param
+from torsh_distributed.parallel.tensor.layers import replicate_param, splits_sequence
 from torsh_distributed.parallel.tensor.regions import enter_split
 
 
@@ -63,7 +63,8 @@ class _OnPositions(_SummedGradients):
     @override
     def forward(self, input: Tensor) -> Any:
         length = input.shape[-1]
-        check_sequence(length, self.tp_mesh)
+        if not splits_sequence(length, self.tp_mesh):
+            return super().forward(input)
         step = length // self.tp_mesh.size()
         mine = input.narrow(-1, self.tp_mesh.get_local_rank() * step, step)
         with self._summed_gradients():

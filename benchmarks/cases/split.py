@@ -1,0 +1,143 @@
+"""Models split over ranks: tensor parallelism against DTensor by hand, and pipelines against their schedules."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from tests.bed.world import World
+from torsh_distributed.parallel.pipeline import PipelineParallel
+from torsh_distributed.parallel.tensor import tensor_parallel, tensor_parallel_context
+from torsh_distributed.plan.pipeline import STAGES_PER_RANK, PipelineConfig
+
+WIDTH, HEADS, LENGTH, BATCH, LAYERS = 256, 8, 64, 8, 4
+
+
+class Block(nn.Module):
+    """A transformer block whose heads may be a rank's own: the shape is read from the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o_proj = nn.Linear(WIDTH, WIDTH)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, length, width) to the same."""
+        normed = self.attention_norm(hidden)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.o_proj(attended.transpose(1, 2).flatten(2))
+        out: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return out
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+def _tensor_s(kind: str, num_steps: int) -> float:
+    """Median seconds of forward and backward on the slowest rank; runs on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _model()
+    hidden = torch.randn(BATCH, LENGTH, WIDTH)
+    if kind == "by hand":
+        column = ("q_proj", "k_proj", "v_proj", "mlp.0")
+        plan = {name: ColwiseParallel() for name in column} | {name: RowwiseParallel() for name in ("o_proj", "mlp.2")}
+        for block in model:
+            parallelize_module(block, mesh, plan)
+        return _median_s(lambda: model(hidden).square().mean().backward(), num_steps)
+    split = tensor_parallel(model, mesh)
+
+    def step() -> None:
+        with tensor_parallel_context(split):
+            model(hidden).square().mean().backward()
+
+    return _median_s(step, num_steps)
+
+
+def _median_s(step: Callable[[], object], num_steps: int) -> float:
+    times = []
+    for number in range(num_steps + 2):
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        if number >= 2:
+            times.append(time.perf_counter() - started)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _pipeline_s(schedule: str, num_steps: int) -> list[tuple[float, float, float, float]]:
+    """Of every step: its span, the span that the schedule allows for the work done, both bubbles."""
+    config = PipelineConfig(schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule][0], num_microbatches=8)
+    group = dist.group.WORLD
+    assert group is not None
+    pipe = PipelineParallel(_model(), config, group=group, loss_fn=functional.mse_loss)
+    hidden = torch.randn(2 * BATCH, LENGTH, WIDTH)
+    out = []
+    for number in range(num_steps + 2):
+        pipe.step(hidden, hidden)
+        measured, planned = pipe.measured_timeline(), pipe.computed_timeline()
+        if number >= 2:
+            allowed_s = measured.busy / measured.num_ranks / (1 - planned.bubble)
+            out.append((measured.span, allowed_s, measured.bubble, planned.bubble))
+    return out
+
+
+def _rows(budget: Budget) -> Iterator[Row | Note]:
+    num_steps, rounds = (3, 1) if budget.is_quick else (20, 5)
+    world = World()
+    try:
+        found = [
+            [
+                world.run(_tensor_s, kind, num_steps, backend=backend, timeout_s=120)[0]
+                for kind, backend in (("ours", "torsh"), ("by hand", "torsh"), ("ours", "gloo"))
+            ]
+            for _ in range(rounds)
+        ]
+        ours, by_hand, on_gloo = (Measurement.of(list(times)) for times in zip(*found, strict=True))
+        yield Row(
+            name="tensor parallel, 2 ranks",
+            unit=Unit.SECONDS,
+            ours=ours,
+            rivals={"DTensor by hand": by_hand, "on gloo": on_gloo},
+        )
+        for schedule in STAGES_PER_RANK:
+            steps = world.run(_pipeline_s, schedule, num_steps, backend="torsh", timeout_s=120)[0]
+            spans, allowed, measured, planned = zip(*steps, strict=True)
+            yield Row(
+                name=f"pipeline {schedule}, 2 ranks",
+                unit=Unit.SECONDS,
+                ours=Measurement.of(spans),
+                rivals={"as scheduled": Measurement.of(allowed)},
+            )
+            yield Note(text=f"{schedule}: bubble measured {statistics.median(measured):.1%}, computed {planned[0]:.1%}")
+    finally:
+        world.close()
+
+
+CASE = Case(
+    title="Models split over ranks",
+    about="""Four transformer blocks of width 256, forward and backward, two ranks with one thread each. Tensor: our
+    layers against torch's DTensor styles applied by hand on the same backend, and against ours on gloo. Pipeline: eight
+    microbatches; the span of a step against what its schedule allows for the time the ranks computed.""",
+    rows=_rows,
+)
