@@ -54,7 +54,9 @@ def engine_losses(offload: dict[str, Any], sections: dict[str, Any], model: str 
     # The second half again, from the state of the first: the same losses.
     engine.load_state_dict(state)
     again = [engine.step(batch) for batch in engine.batches(list(batches()))]
-    assert again == pytest.approx(losses[10:], abs=1e-5), "DIFF " + str([a - b for a, b in zip(again, losses[10:], strict=False)])
+    assert again == pytest.approx(losses[10:], abs=1e-5), "DIFF " + str(
+        [a - b for a, b in zip(again, losses[10:], strict=False)]
+    )
     return losses
 
 

@@ -63,13 +63,13 @@ def adam_update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    step: int,
+    step: Tensor,
     settings: AdamSettings,
     grad_divisor: Tensor | None,
 ) -> None:
-    """Update number `step` (the first is 1), in place; all tensors 1-D fp32 on one device, the gradient is spoiled.
+    """Update number `step` (one fp32 value; the first is 1), in place; all tensors 1-D fp32 on one device.
 
-    `grad_divisor`, one fp32 value on that device, divides the gradient first: clipping costs no pass of its own.
+    `grad_divisor`, one value too, divides the gradient first, in place: clipping costs no pass of its own.
     """
     kernel = torch._fused_adamw_ if settings.is_decoupled else torch._fused_adam_
     kernel(
@@ -78,7 +78,7 @@ def adam_update(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(float(step), device=values.device)],
+        [step],
         lr=settings.learning_rate,
         beta1=settings.beta1,
         beta2=settings.beta2,

@@ -20,6 +20,9 @@ from torsh_distributed.parallel.offload.pieces import Piece, Slot, read, write
 from torsh_distributed.parallel.offload.store import Entry, Store
 from torsh_distributed.parallel.offload.targets import Span, Target, local_of
 
+_CHUNK = 1 << 20
+"""Elements: a core's part of the four fp32 arrays of a chunk fits its second-level cache from about eight cores on."""
+
 Loaded = tuple[Tensor, Tensor, Tensor]
 """Master values, first and second moments of a piece, fp32."""
 
@@ -36,7 +39,8 @@ class OffloadedOptimizer(Optimizer):
         self._mover = mover
         self._is_decoupled = is_decoupled(optimizer)
         self._steps: dict[int, int] = {id(span.param): 0 for target in targets for span in target.spans}
-        self._divisor: float | Tensor | None = None
+        self._divisor: float | None = None
+        self._scratch: Tensor | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.after_step: Callable[[], None] = lambda: None
         self.clear_grads: Callable[[], None] = lambda: None
@@ -48,7 +52,7 @@ class OffloadedOptimizer(Optimizer):
         self.state = _StateView(self)  # type: ignore[assignment]  # torch keeps a dict; ours is read from the store
         self._import(optimizer)
 
-    def divide_grads(self, divisor: float | Tensor) -> None:
+    def divide_grads(self, divisor: float) -> None:
         """Divide this step's gradients by `divisor` when the update reads them: for clipping."""
         self._divisor = divisor
 
@@ -111,22 +115,38 @@ class OffloadedOptimizer(Optimizer):
         return master, exp_avg, exp_avg_sq
 
     def _update(self, target: Target, piece: Piece, loaded: Loaded, settings: Mapping[int, AdamSettings]) -> None:
+        """Update a piece in chunks that the cores' caches hold: widening the gradient and rounding the result for
+        forward cost no traffic to memory of their own."""
         master, exp_avg, exp_avg_sq = loaded
-        # A copy of its own even where it is fp32 already: the kernel writes the divided gradient back.
         grad = target.grad(piece)
-        grad = grad.to(master.device, torch.float32, copy=self._divisor is not None)
-        divisor = self._divisor
-        scale = None if divisor is None else torch.as_tensor(divisor, dtype=torch.float32).to(master.device).reshape(1)
+        rounded = target.host_copy(piece) if piece.is_direct else None
+        is_on_host = master.device.type == "cpu"
+        divisor = None if self._divisor is None else torch.full((1,), self._divisor, device=master.device)
         for start, stop, step, chosen in self._runs(target, piece, settings):
-            adam_update(
-                master[start:stop],
-                grad[start:stop],
-                exp_avg[start:stop],
-                exp_avg_sq[start:stop],
-                step=step,
-                settings=chosen,
-                grad_divisor=scale,
-            )
+            count = torch.tensor(float(step), device=master.device)
+            for low in range(start, stop, _CHUNK if is_on_host else stop - start):
+                high = min(low + _CHUNK, stop) if is_on_host else stop
+                part = grad[low:high]
+                if part.dtype != torch.float32 or part.device != master.device or divisor is not None:
+                    part = self._widened(part, master.device)  # a copy: the kernel writes the divided gradient back
+                adam_update(
+                    master[low:high],
+                    part,
+                    exp_avg[low:high],
+                    exp_avg_sq[low:high],
+                    step=count,
+                    settings=chosen,
+                    grad_divisor=divisor,
+                )
+                if rounded is not None:
+                    rounded[low:high].copy_(master[low:high])
+
+    def _widened(self, grad: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return grad.to(device, torch.float32, copy=True)
+        if self._scratch is None:
+            self._scratch = torch.empty(_CHUNK)
+        return self._scratch[: grad.numel()].copy_(grad)
 
     def _runs(
         self, target: Target, piece: Piece, settings: Mapping[int, AdamSettings]
@@ -153,7 +173,11 @@ class OffloadedOptimizer(Optimizer):
         master = piece.slots[0]
         # What is published is what is held: a small form must not depend on whether a unit stayed on the device.
         is_rounded = isinstance(master, Entry) and not master.form.is_exact
-        target.publish(piece, read(self._store, master) if is_rounded else loaded[0])
+        values = read(self._store, master) if is_rounded else loaded[0]
+        copy = target.host_copy(piece)
+        if copy is not None and not piece.is_direct:
+            copy.copy_(values)
+        target.publish(piece, values)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torsh_distributed.parallel.offload.forms import Form
 from torsh_distributed.parallel.offload.store import Entry, Store
 
-MAX_NUMEL = 1 << 22
-"""Large enough for full speed of copies and of the update, small enough that a decoded piece weighs little."""
+_PLAIN_NUMEL, _DECODED_NUMEL = 1 << 24, 1 << 22
 
 Slot = Entry | Tensor
 """Values of a piece: held by the store, or a tensor that is simply there (kept on the device, or updated in place)."""
@@ -73,6 +73,11 @@ def write(store: Store, slot: Slot, values: Tensor) -> None:
         slot.copy_(values)
 
 
-def cut(start: int, stop: int, max_numel: int = MAX_NUMEL) -> list[tuple[int, int]]:
+def max_numel(form: Form) -> int:
+    """Elements of the largest piece: few pieces cost little Python, small ones little memory where they are decoded."""
+    return _PLAIN_NUMEL if form.dtype == torch.float32 else _DECODED_NUMEL
+
+
+def cut(start: int, stop: int, max_numel: int) -> list[tuple[int, int]]:
     """The run from `start` to `stop` in runs of at most `max_numel`."""
     return list(itertools.pairwise([*range(start, stop, max_numel), stop])) if stop > start else []

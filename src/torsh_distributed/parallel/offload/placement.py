@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torsh_distributed.errors import MemoryAllocationFailed
 from torsh_distributed.parallel.offload.forms import BF16, FORMS, FP32, Form, Role, plain_form
-from torsh_distributed.parallel.offload.pieces import Piece, Slot, cut
+from torsh_distributed.parallel.offload.pieces import Piece, Slot, cut, max_numel
 from torsh_distributed.parallel.offload.store import Entry, Store
 from torsh_distributed.parallel.offload.tiers import DiskTier, HostTier, Ledger
 from torsh_distributed.parallel.offload.units import Unit
@@ -114,8 +114,8 @@ def stored_bytes(units: Sequence[Unit], rules: Rules) -> int | None:
 
 
 def _entry_sizes(unit: Unit, rules: Rules) -> list[int | None]:
-    trained = [high - low for low, high in cut(0, unit.trainable_numel)]
-    frozen = [high - low for low, high in cut(unit.trainable_numel, unit.numel)]
+    trained = [high - low for low, high in cut(0, unit.trainable_numel, max_numel(rules.form))]
+    frozen = [high - low for low, high in cut(unit.trainable_numel, unit.numel, max_numel(rules.form))]
     is_shared, in_place = rules.shares_master(unit), _is_host_in_place(unit, rules)
     sizes: list[int | None] = []
     for numel in trained:
@@ -160,8 +160,8 @@ def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_
 
     The flat tensor of a unit that stays on the device must be filled already.
     """
-    bounds = [(low, high, True) for low, high in cut(0, unit.trainable_numel)]
-    bounds += [(low, high, False) for low, high in cut(unit.trainable_numel, unit.numel)]
+    bounds = [(low, high, True) for low, high in cut(0, unit.trainable_numel, max_numel(rules.form))]
+    bounds += [(low, high, False) for low, high in cut(unit.trainable_numel, unit.numel, max_numel(rules.form))]
     pieces = [Piece(low, high, is_trained) for low, high, is_trained in bounds]
     is_shared = rules.shares_master(unit)
     for number, piece in enumerate(pieces):
@@ -173,7 +173,7 @@ def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_
         is_staged = piece.is_trained and not is_shared
         if rules.offload_params or is_staged:
             form = rules.form if is_shared else plain_form(unit.dtype)
-            piece.param = store.add(f"parameters of {name}", piece.numel, role="param", form=form)
+            piece.param = store.add(f"parameters of {name}", piece.numel, role="param", form=form, is_copied=True)
             _put(store, piece.param, part, is_copy=not is_shared)
         if not piece.is_trained:
             continue
@@ -182,7 +182,9 @@ def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_
         elif is_shared and rules.offload_params:
             piece.master = piece.param
         else:
-            piece.master = store.add(f"master values of {name}", piece.numel, role="param", form=rules.form)
+            # Copied to the device itself where no rounded copy of it is.
+            label, is_copied = f"master values of {name}", piece.param is None
+            piece.master = store.add(label, piece.numel, role="param", form=rules.form, is_copied=is_copied)
             _put(store, piece.master, part, is_copy=False)
     return pieces
 
@@ -194,7 +196,7 @@ def place_grads(unit: Unit, pieces: Sequence[Piece], rules: Rules, store: Store,
     for number, piece in enumerate(pieces):
         if piece.is_trained:
             name = f"gradients of {unit.name}, piece {number}"
-            piece.grad = store.add(name, piece.numel, role="moment", form=rules.grad_form(unit))
+            piece.grad = store.add(name, piece.numel, role="moment", form=rules.grad_form(unit), is_copied=True)
 
 
 def place_state(name: str, pieces: Sequence[Piece], form: Form, store: Store, *, device: torch.device | None) -> None:

@@ -14,7 +14,7 @@ from torsh_distributed.parallel.offload.adam import require_adam
 from torsh_distributed.parallel.offload.forms import FORMS
 from torsh_distributed.parallel.offload.mover import CudaMover, HostMover
 from torsh_distributed.parallel.offload.optimizer import OffloadedOptimizer
-from torsh_distributed.parallel.offload.pieces import Piece, cut, write
+from torsh_distributed.parallel.offload.pieces import Piece, cut, max_numel, write
 from torsh_distributed.parallel.offload.placement import GB, make_store, place_state, workspace_bytes
 from torsh_distributed.parallel.offload.pressure import POLICIES, PressureLadder
 from torsh_distributed.parallel.offload.stats import OffloadStats, TierUse
@@ -103,7 +103,7 @@ class StateOffload:
         targets, everything = [], []
         for name, param in trained:
             flat = flat_of(param)
-            pieces = [Piece(low, high) for low, high in cut(0, flat.numel())]
+            pieces = [Piece(low, high) for low, high in cut(0, flat.numel(), max_numel(form))]
             left -= flat.numel()
             stays = left >= 0
             if stays:

@@ -63,14 +63,26 @@ class Store:
     """For rounding at random: seeded alike on all ranks, so that replicas stay equal."""
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
-    def add(self, name: str, numel: int, *, role: Role, form: Form, is_optimizer_state: bool = False) -> Entry:
-        """A new entry of zeros, in host memory if it fits, else on disk, else MemoryAllocationFailed."""
+    def add(
+        self,
+        name: str,
+        numel: int,
+        *,
+        role: Role,
+        form: Form,
+        is_copied: bool = False,
+        is_optimizer_state: bool = False,
+    ) -> Entry:
+        """A new entry of zeros, in host memory if it fits, else on disk, else MemoryAllocationFailed.
+
+        `is_copied` says that a GPU copies its bytes as they are.
+        """
         size = form.num_bytes(numel)
         payload = None
         if size is None:
             payload = form.encode(torch.zeros(numel), role=role, generator=self.generator)
             size = payload.numel()
-        region = self._allocate(size, f"{name} ({numel} values as {form.name})")
+        region = self._allocate(size, f"{name} ({numel} values as {form.name})", is_copied=is_copied)
         if payload is not None:
             region.tensor.copy_(payload)
         entry = Entry(name, numel, role, form, region, is_optimizer_state, next(self._clock))
@@ -136,8 +148,8 @@ class Store:
             entry.region = self._allocate(payload.numel(), f"{entry.name} as {entry.form.name}")
         entry.payload.copy_(payload)
 
-    def _allocate(self, num_bytes: int, what: str) -> Region:
+    def _allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
         tier: Tier = self.host
         if self.disk is not None and num_bytes > self.host.ledger.free_bytes:
             tier = self.disk
-        return tier.allocate(num_bytes, what)
+        return tier.allocate(num_bytes, what, is_copied=is_copied)

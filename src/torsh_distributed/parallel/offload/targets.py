@@ -48,9 +48,13 @@ class Target(ABC):
     def grad(self, piece: Piece) -> Tensor:
         """The gradients of a piece, 1-D, in any dtype and on any device; the caller does not change them."""
 
+    def host_copy(self, piece: Piece) -> Tensor | None:
+        """The rounded copy on the host that follows the master values, if there is one: updated with them."""
+        return None
+
     @abstractmethod
     def publish(self, piece: Piece, values: Tensor) -> None:
-        """Let forward and backward see the new values, 1-D fp32."""
+        """Let forward and backward see the new values, 1-D fp32; the host's copy, if there is one, has them already."""
 
 
 class UnitTarget(Target):
@@ -79,15 +83,20 @@ class UnitTarget(Target):
         return self.unit.grad[piece.start : piece.stop]
 
     @override
+    def host_copy(self, piece: Piece) -> Tensor | None:
+        if not isinstance(piece.param, Entry) or piece.param is piece.master:
+            return None
+        view = piece.param.view()
+        assert view is not None, "a copy for fetching is held as plain numbers"
+        return view
+
+    @override
     def publish(self, piece: Piece, values: Tensor) -> None:
-        fetched = values
-        if isinstance(piece.param, Entry) and piece.param is not piece.master:
-            view = piece.param.view()
-            assert view is not None, "a copy for fetching is held as plain numbers"
-            view.copy_(values)
+        copy = self.host_copy(piece)
+        if copy is not None:
+            assert isinstance(piece.param, Entry)
             piece.param.region.cool()
-            fetched = view
-        self._pager.refresh(self.unit, piece.start, fetched)
+        self._pager.refresh(self.unit, piece.start, values if copy is None else copy)
 
 
 class ParamTarget(Target):

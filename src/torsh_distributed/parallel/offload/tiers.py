@@ -18,6 +18,7 @@ from typing_extensions import override
 from torsh_distributed.errors import IoError, MemoryAllocationFailed
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
+_LARGE_PAGE = 2**21
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -69,6 +70,7 @@ class Region:
     tensor: Tensor
     charged_bytes: int
     offset: int = -1
+    is_pinned: bool = False
     mapping: mmap.mmap | None = field(default=None, repr=False)
 
     def warm(self) -> None:
@@ -89,8 +91,11 @@ class Tier(ABC):
         self.ledger = ledger
 
     @abstractmethod
-    def allocate(self, num_bytes: int, what: str) -> Region:
-        """Bytes for `what`, or MemoryAllocationFailed before anything is allocated."""
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
+        """Bytes for `what`, all zero, or MemoryAllocationFailed before anything is allocated.
+
+        `is_copied` says that a GPU will copy from or to them.
+        """
 
     @abstractmethod
     def free(self, region: Region) -> None:
@@ -108,10 +113,11 @@ class HostTier(Tier):
         self._is_pinned = is_pinned
 
     @override
-    def allocate(self, num_bytes: int, what: str) -> Region:
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
         self.ledger.charge(num_bytes, what)
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-        if self._is_pinned and num_bytes:
+        tensor = _host_bytes(num_bytes)
+        is_pinned = self._is_pinned and is_copied and num_bytes > 0
+        if is_pinned:
             # Not torch's pinned allocator: it rounds up to a power of two, which a budget in bytes cannot have.
             status = _cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
             if int(status) != 0:
@@ -121,11 +127,11 @@ class HostTier(Tier):
                     hint="raise `ulimit -l`, or set offload.pin_cpu_memory = false",
                     cuda_error=int(status),
                 )
-        return Region(self, tensor, num_bytes)
+        return Region(self, tensor, num_bytes, is_pinned=is_pinned)
 
     @override
     def free(self, region: Region) -> None:
-        if self._is_pinned and region.tensor.numel():
+        if region.is_pinned:
             _cudart().cudaHostUnregister(region.tensor.data_ptr())
         self.ledger.refund(region.charged_bytes)
         region.tensor = torch.empty(0, dtype=torch.uint8)
@@ -156,7 +162,7 @@ class DiskTier(Tier):
         return self._round(num_bytes) <= self.ledger.free_bytes
 
     @override
-    def allocate(self, num_bytes: int, what: str) -> Region:
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
         size = self._round(num_bytes)
         self.ledger.charge(size, what)
         try:
@@ -165,7 +171,8 @@ class DiskTier(Tier):
         except BaseException:
             self.ledger.refund(size)
             raise
-        return Region(self, torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes], size, offset, mapping)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+        return Region(self, tensor, size, offset, mapping=mapping)
 
     @override
     def free(self, region: Region) -> None:
@@ -209,6 +216,15 @@ class DiskTier(Tier):
             ) from error
         self._end += size
         return self._end - size
+
+
+def _host_bytes(num_bytes: int) -> Tensor:
+    """Zeros straight from the kernel, in large pages where they pay: an update walks through all of it every step."""
+    if num_bytes < _LARGE_PAGE:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, num_bytes)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _cudart() -> Any:
