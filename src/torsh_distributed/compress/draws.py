@@ -5,6 +5,8 @@ Everything is integer arithmetic on `noise`: the same elements on every device a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from torsh_distributed.compress.noise import mixed, noise
 from torsh_distributed.errors import InvalidArgument
 
 _ROUNDS = 4
-_PIECE = 1 << 16  # elements drawn at a time, so that the hash works in the cache
+_PIECE = 1 << 16  # elements drawn at a time on a CPU, so that the hash works in the cache
 
 
 def draw_without_replacement(seed: int, num_elements: int, count: int, device: torch.device) -> Tensor:
@@ -29,13 +31,11 @@ def draw_without_replacement(seed: int, num_elements: int, count: int, device: t
             num_elements=num_elements,
         )
     bits = max(num_elements - 1, 1).bit_length()
-    pieces = [
-        _permuted_inside(
-            torch.arange(start, min(start + _PIECE, count), dtype=torch.int32, device=device), seed, bits, num_elements
-        )
-        for start in range(0, count, _PIECE)
-    ]
-    return torch.cat(pieces).long() if pieces else torch.empty(0, dtype=torch.int64, device=device)
+    pieces = [torch.empty(0, dtype=torch.int32, device=device)]
+    for start, length in pieces_of(count, device):
+        numbers = torch.arange(start, start + length, dtype=torch.int32, device=device)
+        pieces.append(_permuted_inside(numbers, seed, bits, num_elements))
+    return torch.cat(pieces).long()
 
 
 def _permuted_inside(numbers: Tensor, seed: int, bits: int, num_elements: int) -> Tensor:
@@ -65,13 +65,19 @@ def _signed(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
+def pieces_of(num_elements: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Start and length of the pieces in which elements are drawn: small on a CPU, one elsewhere."""
+    step = _PIECE if device.type == "cpu" else max(1, num_elements)
+    for start in range(0, num_elements, step):
+        yield start, min(step, num_elements - start)
+
+
 def draw_each(seed: int, num_elements: int, probability: float, device: torch.device) -> Tensor:
     """The indices of elements drawn each on its own with `probability`, in multiples of 2**-32: int64, increasing."""
     last = acceptance(probability) - 1 - 2**31  # the hash is uniform over all signed 32-bit numbers
     pieces = [torch.empty(0, dtype=torch.int64, device=device)]
-    for start in range(0, num_elements, _PIECE):
-        drawn = noise(seed, start, min(_PIECE, num_elements - start), device) <= last
-        pieces.append(nonzero(drawn) + start)
+    for start, length in pieces_of(num_elements, device):
+        pieces.append(nonzero(noise(seed, start, length, device) <= last) + start)
     return torch.cat(pieces)
 
 

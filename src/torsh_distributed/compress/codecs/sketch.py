@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.compress.codec import Averaged, Key
+from torsh_distributed.compress.draws import pieces_of
 from torsh_distributed.compress.linear import LinearCodec, all_reduce_bytes, require_floats
 from torsh_distributed.compress.noise import noise
 from torsh_distributed.compress.selection import largest
 from torsh_distributed.errors import InvalidArgument
 
 _ROWS = 3
-_PIECE = 1 << 16
 _SIGN_BIT = -(2**31)
 
 
@@ -109,9 +109,8 @@ class SketchCodec(LinearCodec):
     def _bits(self, num_elements: int, key: Key, device: torch.device) -> Tensor:
         """32 random bits for each element; bit r is its sign in row r."""
         bits = torch.empty(num_elements, dtype=torch.int32, device=device)
-        for start in range(0, num_elements, _PIECE):
-            piece = bits[start : start + _PIECE]
-            piece.copy_(noise(key.shared, start, piece.numel(), device))
+        for start, length in pieces_of(num_elements, device):
+            bits[start : start + length] = noise(key.shared, start, length, device)
         return bits
 
 
