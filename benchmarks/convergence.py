@@ -1,14 +1,18 @@
-"""Loss curves of a demo with each way to compress its gradients: shared by the cases `convergence_*`."""
+"""Loss curves of a model with each way to compress its gradients: shared by the cases `convergence_*`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Budget, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed import CompressionConfig, Plan, TrainingConfig
 from torsh_distributed.train import parallelize
-from torsh_distributed.train.demos import DEMOS
+from torsh_distributed.train.demos import DEMOS, Demo
 
 WAYS = {
     "none": CompressionConfig(),
@@ -22,23 +26,46 @@ WAYS = {
 _NUM_POINTS = 10
 
 
-def losses(demo_name: str, way: str, training: TrainingConfig) -> list[float]:
+def classifier(plan: Plan) -> Demo:
+    """An MLP that learns from a noisy teacher: the labels are drawn, so that no model gets to a loss of zero."""
+    generator = torch.Generator().manual_seed(plan.training.seed)
+    points = torch.randn(20_000, 32, generator=generator)
+    logits = torch.tanh(points @ torch.randn(32, 64, generator=generator) / 4) @ torch.randn(
+        64, 10, generator=generator
+    )
+    labels = torch.multinomial(torch.softmax(logits, dim=1), 1, generator=generator).squeeze(1)
+    torch.manual_seed(plan.training.seed)
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return Demo(
+        name="classifier",
+        description="MLP with a noisy teacher",
+        model=model,
+        loader=DataLoader(TensorDataset(points, labels), batch_size=plan.training.batch_size, shuffle=True),
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=torch.optim.SGD(model.parameters(), lr=plan.training.learning_rate, momentum=0.9),
+    )
+
+
+TASKS: dict[str, Callable[[Plan], Demo]] = {"gpt": DEMOS["gpt"], "classifier": classifier}
+
+
+def losses(task: str, way: str, training: TrainingConfig) -> list[float]:
     """The loss of every step; runs on every rank."""
     compress = WAYS[way].replace(warmup_steps=training.steps // 10, skip_below_numel=256)
     plan = Plan(training=training, compress=compress)
-    demo = DEMOS[demo_name](plan)
+    demo = TASKS[task](plan)
     engine = parallelize(demo.model, demo.optimizer, plan, loss_fn=demo.loss_fn)
     return [engine.step(batch) for batch in engine.batches(demo.loader)]
 
 
-def curves(demo_name: str, training: TrainingConfig, budget: Budget) -> Iterator[Row | Note]:
+def curves(task: str, training: TrainingConfig, budget: Budget) -> Iterator[Row | Note]:
     """A row for each tenth of the training: the mean loss in it, uncompressed and for each way."""
     if budget.is_quick:
         training = training.replace(steps=20)
     world = World()
     try:
         found = {
-            way: world.run(losses, demo_name, way, training, num_ranks=2, backend="shm", timeout_s=600)[0]
+            way: world.run(losses, task, way, training, num_ranks=2, backend="shm", timeout_s=600)[0]
             for way in (("none", "int8") if budget.is_quick else WAYS)
         }
     finally:

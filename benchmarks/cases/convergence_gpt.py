@@ -1,4 +1,4 @@
-"""Does compression cost accuracy? Loss curves of the demo gpt."""
+"""Does compression cost accuracy? Loss curves of the character GPT."""
 
 from __future__ import annotations
 

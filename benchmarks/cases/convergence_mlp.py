@@ -1,4 +1,4 @@
-"""Does compression cost accuracy? Loss curves of the demo mlp."""
+"""Does compression cost accuracy? Loss curves of an MLP classifier."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from benchmarks.convergence import ABOUT, curves
 from benchmarks.harness import Budget, Case, Note, Row
 from torsh_distributed import TrainingConfig
 
-_TRAINING = TrainingConfig(steps=1000, batch_size=128, learning_rate=5e-3)
+_TRAINING = TrainingConfig(steps=600, batch_size=128, learning_rate=0.02)
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
-    return curves("mlp", _TRAINING, budget)
+    return curves("classifier", _TRAINING, budget)
 
 
 CASE = Case(
     title="Convergence under compression: MLP classifier",
-    about="An MLP that tells five spirals apart, Adam." + ABOUT,
+    about="An MLP (77 k parameters) that learns ten classes from a noisy teacher, SGD with momentum." + ABOUT,
     rows=_rows,
     x_label="step",
 )
