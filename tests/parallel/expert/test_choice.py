@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
 from tests.parallel.expert.test_strategy import batches, build, one_process
+from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
 from torsh_distributed.parallel.expert.strategy import ExpertDataParallel
@@ -56,6 +57,32 @@ def test_the_engine_reaches_the_losses_of_one_process(world: World) -> None:
     for by_mesh in world.run(train_by_plan, meshes, num_ranks=4, backend="shm", timeout_s=60):
         for mesh, losses in zip(meshes, by_mesh, strict=True):
             assert losses == pytest.approx(expected, abs=1e-4), mesh
+
+
+def train_otherwise(sections: list[dict[str, Any]]) -> list[tuple[list[float], int]]:
+    """Losses, and how often a layer routed."""
+    found = []
+    for section in sections:
+        engine = engine_for({"ep": 2}, **section)
+        seen: list[events.Event] = []
+        end = events.subscribe(seen.append, events.RoutingEvent)
+        found.append(([engine.step(batch) for batch in engine.batches(loader())], len(seen)))
+        end()
+    return found
+
+
+def test_recomputed_activations_and_low_precision_go_with_spread_experts(world: World) -> None:
+    """A layer that is computed again in backward sends its tokens again, on every rank in the same order."""
+    expected, _ = one_process(CONFIG, 6)
+    sections: list[dict[str, Any]] = [
+        {"activation": {"strategy": "uniform", "every_n_layers": 1}},
+        {"precision": {"dtype": "bf16"}},
+    ]
+    for (recomputed, num_again), (low, num_once) in world.run(train_otherwise, sections, backend="shm", timeout_s=60):
+        assert recomputed == pytest.approx(expected, abs=1e-4)
+        assert low == pytest.approx(expected, abs=0.03)
+        assert low != pytest.approx(expected, abs=1e-6), "bf16 had no effect"
+        assert num_again == 2 * num_once, "nothing was recomputed"
 
 
 def refusals() -> list[str]:

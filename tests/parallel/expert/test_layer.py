@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.bed.world import World
+from tests.comm.backends.mpi.world import MpiWorld
 from tests.parallel.expert.dense import Reference, admitted, capacity
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
@@ -106,7 +107,15 @@ def compare_all(shares: list[int], configs: list[ExpertParallelismConfig]) -> li
 )
 def test_outputs_and_gradients_are_those_of_a_dense_mixture(world: World, backend: str, shares: list[int]) -> None:
     """Rank 2 of one case has no token at all, and still holds experts that others need."""
-    results = world.run(compare_all, shares, CONFIGS, num_ranks=len(shares), backend=backend, timeout_s=60)
+    check(world.run(compare_all, shares, CONFIGS, num_ranks=len(shares), backend=backend, timeout_s=60), shares)
+
+
+@pytest.mark.needs_mpi
+def test_outputs_and_gradients_are_the_same_over_mpi(mpi_world: MpiWorld) -> None:
+    check(mpi_world.run(compare_all, [13, 10], CONFIGS, num_ranks=2), [13, 10])
+
+
+def check(results: list[Any], shares: list[int]) -> None:
     for number, config in enumerate(CONFIGS):
         out, grad_tokens, grads = dense(config, sum(shares))
         torch.testing.assert_close(torch.cat([result[number][0] for result in results]), out)
