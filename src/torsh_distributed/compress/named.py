@@ -94,4 +94,4 @@ class NamedBuffers:
 
 def split(flat: Tensor, layout: Layout) -> Sequence[Tensor]:
     """The parts of a flat tensor, as views."""
-    return flat.split([piece.numel for piece in layout])
+    return torch.split(flat, [piece.numel for piece in layout])
