@@ -211,6 +211,6 @@ CASE = Case(
     torch's fully_shard by hand, in turns in the same processes on torsh, and the latter on gloo. Memory: parameters,
     gradients and Adam's state that the fullest rank holds after a step, counted from the storages; torch's own are
     DDP, ZeroRedundancyOptimizer and fully_shard. Two hosts, two ranks each, joined by a limited link: parameters and
-    gradients as they are against int8 (all four ranks one shard axis), and gradients between replicas of two shards.""",
+    gradients as they are against int8 (all four ranks one shard axis), gradients between replicas of two shards.""",
     rows=_rows,
 )

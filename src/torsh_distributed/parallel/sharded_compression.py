@@ -98,8 +98,8 @@ class CompressedReduceScatter(Empty, ReduceScatter):
         numels = [segment.numel for segment in segments]
         is_small = [self._compressor.travels_dense(segment.name, segment.numel * group.size()) for segment in segments]
         columns, outputs = torch.split(rows, numels, dim=1), torch.split(output_tensor, numels)
-        small = _Part.of(columns, outputs, is_small)
-        large = _Part.of(columns, outputs, [not one for one in is_small])
+        small = _Part.of(columns, outputs, is_small, rows)
+        large = _Part.of(columns, outputs, [not one for one in is_small], rows)
         names = [segment.name for segment, one in zip(segments, is_small, strict=True) if not one]
         wire_bytes = self._reduce(small, large, names, group)
         if op == dist.ReduceOp.SUM:  # FSDP2 divides by itself then: fp16 could overflow in between
@@ -151,12 +151,14 @@ class _Part(NamedTuple):
 
     columns: list[Tensor]
     outputs: list[Tensor]
+    whole: Tensor
 
     @classmethod
-    def of(cls, columns: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[bool]) -> _Part:
+    def of(cls, columns: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[bool], whole: Tensor) -> _Part:
         return cls(
             [column for column, is_in in zip(columns, wanted, strict=True) if is_in],
             [output for output, is_in in zip(outputs, wanted, strict=True) if is_in],
+            whole,
         )
 
     @property
@@ -166,7 +168,7 @@ class _Part(NamedTuple):
     def rows(self) -> Tensor:
         """A copy in fp32: one row for each owner."""
         if not self.columns:
-            return torch.empty(0)
+            return self.whole.new_empty(0, dtype=torch.float32)
         return torch.cat([column.float() for column in self.columns], dim=1)
 
     def put(self, shard: Tensor) -> None:
