@@ -47,6 +47,9 @@ def offloaded_optimizer(strategy: Strategy, optimizer: Optimizer, plan: Plan) ->
         return optimizer
     if isinstance(strategy, PagedDataParallel):
         return strategy.offload_optimizer(optimizer)
+    for axis, degree in plan.mesh.degrees.items():
+        if axis not in ("dp", "shard") and degree > 1:
+            _refuse(f"offload does not go together with mesh.{axis}", "set offload.enabled = false", plan)
     if plan.mesh.shard > 1 and plan.fsdp.strategy == "shard_optimizer":
         _refuse(
             "fsdp.strategy = shard_optimizer looks after the optimizer state itself",

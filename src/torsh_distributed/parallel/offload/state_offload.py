@@ -28,7 +28,7 @@ class StateOffload:
     """Master values and moments of an optimizer in the store; `optimizer` is the one to use from here on.
 
     Works on parameters as they are: plain, in DDP, or DTensors, of which each rank keeps the state of its own shard
-    (FSDP2, tensor parallelism). fp32 parameters on the host (FSDP2 under CPUOffloadPolicy) are updated in place.
+    (FSDP2). fp32 parameters on the host (FSDP2 under CPUOffloadPolicy) are updated in place.
     Every rank of `group` makes it; close it, or use it as a context.
     """
 

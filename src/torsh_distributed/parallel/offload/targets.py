@@ -100,8 +100,7 @@ class UnitTarget(Target):
 
 
 class ParamTarget(Target):
-    """One parameter that someone else looks after: plain, in DDP, or this rank's shard of a DTensor (FSDP2, tensor
-    parallelism)."""
+    """One parameter that someone else looks after: plain, in DDP, or this rank's shard of a DTensor (FSDP2)."""
 
     def __init__(self, name: str, param: nn.Parameter, pieces: Sequence[Piece], *, is_in_place: bool) -> None:
         self._param = param
