@@ -80,6 +80,29 @@ def test_momentum_scales_what_is_carried_over() -> None:
     assert sender.decompress(sender.compress("w", torch.tensor([0.1, 1.0]))).tolist() == [0.0, 1.5]
 
 
+@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
+@pytest.mark.parametrize("method", ["topk:0.25", "int8"])
+def test_what_is_remembered_follows_a_change_of_scale(method: str, feedback: str) -> None:
+    """Gradients eight times as large from the fourth step on: messages say eight times as much, and nothing else."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(8, 8) for _ in range(6)]
+
+    def received(factor: float) -> list[Tensor]:
+        ends = [compressor(method, error_feedback=feedback) for _ in range(2)]
+        found = []
+        for number, gradient in enumerate(gradients):
+            if number == 3:
+                for end in ends:
+                    end.rescale(factor)
+            scale = factor if number >= 3 else 1.0
+            found.append(ends[1].decompress(ends[0].compress("w", gradient * scale)) / scale)
+            ends[0].step()
+        return found
+
+    for one, other in zip(received(1.0), received(8.0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def descend(method: str, feedback: str, *, num_steps: int = 400) -> float:
     """|x1 - x2| + |x1 + x2| / 10 from (1.3, 0.7): all gradients have the signs of (1, -1) or (-1, 1)."""
     sender = compressor(method, error_feedback=feedback, error_feedback_momentum=1.0)

@@ -89,6 +89,23 @@ def test_training_under_compression_resumes_with_the_same_bits(world: World, fee
     world.run(resume, feedback, timeout_s=60)
 
 
+def train_in_half(feedback: str) -> None:
+    """A loss scale that doubles every second step changes nothing: what was left out is scaled with it."""
+    ends = []
+    for interval in (2, 1000):
+        precision = {"dtype": "fp16", "init_loss_scale": 64.0, "loss_scale_growth_interval": interval}
+        trained = engine({"compress": {**COMPRESS, "error_feedback": feedback}, "precision": precision})
+        ends.append(steps(trained, 8)[-1])
+        assert trained.precision.loss_scale == (1024.0 if interval == 2 else 64.0)
+    start = flat(build())
+    assert float((ends[0] - ends[1]).norm()) < 0.02 * float((ends[0] - start).norm())
+
+
+@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
+def test_the_loss_scale_may_change_under_compression(world: World, feedback: str) -> None:
+    world.run(train_in_half, feedback, timeout_s=60)
+
+
 def refuse() -> None:
     for plan, text in (
         ({"compress": COMPRESS, "mesh": {"tp": 2}}, "the plan splits the model itself"),

@@ -285,6 +285,16 @@ class GradientCompressor:
         self._feedback = feedback
         self._config = new
 
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on, such as after a change of the loss scale; on every rank.
+
+        What was left out was measured in the old scale, and would count too much or too little in the new one.
+        """
+        self._feedback.rescale(factor)
+        self._told.rescale(factor)
+        if isinstance(self._codec, DenseCodec):
+            self.reset_codec()
+
     def reset_error_feedback(self, names: Iterable[str] | None = None) -> None:
         """Forget what was left out, of all tensors or of some; over a group every rank does the same."""
         self._feedback.reset(names)

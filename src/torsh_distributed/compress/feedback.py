@@ -44,6 +44,9 @@ class Feedback(ABC):
     def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
         """The whole gradient, with what was carried, travelled uncompressed."""
 
+    def rescale(self, factor: float) -> None:  # noqa: B027 (nothing to change without memory)
+        """Gradients are `factor` times as large from now on: so is what is remembered of them."""
+
     def reset(self, names: Iterable[str] | None = None) -> None:  # noqa: B027 (nothing to forget without memory)
         """Forget everything, or what is kept for some names."""
 
@@ -120,6 +123,10 @@ class ResidualFeedback(Feedback):
         self._residuals.drop(piece.name for piece in layout)
 
     @override
+    def rescale(self, factor: float) -> None:
+        self._residuals.scale(factor)
+
+    @override
     def reset(self, names: Iterable[str] | None = None) -> None:
         if names is None:
             self._residuals.clear()
@@ -171,6 +178,11 @@ class DifferenceFeedback(Feedback):
     def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
         self._own.flat(layout, gradient.device).copy_(gradient)
         self._mean.flat(layout, mean.device).copy_(mean)
+
+    @override
+    def rescale(self, factor: float) -> None:
+        self._own.scale(factor)
+        self._mean.scale(factor)
 
     @override
     def reset(self, names: Iterable[str] | None = None) -> None:

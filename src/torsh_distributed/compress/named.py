@@ -77,6 +77,11 @@ class NamedBuffers:
         for name in gone:
             del self._by_name[name]
 
+    def scale(self, factor: float) -> None:
+        """Multiply everything kept."""
+        for value in self._by_name.values():
+            value.mul_(factor)
+
     def clear(self) -> None:
         """Forget everything."""
         self._by_name.clear()

@@ -98,6 +98,11 @@ class DataParallel(Strategy):
         return self._ddp.take_comm_s()
 
     @override
+    def rescale(self, factor: float) -> None:
+        if self._ddp.compressor is not None:
+            self._ddp.compressor.rescale(factor)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         compressor = self._ddp.compressor
         return {} if compressor is None else {"compressor": compressor.state_dict()}

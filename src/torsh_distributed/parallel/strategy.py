@@ -81,6 +81,9 @@ class Strategy(ABC):
     def take_comm_s(self) -> float | None:
         """Seconds during which gradients were on their way since the last call; None where that is not measured."""
 
+    def rescale(self, factor: float) -> None:  # noqa: B027 (most strategies remember no gradients)
+        """Gradients are `factor` times as large from now on, for the loss scale changed; every rank is told."""
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank alone holds beyond model and optimizer, such as what compression left out so far."""
         return {}

@@ -187,6 +187,9 @@ class Engine:
                 self.precision.update(self.optimizer)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+        new_scale = self.precision.loss_scale
+        if scale is not None and new_scale is not None and new_scale != scale:
+            self.strategy.rescale(new_scale / scale)
         if is_done:
             self.num_steps += 1
             self.learning_rate.advance()
