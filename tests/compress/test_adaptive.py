@@ -34,7 +34,7 @@ def compressor(method: str) -> GradientCompressor:
         ("topk:0.0001", "aggressive", 0.001, 10, "topk:0.0001"),
         ("topk:1", "aggressive", 0.5, 10, "topk:1"),
         ("nbit:4", "aggressive", 0.5, 20, "nbit:6"),
-        ("nbit:1", "aggressive", 0.001, 10, "nbit:1"),
+        ("nbit:2", "aggressive", 0.001, 10, "nbit:2"),
         ("powersgd:4", "aggressive", 0.001, 10, "powersgd:3"),
     ],
 )

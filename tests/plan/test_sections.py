@@ -140,6 +140,12 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
         'the default is "powersgd:4"',
     ),
     (
+        {"compress": {"method": "nbit:1"}},
+        "compress.method nbit:1 with error_feedback 'ef14' diverges: a message drawn between two levels is further from"
+        " the gradient than nothing is, so what is left out grows from step to step",
+        'use "sign" for one bit with error feedback, "nbit:2", or error_feedback = "none"',
+    ),
+    (
         {"compress": {"method": "fp16:2"}},
         "compress.method fp16 takes no number; got 'fp16:2'",
         'write "fp16"',

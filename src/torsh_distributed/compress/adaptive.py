@@ -22,6 +22,7 @@ from torsh_distributed.plan.compression import METHODS
 
 _NUM_RECORDS = 10
 _SHARES = (0.0001, 1.0)
+_LEAST_BITS = 2  # with one, error feedback diverges
 
 
 class AdaptationStrategy(StrEnum):
@@ -116,6 +117,8 @@ class AdaptiveCompression:
         assert wanted is not None
         assert number is not None
         least, most = (wanted.least, wanted.most) if wanted.integer else _SHARES
+        if config.name == "nbit":
+            least = _LEAST_BITS
         if wanted.integer:
             moved = number + (1 if factor > 1 else -1) * max(1, round(abs(factor - 1) * number))
         else:

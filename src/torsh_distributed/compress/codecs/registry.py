@@ -44,7 +44,7 @@ def make_codec(method: str) -> Codec:
 
     `auto` is a choice among codecs, not a codec.
     """
-    config = CompressionConfig(method=method)
+    config = CompressionConfig(method=method, error_feedback="none")  # a codec by itself remembers nothing
     if config.name == "auto":
         raise InvalidArgument(
             "method 'auto' chooses among codecs and is none itself", hint=f"one of: {', '.join(_CODECS)}", method=method
