@@ -354,7 +354,7 @@ def refused(case: str) -> str:
         ("single", "must be a pair (inputs, targets)"),
         ("empty", "the batch is empty"),
         ("dtype", "batch=['torch.float64'], parameters=['torch.float32']"),
-        ("other model", "rank 0 has weight (2, 3) torch.float32 where rank 1 has weight (3, 3) torch.float32"),
+        ("other model", "weight is (2, 3) float32 on rank 0; (3, 3) float32 on rank 1"),
         ("no batch", "no batch that every rank can have a share of"),
     ],
 )

@@ -7,26 +7,28 @@ import hashlib
 import torch.distributed as dist
 from torch import nn
 
+from torsh_distributed.comm.collectives import resolve_group
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import TensorShapeMismatch
 
 _ABSENT = "not there"
 
 
-def check_same_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise TensorShapeMismatch on every rank, naming parameter and ranks, unless all ranks of the group agree.
+def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raise TensorShapeMismatch on every rank, naming parameter and ranks, unless all of the group (the world) agree.
 
     Compared are names, order, shapes, dtypes, what is trained and what is shared; not the values. A hash travels first,
     the description only where it differs.
     """
-    if group.size() == 1:
+    members = resolve_group(group)
+    if members.size() == 1:
         return
     mine = _description(model)
     digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    if len(set(all_gather_object(digest, group=group))) == 1:
+    if len(set(all_gather_object(digest, group=members))) == 1:
         return
-    ranks = dist.get_process_group_ranks(group)
-    found: list[dict[str, str]] = all_gather_object(mine, group=group)
+    ranks = dist.get_process_group_ranks(members)
+    found: list[dict[str, str]] = all_gather_object(mine, group=members)
     for name in dict.fromkeys(name for one in found for name in one):
         seen: dict[str, list[int]] = {}
         for rank, one in zip(ranks, found, strict=True):

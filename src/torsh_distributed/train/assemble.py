@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import BackendNotInitialized
 from torsh_distributed.parallel.choose import strategy_for
+from torsh_distributed.parallel.materialize import ParamInit
+from torsh_distributed.parallel.model_check import check_same_model
 from torsh_distributed.parallel.offload.compose import offloaded_optimizer
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
@@ -15,7 +17,6 @@ from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.precision import cast_buffers
-from torsh_distributed.train.same_model import require_same_model
 
 
 def parallelize(
@@ -25,14 +26,16 @@ def parallelize(
     *,
     loss_fn: LossFn | None = None,
     scheduler_fn: SchedulerFn | None = None,
+    param_init_fn: ParamInit | None = None,
 ) -> Engine:
     """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
 
     `optimizer` is one over the model's parameters, or a function from parameters to one, which is called once the model
     has its final parameters. `loss_fn(outputs, targets)` is called with the model's output and the second half of each
     `(inputs, targets)` batch; without it the model is called with the whole batch and must return the loss.
-    `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. Parameters and buffers become those
-    of rank 0. What the plan asks for and this version cannot do is refused here, before the first step.
+    `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
+    modules of a model on the meta device that have no `reset_parameters()`. Parameters and buffers become those of
+    rank 0. What the plan asks for and this version cannot do is refused here, before the first step.
     """
     chosen = plan or Plan()
     if not process_group.is_initialized():
@@ -40,9 +43,9 @@ def parallelize(
     chosen.require_supported()
     chosen = chosen.resolve(process_group.get_world_size())
     optimizer_for = prepare_optimizer(model, optimizer)
-    require_same_model(model)
+    check_same_model(model)
     cast_buffers(model, chosen.precision)
-    strategy = strategy_for(model, chosen)
+    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
     return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)
