@@ -28,6 +28,17 @@ def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     assert "step     3/3" in done.stdout
 
 
+def test_the_demo_with_experts_trains_with_them_spread_over_two_ranks(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    training = "[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\n"
+    plan.write_text(f'[mesh]\nep = 2\n[expert]\nnum_experts = 4\noverflow = "none"\n{training}')
+    done = torsh("train", "--demo", "moe", "--plan", str(plan), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "4 experts in each of 3 layers" in done.stdout
+    assert "step     3/3" in done.stdout
+    assert "Shall I" in done.stdout, "text is made by both ranks together"
+
+
 def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[mesh]\ndp = 3\n")

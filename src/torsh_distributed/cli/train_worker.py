@@ -35,9 +35,11 @@ def main(argv: list[str]) -> None:
     device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
     with distributed(plan, backend=choose_backend(plan.distributed.backend, device_type=device_type)):
         demo = DEMOS[options.demo](plan)
+        # Of the whole model: spread over ranks, each holds a part of them.
+        num_params = sum(param.numel() for param in demo.model.parameters())
         device = process_group.device() if device_type == "cuda" else torch.device("cpu")
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn)
-        report = _begin_report(demo, plan)
+        report = _begin_report(demo, plan, num_params)
         for batch in engine.batches(demo.loader):
             engine.step(batch)
         # On every rank: where forward communicates, no rank can speak alone.
@@ -53,7 +55,7 @@ def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
     return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
 
 
-def _begin_report(demo: Demo, plan: Plan) -> TrainReport:
+def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:
     console = Console(width=110, soft_wrap=True)
     report = TrainReport(
         total_steps=plan.training.steps,
@@ -62,9 +64,8 @@ def _begin_report(demo: Demo, plan: Plan) -> TrainReport:
         console=console,
     )
     if process_group.get_rank() == 0:
-        parameters = sum(param.numel() for param in demo.model.parameters())
         console.print(
-            f"training {demo.description}: {parameters:,} parameters on {process_group.get_world_size()} ranks, "
+            f"training {demo.description}: {num_params:,} parameters on {process_group.get_world_size()} ranks, "
             f"backend {process_group.get_backend()}, batch {plan.training.batch_size}",
             highlight=False,
         )

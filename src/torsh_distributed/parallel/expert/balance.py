@@ -73,6 +73,7 @@ def rebalance(layer: MoELayer, placement: Placement, optimizer: Optimizer | None
             stack.copy_(moved)
             moved_bytes += num_left * moved[0].numel() * moved.element_size()
     layer.placement = placement
+    layer.experts.here = placement.experts_of(layer.ep_rank)
     loads = layer.smoothed_load or [1 / layer.config.num_experts] * layer.config.num_experts
     events.emit(
         events.RebalanceEvent(

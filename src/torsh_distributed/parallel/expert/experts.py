@@ -59,10 +59,28 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty((len(here), hidden_dim, output_dim), **place))  # type: ignore[arg-type]
         self.up_bias = self.down_bias = None
         if bias:
-            self.up_bias = nn.Parameter(torch.zeros((len(here), wide), **place))  # type: ignore[arg-type]
-            self.down_bias = nn.Parameter(torch.zeros((len(here), output_dim), **place))  # type: ignore[arg-type]
+            self.up_bias = nn.Parameter(torch.empty((len(here), wide), **place))  # type: ignore[arg-type]
+            self.down_bias = nn.Parameter(torch.empty((len(here), output_dim), **place))  # type: ignore[arg-type]
+        self.here = tuple(here)
+        """The experts that live here, by place."""
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights as `config.initialization` says; biases are 0."""
         for weight in (self.up, self.down):
-            _draw(weight, config, here)
+            _draw(weight, self.config, self.here)
+        for bias in (self.up_bias, self.down_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def keep(self, here: Sequence[int]) -> None:
+        """Keep only these of the experts, which all live here; parameters stay the same objects."""
+        places = [self.here.index(expert) for expert in here]
+        for param in self.stacked().values():
+            param.data = param.data[places].clone()
+            param.grad = None
+        self.here = tuple(here)
 
     @property
     def num_local(self) -> int:
@@ -102,7 +120,6 @@ class Experts(nn.Module):
         return f"{shapes}, activation={self.activation}"
 
 
-@torch.no_grad()
 def _draw(weight: Tensor, config: ExpertParallelismConfig, here: Sequence[int]) -> None:
     """Fill a stack (experts, in, out) as `config.initialization` says, expert after expert of the whole layer."""
     places = {expert: place for place, expert in enumerate(here)}

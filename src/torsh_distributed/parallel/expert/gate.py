@@ -49,7 +49,16 @@ class Gate(nn.Module):
         if config.gate_groups > 1:
             self.groups = nn.Linear(input_dim, config.gate_groups, bias=False, device=device, dtype=dtype)
         if config.gate_grouping == "learned":
-            self.membership = nn.Parameter(self._neighbours().to(device=device, dtype=dtype))
+            size = (config.num_experts, config.gate_groups)
+            self.membership = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Where learning of groups starts: an expert is mostly in the group of its neighbours."""
+        if self.config.gate_grouping == "learned":
+            size = self.config.num_experts // self.config.gate_groups
+            self.membership.copy_(2.0 * torch.eye(self.config.gate_groups).repeat_interleave(size, dim=0))
 
     @override
     def forward(self, tokens: Tensor) -> Scores:
@@ -93,11 +102,6 @@ class Gate(nn.Module):
         inside = (logits.unsqueeze(1) + belongs).log_softmax(dim=2)
         joint = (groups.log_softmax(dim=1).unsqueeze(2) + inside).logsumexp(dim=1)
         return Scores(joint.exp(), _z_loss(groups) + _z_loss(logits), None)
-
-    def _neighbours(self) -> Tensor:
-        """Where learning starts: an expert is mostly in the group of its neighbours."""
-        size = self.config.num_experts // self.config.gate_groups
-        return 2.0 * torch.eye(self.config.gate_groups).repeat_interleave(size, dim=0)
 
 
 def _linear(layer: nn.Linear, inputs: Tensor) -> Tensor:

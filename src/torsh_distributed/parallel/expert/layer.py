@@ -105,10 +105,7 @@ class MoELayer(nn.Module):
         self.placement = Placement.contiguous(self.config.num_experts, group.size())
         self.group = group
         self._check_agreement()
-        here = list(self.placement.experts_of(self.ep_rank))
-        for param in self.experts.stacked().values():
-            param.data = param.data[here].clone()
-            param.grad = None
+        self.experts.keep(self.placement.experts_of(self.ep_rank))
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
