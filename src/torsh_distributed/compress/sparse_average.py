@@ -32,7 +32,8 @@ from torsh_distributed.compress.sparse import (
 )
 from torsh_distributed.errors import CompressionError
 
-_BLOCK = 64
+_BLOCK_BITS = 6
+_BLOCK = 1 << _BLOCK_BITS
 _MOST_FOR_ALL_GATHER = 3
 _COUNT_BYTES = 8
 
@@ -96,13 +97,13 @@ def _by_all_gather(own: Sparse, num_elements: int, group: dist.ProcessGroup, wir
         most = max(count for (count,) in _gather_counts([most], group, own.values.device))
         shape = wire.room(num_elements, most)
         told_bytes = _COUNT_BYTES
-    total, sent = own.values.new_zeros(num_elements), own.values.new_zeros(num_elements)
+    mean, sent = own.values.new_zeros(num_elements), own.values.new_zeros(num_elements)
     for sender, message in enumerate(all_gather(wire.write(own, shape), group=group)):
         found = wire.read(message, shape, sender=sender, rank=rank)
-        total.index_add_(0, found.indices, found.values)
+        mean.index_add_(0, found.indices, found.values, alpha=1 / num_ranks)
         if sender == rank:
             sent.index_copy_(0, found.indices, found.values)
-    return Averaged(total.div_(num_ranks), sent, (num_ranks - 1) * (shape.message_bytes + told_bytes))
+    return Averaged(mean, sent, (num_ranks - 1) * (shape.message_bytes + told_bytes))
 
 
 def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wire) -> Averaged:
@@ -121,21 +122,21 @@ def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wi
     sent = own.values.new_zeros(num_elements)
     for part, (piece, message) in enumerate(zip(pieces, messages, strict=True)):
         said = wire.read(message, wire.shape(parts.numel(part), piece.indices.numel()), sender=rank, rank=rank)
-        sent[parts.globals(said.indices, part)] = said.values
+        sent.index_copy_(0, parts.globals(said.indices, part), said.values)
 
     # As many as one rank sent on average, divided evenly: the parts are interleaved, so each has its share of them.
     budget = -(-sum(map(sum, counts)) // num_ranks**2)
     rooms = [wire.room(parts.numel(part), budget) for part in range(num_ranks)]
     size = max(room.message_bytes for room in rooms)
     gathered, sums = _share_sums(received, shapes, budget, rooms[rank], size, group, wire)
-    sent[parts.globals(sums.indices, rank)] -= sums.values
+    sent.index_add_(0, parts.globals(sums.indices, rank), sums.values, alpha=-1)
     mean = torch.zeros_like(sent)
     for part, message in enumerate(gathered):
         found = wire.read(message, rooms[part], sender=part, rank=rank)
         places = parts.globals(found.indices, part)
-        mean[places] = found.values / num_ranks
+        mean.index_copy_(0, places, found.values / num_ranks)
         if part == rank:
-            sent[places] += found.values
+            sent.index_add_(0, places, found.values)
     return Averaged(mean, sent, sum(sizes) - sizes[rank] + (num_ranks - 1) * (size + _COUNT_BYTES * num_ranks))
 
 
@@ -160,7 +161,7 @@ def _share_sums(
         seal(message, room, notice=Notice.REFUSED, subject=int(error.context["from_rank"]))
     else:
         chosen = largest(sums.values, budget)
-        message = wire.write(Sparse(sums.indices[chosen], sums.values[chosen]), room)
+        message = wire.write(Sparse(sums.indices.index_select(0, chosen), sums.values.index_select(0, chosen)), room)
     gathered = all_gather(torch.nn.functional.pad(message, (0, size - message.numel())), group=group)
     if problem is not None:
         raise problem
@@ -176,9 +177,9 @@ def _sum_up(received: Tensor, shapes: Sequence[Shape], rank: int, wire: Wire) ->
     for sender, (message, shape) in enumerate(zip(messages, shapes, strict=True)):
         found = wire.read(message, shape, sender=sender, rank=rank)
         total.index_add_(0, found.indices, found.values)
-        is_named[found.indices] = True
+        is_named.index_fill_(0, found.indices, True)
     indices = nonzero(is_named)
-    return Sparse(indices, total[indices])
+    return Sparse(indices, total.index_select(0, indices))
 
 
 class Parts(NamedTuple):
@@ -197,17 +198,17 @@ class Parts(NamedTuple):
 
     def split(self, sparse: Sparse) -> list[Sparse]:
         """Elements by their owner; indices count the owner's elements, and are increasing."""
-        blocks = sparse.indices // _BLOCK
+        blocks = sparse.indices >> _BLOCK_BITS
         owners = blocks % self.num_ranks
         order = owners.argsort(stable=True)
-        local = blocks // self.num_ranks * _BLOCK + sparse.indices % _BLOCK
+        local = (blocks // self.num_ranks << _BLOCK_BITS) + (sparse.indices & _BLOCK - 1)
         counts = owners.bincount(minlength=self.num_ranks).tolist()
         columns = zip(local[order].split_with_sizes(counts), sparse.values[order].split_with_sizes(counts), strict=True)
         return [Sparse(indices, values) for indices, values in columns]
 
     def globals(self, indices: Tensor, part: int) -> Tensor:
         """The places in the whole of elements that the owner of `part` counts."""
-        return (indices // _BLOCK * self.num_ranks + part) * _BLOCK + indices % _BLOCK
+        return ((indices >> _BLOCK_BITS) * self.num_ranks + part << _BLOCK_BITS) + (indices & _BLOCK - 1)
 
 
 def _gather_counts(counts: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -82,7 +82,8 @@ def test_few_ranks_get_the_mean_of_all_messages(world: World, num_ranks: int, ba
     assert_ranks_agree(by_rank)
     for numel, outcomes in zip(SIZES, zip(*by_rank, strict=True), strict=True):
         messages = torch.stack([outcome.message for outcome in outcomes])
-        torch.testing.assert_close(outcomes[0].mean, messages.sum(dim=0) / num_ranks, rtol=1e-6, atol=1e-9)
+        # Rounding: thirds are added up, not a sum divided by three.
+        torch.testing.assert_close(outcomes[0].mean, messages.sum(dim=0) / num_ranks, rtol=1e-5, atol=1e-7)
         size = travelling(TopKCodec(0.05).payload_bytes(numel))
         for outcome in outcomes:
             assert torch.equal(outcome.sent, outcome.message)
