@@ -141,8 +141,10 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"compress": {"method": "nbit:1"}},
-        "compress.method nbit:1 with error_feedback 'ef14' diverges: a message drawn between two levels is further from"
-        " the gradient than nothing is, so what is left out grows from step to step",
+        (
+            "compress.method nbit:1 with error_feedback 'ef14' diverges: a message drawn between two levels is further"
+            " from the gradient than nothing is, so what is left out grows from step to step"
+        ),
         'use "sign" for one bit with error feedback, "nbit:2", or error_feedback = "none"',
     ),
     (

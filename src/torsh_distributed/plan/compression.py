@@ -113,8 +113,8 @@ class CompressionConfig(Section):
         elif name == "nbit" and self.parameter == 1 and self.error_feedback != "none":
             yield Problem(
                 "method",
-                f"method nbit:1 with error_feedback {self.error_feedback!r} diverges: a message drawn between two levels"
-                " is further from the gradient than nothing is, so what is left out grows from step to step",
+                f"method nbit:1 with error_feedback {self.error_feedback!r} diverges: a message drawn between two"
+                " levels is further from the gradient than nothing is, so what is left out grows from step to step",
                 'use "sign" for one bit with error feedback, "nbit:2", or error_feedback = "none"',
             )
 
