@@ -188,6 +188,39 @@ def test_evaluation_leaves_the_budget_alone() -> None:
         assert paged.stats().device.peak_bytes <= 42 * 1024
 
 
+class Breaks(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+
+def test_training_goes_on_after_a_backward_that_raised() -> None:
+    model, optimizer = build()
+    losses = []
+    with PagedDataParallel(model, config()) as paged:
+        optimizer = paged.offload_optimizer(optimizer)
+        handle = model.blocks[1].register_forward_hook(lambda module, args, out: Breaks.apply(out))
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, *next(batches(1))).backward()
+        handle.remove()
+        for ids, targets in batches():
+            optimizer.zero_grad()
+            loss = loss_of(model, ids, targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert paged.stats().device.peak_bytes <= 42 * 1024
+        with pytest.raises(InvalidArgument, match="takes no further parameters"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert losses == pytest.approx(plain(), abs=1e-6)
+
+
 def test_a_parameter_used_while_it_is_away_fails_by_its_shape() -> None:
     model, _ = build()
     with PagedDataParallel(model, config()), pytest.raises(RuntimeError, match="size"):

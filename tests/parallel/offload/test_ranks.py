@@ -54,9 +54,7 @@ def engine_losses(offload: dict[str, Any], sections: dict[str, Any], model: str 
     # The second half again, from the state of the first: the same losses.
     engine.load_state_dict(state)
     again = [engine.step(batch) for batch in engine.batches(list(batches()))]
-    assert again == pytest.approx(losses[10:], abs=1e-5), "DIFF " + str(
-        [a - b for a, b in zip(again, losses[10:], strict=False)]
-    )
+    assert again == pytest.approx(losses[10:], abs=1e-5)
     return losses
 
 
@@ -79,15 +77,23 @@ SHARDED = {"mesh": {"dp": 1, "shard": 2}, "fsdp": {"wrap_classes": ["Block"]}}
         ({**PAGED, "offload_params": False, "gpu_memory_budget_gb": 200 * KB}, ACCUMULATED, "gpt"),
         (STATE_ONLY, ACCUMULATED, "gpt"),
         (STATE_ONLY, SHARDED, "gpt"),
+        (STATE_ONLY, {"precision": {"dtype": "fp16"}}, "gpt"),
     ],
-    ids=["paged", "paged, accumulated, unused", "gradients and state", "state under DDP", "state under FSDP2"],
+    ids=[
+        "paged",
+        "paged, accumulated, unused",
+        "gradients and state",
+        "state under DDP",
+        "state under FSDP2",
+        "state, fp16",
+    ],
 )
 def test_two_ranks_reach_the_losses_of_one_process(
     world: World, offload: dict[str, Any], sections: dict[str, Any], model: str
 ) -> None:
     expected = plain(model, clip=0.3)
     for losses in world.run(engine_losses, offload, sections, model, timeout_s=60):
-        assert losses == pytest.approx(expected, abs=1e-4)
+        assert losses == pytest.approx(expected, abs=0.02 if "precision" in sections else 1e-4)
     assert expected[-1] < expected[0]
 
 

@@ -85,6 +85,10 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        # After a backward that raised, sums may be under way; their buffers are given up, not waited for.
+        self._reducing.clear()
+        self._complete.clear()
+        self._next = 0
         self.settle()
         for unit in self._units:
             unit.present.clear()

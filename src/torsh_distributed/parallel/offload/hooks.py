@@ -50,6 +50,8 @@ class Hooks:
         self._handles.clear()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if not _is_in_backward():
+            self._is_end_queued = False  # a backward that raised never came to its end
         self._pager.demand(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.errors import OperationTimeout
+
+T = TypeVar("T")
 
 _DEADLINE_S = 600.0
 """A copy from host memory or disk that takes longer is taken for stuck."""
@@ -66,10 +69,10 @@ class Mover(ABC):
         self.worker.shutdown(wait=True)
 
 
-def finish_future(future: Future[None]) -> None:
-    """Wait for a job of the worker, within the deadline."""
+def finish_future(future: Future[T]) -> T:
+    """What a job of the worker returns, within the deadline."""
     try:
-        future.result(timeout=_DEADLINE_S)
+        return future.result(timeout=_DEADLINE_S)
     except TimeoutError as error:
         raise OperationTimeout(
             f"a copy of offloaded state did not end within {_DEADLINE_S:g} s",

@@ -52,6 +52,16 @@ class OffloadedOptimizer(Optimizer):
         self.state = _StateView(self)  # type: ignore[assignment]  # torch keeps a dict; ours is read from the store
         self._import(optimizer)
 
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made: the state of every parameter has its place from the start."""
+        if isinstance(getattr(self, "state", None), _StateView):
+            raise InvalidArgument(
+                "an offloaded optimizer takes no further parameters",
+                hint="give all groups to the optimizer before it is offloaded",
+            )
+        super().add_param_group(param_group)
+
     def divide_grads(self, divisor: float) -> None:
         """Divide this step's gradients by `divisor` when the update reads them: for clipping."""
         self._divisor = divisor
@@ -89,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
         saving: Future[None] | None = None
         loading = self._start_load(work[0][1]) if work else None
         for number, (target, piece) in enumerate(work):
-            loaded = self._load(piece) if loading is None else loading.result()
+            loaded = self._load(piece) if loading is None else finish_future(loading)
             following = work[number + 1][1] if number + 1 < len(work) else None
             loading = self._start_load(following) if following is not None else None
             self._update(target, piece, loaded, settings)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.collectives import broadcast
 from torsh_distributed.parallel.buckets import bucket_reducer
 from torsh_distributed.parallel.mean import mean_over
@@ -236,6 +237,11 @@ class PagedDataParallel(Strategy):
                 unit.detach()
             for unit, pieces in zip(self._units, self._pieces, strict=True):
                 place_grads(unit, pieces, self._rules, self._store, has_device_state=unit.index in self._with_state)
+        on_disk = [entry for entry in self._store.entries if entry.is_on_disk]
+        if on_disk:
+            size, budget = sum(entry.payload.numel() for entry in on_disk), self._store.host.ledger.budget_bytes
+            reason = f"{size} bytes of {self._store.stored_bytes} do not fit in {budget} bytes of host memory"
+            events.emit(events.DecisionEvent(subject="offload tier", choice="disk", reason=reason))
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
