@@ -120,7 +120,7 @@ class Pipeline:
                 # Most likely another rank's doing, which has left its reason before it cut the connections.
                 return store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
             found = store.compare_set(_FAILURE, "", mine).decode()
-        except RuntimeError as problem:  # the store is gone with the rank that hosted it
+        except (RuntimeError, TorshError, OSError) as problem:  # the store is gone with the rank that hosted it
             _log.warning("why the others failed cannot be known: %s", problem)
             return None
         return None if found == mine else found

@@ -213,10 +213,12 @@ class GradientSync:
             self.clock.add(parcel.index, parcel.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
 
         def finish(error: BaseException | None) -> None:
-            if error is not None:
-                self._errors.append(error)
-                parcel.buffer.fill_(float("nan"))
-            result.set_result(parcel.buffer)
+            try:
+                if error is not None:
+                    self._errors.append(error)
+                    parcel.buffer.fill_(float("nan"))
+            finally:  # whatever happens, backward must not wait for ever
+                result.set_result(parcel.buffer)
 
         self._pipeline.submit(average, finish)
         return result
