@@ -217,9 +217,10 @@ class Pipelined(_OnMesh):
         self._is_last = True
         self._loss_fn: LossFn | None = None
         self.pipe = make(self._call_loss)
-        self._layers = {
-            layer: self.pipe.stage_of[stage.index] for stage in self.pipe.plan.stages for layer in stage.layers
-        }
+        self._places: dict[str, int] = {}
+        for stage in self.pipe.plan.stages:
+            for name in (*stage.layers, *stage.direct):
+                self._places.setdefault(name, self.pipe.stage_of[stage.index])
         super().__init__(mesh, whole_model, device=device)
         self._params = [param for param in self.pipe.module.parameters() if param.requires_grad]
         self._averaged = ReplicatedGradients(self._params, mesh.group(*GRADIENT_AXES))
@@ -293,8 +294,8 @@ class Pipelined(_OnMesh):
     def _owner(self, name: str) -> int:
         prefix = name
         while prefix:
-            if prefix in self._layers:
-                return self._layers[prefix]
+            if prefix in self._places:
+                return self._places[prefix]
             prefix = prefix.rpartition(".")[0]
         return 0
 

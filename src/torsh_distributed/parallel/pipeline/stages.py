@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,11 @@ class Stage:
     """In the unit of the balance: parameters, an estimate of work, or seconds."""
     graph: fx.Graph
     """Its part of the model's forward; takes and gives what flows between stages."""
+
+    @property
+    def direct(self) -> tuple[str, ...]:
+        """Names of parameters and buffers that the model's own forward reads in this stage."""
+        return tuple(dict.fromkeys(str(node.target) for node in self.graph.nodes if node.op == "get_attr"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def split_into_stages(
         Stage(index, run, sum(costs[first:last]), graph)
         for index, (run, graph, (first, last)) in enumerate(zip(runs, graphs, itertools.pairwise(edges), strict=True))
     )
-    plan = StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, runs))
+    plan = StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages))
     if plan.imbalance > 2:
         _log.warning(
             "the pipeline is unbalanced: its dearest stage costs %.1f times the mean (%s)",
@@ -222,12 +228,17 @@ def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.
     return alive
 
 
-def _tied(model: nn.Module, runs: Sequence[Sequence[str]]) -> tuple[tuple[tuple[int, str], ...], ...]:
+def _tied(model: nn.Module, stages: Sequence[Stage]) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Parameters that more than one stage uses, in layers or directly."""
     uses: dict[int, list[tuple[int, str]]] = {}
-    for index, run in enumerate(runs):
-        for layer in run:
+    for stage in stages:
+        for layer in stage.layers:
             for name, param in model.get_submodule(layer).named_parameters():
-                uses.setdefault(id(param), []).append((index, f"{layer}.{name}"))
+                uses.setdefault(id(param), []).append((stage.index, f"{layer}.{name}"))
+        for name in stage.direct:
+            value = operator.attrgetter(name)(model)
+            if isinstance(value, nn.Parameter):
+                uses.setdefault(id(value), []).append((stage.index, name))
     return tuple(tuple(where) for where in uses.values() if len({stage for stage, _ in where}) > 1)
 
 
