@@ -18,6 +18,7 @@ from tests.parallel.expert.dense import Reference, admitted, capacity
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
+from torsh_distributed.parallel.materialize import Materializer
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 DIM, HIDDEN = 6, 10
@@ -214,6 +215,16 @@ def test_experts_are_drawn_as_asked(initialization: Any) -> None:
     }[initialization]
     assert float(layer.experts.up.detach().std()) == pytest.approx(expected, rel=0.02)
     assert not torch.equal(layer.experts.up[0], layer.experts.up[1])
+
+
+def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(DIM, HIDDEN, ExpertParallelismConfig(num_experts=4, gate_groups=2, gate_grouping="learned"))
+    assert layer.experts.up.is_meta
+    Materializer(layer, torch.device("cpu"), init_fn=None, seed=1).make(layer)
+    drawn = {name: float(param.detach().abs().sum()) for name, param in layer.named_parameters()}
+    assert {name for name, total in drawn.items() if total == 0} == {"experts.up_bias", "experts.down_bias"}
+    assert torch.isfinite(layer(tokens_of_all(5).float())).all()
 
 
 def test_expert_dropout_is_for_training_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def loss_of(model: nn.Module, inner: nn.Module, batch: tuple[Tensor, Tensor]) ->
     return gpt.next_character_loss(model(batch[0]), batch[1]) + auxiliary_loss(inner)
 
 
+@functools.cache
 def one_process(config: ExpertParallelismConfig, stop: int) -> tuple[list[float], list[float]]:
     """Plain torch: no wrapper, no ranks."""
     model, optimizer = build(config)
@@ -94,7 +96,7 @@ def train_all(eps: list[int]) -> dict[tuple[str, int], tuple[list[float], list[f
     return {(name, ep): Job(config, ep).train(0, stop) for ep in eps for name, (config, stop) in CASES.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "eps"), [(2, [1, 2]), (4, [2, 4])])
+@pytest.mark.parametrize(("num_ranks", "eps"), [(2, [2]), (4, [2, 4])])
 def test_losses_and_norms_are_those_of_one_process(world: World, num_ranks: int, eps: list[int]) -> None:
     """At 4 ranks, ep 2 is ep 2 × dp 2. Drops are counted over all ranks, so that they too are those of one process."""
     expected = {name: one_process(config, stop) for name, (config, stop) in CASES.items()}
