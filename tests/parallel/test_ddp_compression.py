@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -93,6 +94,27 @@ def test_a_failure_in_the_background_reaches_backward_on_all_ranks_with_the_reas
     assert (first, second) == (2, 2)
     assert raised.startswith("a message of rank 0 is damaged")
     assert "the first to fail was rank 1: CompressionError: a message of rank 0 is damaged" in told
+
+
+def lose_a_peer(compression: CompressionConfig | None) -> str:
+    model = DistributedDataParallel(build(), SMALL, compression=compression)
+    [(x, y)] = share()
+    loss = nn.functional.mse_loss(model(x), y)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(CommunicationError) as caught:
+        backward(loss)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("compression", [None, CompressionConfig(method="int8", warmup_steps=0)], ids=["none", "int8"])
+def test_a_rank_that_dies_is_an_error_of_ours_on_the_others(
+    world: World, compression: CompressionConfig | None
+) -> None:
+    outcomes = world.outcomes(lose_a_peer, compression)
+    assert outcomes[1].exit_code == 3
+    assert outcomes[0].is_ok, outcomes[0].trace
+    assert "failed" in outcomes[0].value
 
 
 def not_finite() -> None:

@@ -18,7 +18,7 @@ from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.gradient import DENSE
 from torsh_distributed.compress.pipeline import Pipeline
-from torsh_distributed.errors import TensorShapeMismatch, TorshError
+from torsh_distributed.errors import CommunicationError, TensorShapeMismatch, TorshError
 from torsh_distributed.parallel.bucket_clock import BucketClock
 from torsh_distributed.parallel.buckets import Reduce
 
@@ -191,7 +191,7 @@ class GradientSync:
                     if value is not part:
                         part.copy_(value.view_as(part))
             except (TorshError, RuntimeError) as error:
-                errors.append(error)
+                errors.append(_as_ours(error))
                 return buffer.fill_(float("nan"))
             clock.add(index, num_bytes, start, codec=None, wire_bytes=None)
             return buffer
@@ -278,6 +278,19 @@ class GradientSync:
 def average_bucket(state: GradientSync, bucket: dist.GradBucket) -> Future[Tensor]:
     """The hook that DDP calls when a bucket is full."""
     return state.start(bucket)
+
+
+def _as_ours(error: Exception) -> TorshError:
+    """An error that went through a future: C++ keeps its text alone."""
+    if isinstance(error, TorshError):
+        return error
+    text = str(error).removeprefix("Got the following error when running the callback: ")
+    ours = CommunicationError(
+        f"gradients could not be averaged: {text.splitlines()[0]}",
+        hint="look at the first rank that failed; the gradients of this step are worth nothing",
+    )
+    ours.__cause__ = error
+    return ours
 
 
 def _forward_to(result: Future[Tensor]) -> Callable[[Future[Tensor]], None]:
