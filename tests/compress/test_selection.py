@@ -70,3 +70,8 @@ def test_what_reaches_a_magnitude_is_found_across_pieces_of_a_scan() -> None:
     x = torch.zeros(300_000)
     x[[0, 131_071, 131_072, 262_144, 299_999]] = -1.0
     assert at_least(x, 0.5).tolist() == [0, 131_071, 131_072, 262_144, 299_999]
+
+
+def test_nothing_reaches_what_no_float_can_be() -> None:
+    assert at_least(torch.full((3,), torch.finfo(torch.float32).max), 1e39).numel() == 0
+    assert at_least(torch.full((3,), torch.finfo(torch.float32).max), torch.finfo(torch.float32).max).numel() == 3

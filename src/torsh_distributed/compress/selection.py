@@ -11,6 +11,7 @@ from torch import Tensor
 from torsh_distributed.compress.gaps import compiled_for, nonzero
 from torsh_distributed.errors import InvalidArgument
 
+_FLOAT_MAX = torch.finfo(torch.float32).max
 _SAMPLE = 1 << 15
 _SCAN = 1 << 17  # elements whose magnitudes stay in the cache while they are compared
 
@@ -29,10 +30,14 @@ def require_share(share: float) -> float:
 
 def at_least(x: Tensor, threshold: float) -> Tensor:
     """Indices, increasing, of the elements of `x` whose magnitude reaches `threshold`."""
+    if threshold > _FLOAT_MAX:
+        return torch.empty(0, dtype=torch.int64, device=x.device)
     if x.device.type != "cpu":
         return nonzero(x.abs() >= threshold)
     module = compiled_for(x)
     if module is not None:
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
         room = torch.empty(x.numel(), dtype=torch.int64)  # of which only what is written takes memory
         return room[: module.at_least(x.data_ptr(), x.numel(), threshold, room.data_ptr())].clone()
     values = x.numpy()
@@ -59,6 +64,8 @@ def largest(x: Tensor, count: int) -> Tensor:
     candidates = _candidates(x, count)
     module = compiled_for(x)
     if module is not None:
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
         indices = torch.arange(numel) if candidates is None else candidates
         room = torch.empty(indices.numel(), dtype=torch.int32)
         module.keep_largest(x.data_ptr(), indices.data_ptr(), indices.numel(), count, room.data_ptr())
