@@ -261,6 +261,33 @@ def test_evaluation_looks_at_every_sample_once(world: World) -> None:
         assert ours == pytest.approx(plain, abs=1e-5)
 
 
+def from_meta(sections: dict[str, object]) -> list[float]:
+    """A model without memory, filled where its shards will be, with the weights of the model that has them."""
+    weights = build()[0].state_dict()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def fill(module: nn.Module) -> None:
+        name = "0" if module.in_features == 6 else "2"
+        for kind, param in module.named_parameters(recurse=False):
+            param.data.copy_(weights[f"{name}.{kind}"])
+
+    plan = Plan.from_dict({**sections, "training": {"steps": STEPS}})
+    engine = parallelize(
+        model,
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        plan,
+        loss_fn=functional.cross_entropy,
+        param_init_fn=fill,
+    )
+    return [engine.step(batch) for batch in engine.batches(build()[2])]
+
+
+def test_a_model_on_the_meta_device_is_filled_and_trained(world: World) -> None:
+    for losses in world.run(from_meta, {}):
+        assert losses == pytest.approx(reference(), abs=1e-5)
+
+
 class LossInside(nn.Module):
     """As Hugging Face models do: the model takes the batch and returns the loss."""
 
