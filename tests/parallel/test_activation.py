@@ -181,7 +181,7 @@ CASES = [
 
 def test_training_with_shards_gives_one_process_losses(world: World) -> None:
     assert set(MODELS) >= {name for name, _ in CASES}
-    for curves in world.run(train_all, CASES, backend="torsh", timeout_s=90):
+    for curves in world.run(train_all, CASES, backend="torsh", timeout_s=180):
         for (name, sections), curve in zip(CASES, curves, strict=True):
             expected = golden(name)
             assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in expected], abs=1e-4), sections

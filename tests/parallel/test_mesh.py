@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument, RankOutOfBounds
 from torsh_distributed.parallel.layout import PP_FASTEST, TP_FASTEST, MeshLayout
 from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.plan import MeshConfig
 
 AXES = ("dp", "shard", "tp", "pp", "ep", "cp")
@@ -134,6 +136,30 @@ def test_groups_reduce_over_the_ranks_of_the_layout(world: World, backend: str) 
         for axes, (total, members) in found.items():
             assert tuple(members) == layout.group_ranks(rank, *axes)
             assert total == sum(10.0**member for member in members)
+
+
+def halves() -> tuple[float, list[int], float]:
+    """The last four of six ranks, as a mesh of their own: two replicas of two shards."""
+    rank = dist.get_rank()
+    members = [2, 3, 4, 5] if rank > 1 else [0, 1]
+    group = dist.new_group(members, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = Mesh(MeshConfig(dp=-1, shard=2), group=group)
+    assert mesh.group("dp", "shard") is group
+    total = float(all_reduce(torch.tensor(10.0**rank), group=mesh.group("shard")))
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    wrapped = FullyShardedDataParallel(model, mesh=mesh)
+    return total, dist.get_process_group_ranks(mesh.group("dp")), float(wrapped.full_state_dict()["weight"].mean())
+
+
+def test_a_mesh_may_lie_over_a_group(world: World) -> None:
+    results = world.run(halves, num_ranks=6, timeout_s=60)
+    totals = [11.0, 11.0, 1100.0, 1100.0, 110000.0, 110000.0]
+    across = [[0], [1], [2, 4], [3, 5], [2, 4], [3, 5]]
+    firsts = [0.0, 0.0, 2.0, 2.0, 2.0, 2.0]
+    assert results == list(zip(totals, across, firsts, strict=True))
 
 
 def warned_of_crossing() -> list[str]:

@@ -82,3 +82,16 @@ def test_a_module_that_shares_a_parameter_outside_itself_is_no_piece() -> None:
 def test_modules_without_parameters_are_no_pieces() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Dropout(), nn.Linear(2, 2))
     assert list(pieces_of(model, FsdpConfig(wrap_classes=("Dropout", "Linear")))) == ["2"]
+
+
+def test_a_function_may_choose() -> None:
+    config = FsdpConfig(wrap_classes=("Block",), ignored_modules=("head",))
+    chosen = pieces_of(gpt(), config, lambda name, module: name.endswith("norm") or isinstance(module, nn.Linear))
+    assert "blocks.0.attention_norm" in chosen
+    assert "blocks.1.projection" in chosen
+    assert "head" not in chosen, "what is ignored is no piece"
+    assert "blocks.0" not in chosen
+
+
+def test_a_list_of_modules_is_no_piece() -> None:
+    assert "encoder" not in pieces_of(Nested(), FsdpConfig(), lambda name, module: True)

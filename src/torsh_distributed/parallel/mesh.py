@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torsh_distributed import events
 from torsh_distributed.comm import process_group
 from torsh_distributed.comm.abort import remember_connections
+from torsh_distributed.comm.collectives import resolve_group
 from torsh_distributed.comm.sockets import new_connections
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.parallel.layout import DATA_AXES, MeshLayout
@@ -22,25 +23,35 @@ _log = logging.getLogger(__name__)
 class Mesh:
     """This rank's place in the mesh, and a process group along any axis or set of axes.
 
-    Every rank of the world makes one, and asks for the same groups in the same order: a group is brought up when it is
-    first asked for. Axes with one rank cost nothing; a group that spans the world is the world's own.
+    Every rank of the world (or of `group`, which it then lays out instead) makes one, and asks for the same groups in
+    the same order: a group is brought up when it is first asked for. Axes with one rank cost nothing; a group that
+    spans everyone is the one that was there.
     """
 
-    def __init__(self, layout: MeshLayout | MeshConfig, *, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: MeshLayout | MeshConfig,
+        *,
+        device_type: str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not process_group.is_initialized():
             raise BackendNotInitialized("a mesh with groups needs the process group")
-        world_size = process_group.get_world_size()
+        self._everyone = resolve_group(group)
+        self._ranks = dist.get_process_group_ranks(self._everyone)
+        world_size = len(self._ranks)
         self.layout = layout if isinstance(layout, MeshLayout) else MeshLayout(layout.resolve(world_size))
         if self.layout.world_size != world_size:
             raise InvalidArgument(
                 f"{self.layout.config.equation}, but the world has {world_size} ranks",
                 hint="resolve the mesh for this world: config.resolve(world_size)",
             )
-        self.rank = process_group.get_rank()
+        self.rank = self._everyone.rank()
+        """This rank's index in the layout: its rank in the world, or in `group`."""
         self.device_type = device_type
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._device_mesh: DeviceMesh | None = None
-        _warn_of_crossing(self.layout)
+        _warn_of_crossing(self.layout, self._ranks)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -67,7 +78,8 @@ class Mesh:
         members = self.layout.group_ranks(self.rank, *axes)
         used = tuple(axis for axis in self.layout.used_axes if axis in axes)
         if used not in self._groups:
-            self._groups[used] = _group_over(members)
+            is_whole = len(members) == len(self._ranks)
+            self._groups[used] = self._everyone if is_whole else _group_over([self._ranks[one] for one in members])
         return self._groups[used]
 
     @property
@@ -79,7 +91,7 @@ class Mesh:
         if self._device_mesh is None:
             axes = self.layout.used_axes or ("shard",)
             shape = [self.layout.degree(axis) for axis in axes]
-            grid = torch.arange(self.layout.world_size, dtype=torch.int).view(shape)
+            grid = torch.tensor(self._ranks, dtype=torch.int).view(shape)
             self._device_mesh = DeviceMesh.from_group(
                 [self.group(axis) for axis in axes], self.device_type, mesh=grid, mesh_dim_names=axes
             )
@@ -93,31 +105,27 @@ class Mesh:
         return DeviceMesh.from_group(self.group(), self.device_type, mesh_dim_names=(axes[-1],))
 
 
-def _group_over(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group over `members`, all of which call this."""
-    world = dist.group.WORLD
-    assert world is not None, "checked when the mesh was made"
-    if len(members) == world.size():
-        return world
+def _group_over(members: list[int]) -> dist.ProcessGroup:
+    """A group over `members`, ranks of the world, all of which call this."""
     with new_connections() as connections:
         # Groups along an axis do not overlap: each rank has to take part in the making of its own alone.
-        group = dist.new_group(list(members), use_local_synchronization=True)
+        group = dist.new_group(members, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "the caller is a member"
     remember_connections(group, connections)
     return group
 
 
-def _warn_of_crossing(layout: MeshLayout) -> None:
+def _warn_of_crossing(layout: MeshLayout, ranks: list[int]) -> None:
     """Tensor parallelism talks in every layer: over a network it is slow, and most often a mistake."""
     try:
         nodes = process_group.roster().nodes
     except BackendNotInitialized:
         return  # a world brought up by torch alone: where its ranks live is not known
-    crossing = layout.crossing_groups("tp", nodes)
+    crossing = layout.crossing_groups("tp", [nodes[rank] for rank in ranks])
     if crossing:
         message = (
             f"mesh.tp {layout.degree('tp')}: {len(crossing)} tensor-parallel groups lie on more than one node, such as"
-            f" ranks {', '.join(map(str, crossing[0]))}; every layer then waits for the network"
+            f" ranks {', '.join(str(ranks[one]) for one in crossing[0])}; every layer then waits for the network"
         )
         _log.warning("%s", message)
         events.emit(events.LogEvent(level="warning", message=message))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives import all_reduce, broadcast
+
+T = TypeVar("T", bound=Tensor)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -19,7 +22,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
     if group.size() == 1:
         return
     first = dist.get_global_rank(group, 0)
-    for batch in _batches(list(tensors)):
+    for batch in batches(list(tensors)):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
         _spread(broadcast(flat, first, group=group), batch)
 
@@ -59,8 +62,9 @@ def _gradient(param: nn.Parameter) -> Tensor:
     return grad.detach().float().reshape(-1)
 
 
-def _batches(tensors: Sequence[Tensor], *, max_bytes: int = 25 * 2**20) -> Iterable[list[Tensor]]:
-    batch: list[Tensor] = []
+def batches(tensors: Sequence[T], *, max_bytes: int = 25 * 2**20) -> Iterator[list[T]]:
+    """Tensors that can travel as one message: neighbours of one dtype and device, up to `max_bytes` together."""
+    batch: list[T] = []
     for tensor in tensors:
         same = bool(batch) and (batch[0].dtype, batch[0].device) == (tensor.dtype, tensor.device)
         if batch and (not same or sum(one.nbytes for one in batch) + tensor.nbytes > max_bytes):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,7 +35,7 @@ from torsh_distributed.parallel.sharded_compression import (
     replica_average,
 )
 from torsh_distributed.parallel.strategy import check_one_device
-from torsh_distributed.parallel.wrapping import ignored_modules, pieces_of
+from torsh_distributed.parallel.wrapping import WrapFn, ignored_modules, pieces_of
 from torsh_distributed.plan.compression import CompressionConfig
 from torsh_distributed.plan.fsdp import FsdpConfig
 from torsh_distributed.plan.mesh import MeshConfig
@@ -50,9 +51,10 @@ class FullyShardedDataParallel(nn.Module):
     model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta device
     gets its weights here, a piece at a time. `module` is the user's model, changed in place.
 
-    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`); left out, the world is one
-    shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward. `compression` sends
-    gradients encoded: over the shard axis, or, where there are replicas, between them; `attach` the optimizer then.
+    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`); left out, `group` or the
+    world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward.
+    `compression` sends gradients encoded: over the shard axis, or, where there are replicas, between them. `attach` the
+    optimizer where there is compression, or something that is not sharded.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class FullyShardedDataParallel(nn.Module):
         config: FsdpConfig | None = None,
         *,
         mesh: Mesh | None = None,
+        group: dist.ProcessGroup | None = None,
         precision: MixedPrecisionConfig | None = None,
+        wrap_fn: WrapFn | None = None,
         param_init_fn: ParamInit | None = None,
         seed: int = 0,
         broadcast_buffers: bool = True,
@@ -72,7 +76,7 @@ class FullyShardedDataParallel(nn.Module):
         self.config = config or FsdpConfig()
         _check_strategy(self.config)
         device = process_group.device() if is_on_meta(module) else check_one_device(module)
-        self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type)
+        self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type, group=group)
         self.compressor = _compressor(compression, self.mesh, seed)
         torch_mesh = _shard_mesh(self.mesh, has_compressor=self.compressor is not None)
         self._group = self.mesh.data_group
@@ -84,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_from_first([*module.parameters(), *module.buffers()], self._group)
         self.tally = CommTally()
         replicated = _kept_whole(module, self.config)
-        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer)
+        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer, wrap_fn)
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -97,9 +101,10 @@ class FullyShardedDataParallel(nn.Module):
         precision: MixedPrecisionConfig,
         replicated: set[str],
         materializer: Materializer | None,
+        wrap_fn: WrapFn | None,
     ) -> None:
         """Apply `fully_shard` to every piece, innermost first, then to the model; make what is on meta right before."""
-        pieces = [*pieces_of(self.module, self.config).values()]
+        pieces = [*pieces_of(self.module, self.config, wrap_fn).values()]
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
             reduce_dtype=_DTYPES.get(precision.reduce_dtype),

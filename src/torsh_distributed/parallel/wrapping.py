@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -15,20 +15,26 @@ from torsh_distributed.plan.problems import did_you_mean
 Named = dict[str, nn.Module]
 """Modules by name, in the order of the model."""
 
+WrapFn = Callable[[str, nn.Module], bool]
+"""Whether the module of this name travels as one piece; the same answers on every rank."""
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # They have no forward of their own: nothing tells when their parameters are needed.
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SHOWN = 8
 
 
-def pieces_of(model: nn.Module, config: FsdpConfig) -> Named:
+def pieces_of(model: nn.Module, config: FsdpConfig, wrap_fn: WrapFn | None = None) -> Named:
     """The modules whose parameters travel as one piece, as the config says; what is left travels with the model itself.
 
+    `wrap_fn(name, module)` says of each module whether it is one, in place of the config.
     A piece may hold smaller ones. A module that shares a parameter with one outside of it is no piece, for a parameter
     can travel with one piece only: it is left to the piece around both, or to the model.
     """
     ignored = ignored_modules(model, config.ignored_modules)
-    if config.wrap_classes or config.wrap_names:
+    if wrap_fn is not None:
+        chosen = {name: module for name, module in model.named_modules() if wrap_fn(name, module)}
+    elif config.wrap_classes or config.wrap_names:
         chosen = matching(model, classes=config.wrap_classes, names=config.wrap_names, section="fsdp.wrap")
     elif config.wrap == "none":
         chosen = {}
@@ -39,7 +45,11 @@ def pieces_of(model: nn.Module, config: FsdpConfig) -> Named:
     return {
         name: module
         for name, module in chosen.items()
-        if name and name not in ignored and _has_params(module) and not _shares_outside(model, module)
+        if name
+        and name not in ignored
+        and not isinstance(module, _WITHOUT_FORWARD)
+        and _has_params(module)
+        and not _shares_outside(model, module)
     }
 
 

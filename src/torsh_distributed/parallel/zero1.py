@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,12 +21,11 @@ from typing_extensions import Unpack, override
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data import DataParallel, GradientOptions
 from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.replicas import batches
+from torsh_distributed.parallel.sharded_comm import gather
 from torsh_distributed.parallel.whole_state import carried
 from torsh_distributed.plan import BucketConfig
 from torsh_distributed.plan.distributed import DistributedConfig
-
-# torch 2.13 renames it and deprecates the old name. Drop with support for torch < 2.13.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ShardedOptimizerState:
@@ -71,22 +69,19 @@ class ShardedOptimizerState:
 
     @torch.no_grad()
     def _gather_rows(self) -> None:
-        """Bring the rows that each rank updated into every replica: one message for each dtype."""
-        by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, nn.Parameter]]] = {}
-        for param, shard in self._shards.items():
-            if param.requires_grad:
-                by_dtype.setdefault(param.dtype, []).append((param, shard))
+        """Bring the rows that each rank updated into every replica, in messages of about 25 MB of one dtype."""
+        trained = {param: shard for param, shard in self._shards.items() if param.requires_grad}
         group, num_ranks = self._mesh.get_group(), self._mesh.size()
-        for pairs in by_dtype.values():
-            lengths = [_rows_per_rank(param, num_ranks) * param[0].numel() for param, _ in pairs]
-            mine = pairs[0][0].new_zeros(sum(lengths))
-            for (_, shard), part in zip(pairs, torch.split(mine, lengths), strict=True):
-                local = _local(shard).reshape(-1)
+        for params in batches(list(trained)):
+            lengths = [_rows_per_rank(param, num_ranks) * param[0].numel() for param in params]
+            mine = params[0].new_zeros(sum(lengths))
+            for param, part in zip(params, torch.split(mine, lengths), strict=True):
+                local = _local(trained[param]).reshape(-1)
                 part[: local.numel()] = local
             everyone = mine.new_empty(num_ranks * mine.numel())
-            _gather(everyone, mine, group=group)
+            gather(everyone, mine, group=group)
             columns = torch.split(everyone.view(num_ranks, -1), lengths, dim=1)
-            for (param, _), column in zip(pairs, columns, strict=True):
+            for param, column in zip(params, columns, strict=True):
                 param.copy_(column.reshape(-1)[: param.numel()].view_as(param))
 
     @staticmethod
