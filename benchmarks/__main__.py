@@ -42,6 +42,10 @@ def main(
         start = time.monotonic()
         result = run_case(name, load_case(name), QUICK if quick else FULL)
         console.print(table_of(result))
+        if not result.rows:
+            # What this machine lacks is no reason to lose what another one measured.
+            console.print(f"{name}: nothing was measured, nothing is kept")
+            continue
         if folder is not None:
             save_result(result, folder)
             save_plot(result, folder)
