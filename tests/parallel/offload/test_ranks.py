@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def engine_losses(offload: dict[str, Any], sections: dict[str, Any], model: str 
     for number, batch in enumerate(engine.batches(list(batches()))):
         losses.append(engine.step(batch))
         if number == 9:
-            state = engine.state_dict()
+            state = copy.deepcopy(engine.state_dict())  # parameters that stay where they are go on changing
     assert state is not None
     # The second half again, from the state of the first: the same losses.
     engine.load_state_dict(state)
