@@ -89,3 +89,25 @@ def plain_torch(kind: str) -> list[float]:
 def test_a_plain_torch_loop_works_beside_the_engine(world: World, kind: str) -> None:
     for losses in world.run(plain_torch, kind, backend="torsh", timeout_s=60):
         assert losses == pytest.approx([loss for loss, _ in golden("mlp")], abs=1e-4)
+
+
+def sharded_in_fp16(init_loss_scale: float) -> tuple[list[float], int, float | None]:
+    sections = {
+        "mesh": {"shard": -1},
+        "fsdp": {"strategy": "full_shard"},
+        "precision": {"dtype": "fp16", "init_loss_scale": init_loss_scale},
+    }
+    engine = engine_for("mlp", sections, accumulation=2)
+    losses = [engine.step(batch) for batch in engine.batches(MODELS["mlp"][1])]
+    return losses, engine.num_skipped, engine.precision.loss_scale
+
+
+def test_shards_in_fp16_skip_together_and_stay_close(world: World) -> None:
+    """The bound of fp16 is 0.003; the second run begins with a loss scale that is far too large."""
+    for losses, num_skipped, _ in world.run(sharded_in_fp16, 65536.0, backend="torsh", timeout_s=60):
+        assert losses == pytest.approx([loss for loss, _ in golden("mlp")], abs=0.003)
+        assert num_skipped == 0
+    first, second = world.run(sharded_in_fp16, 2.0**26, backend="torsh", timeout_s=60)
+    assert first == second
+    assert first[1] > 0
+    assert first[2] == 2.0 ** (26 - first[1])
