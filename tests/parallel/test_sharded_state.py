@@ -48,6 +48,8 @@ def test_a_rank_holds_its_share_and_no_more(world: World, num_ranks: int) -> Non
             assert after.whole_param_bytes == whole
             assert between.param_bytes == between.grad_bytes == whole / num_ranks
             assert after.optimizer_bytes == pytest.approx(2 * whole / num_ranks, rel=0.01)
+            assert after.saved_param_bytes == whole - whole / num_ranks
+            assert after.peak_device_bytes is None, "a CPU has no allocator to ask"
             assert ratio == 1 / num_ranks
             # Four pieces: gathered for forward, and again for backward unless they were kept.
             assert after.num_reductions == 4

@@ -37,6 +37,13 @@ class MemoryStats:
     """Pieces gathered so far."""
     num_reductions: int
     """Pieces whose gradients were reduced so far."""
+    peak_device_bytes: int | None
+    """Most that the device's allocator has held so far; None on a CPU, which has no such count."""
+
+    @property
+    def saved_param_bytes(self) -> int:
+        """Bytes of parameters that other ranks hold in this one's place."""
+        return self.whole_param_bytes - self.param_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -232,6 +232,7 @@ class FullyShardedDataParallel(nn.Module):
             whole_param_bytes=sum(param.numel() * param.element_size() for param in params),
             num_gathers=self.tally.num_gathers,
             num_reductions=self.tally.num_reductions,
+            peak_device_bytes=torch.cuda.max_memory_allocated() if self.mesh.device_type == "cuda" else None,
         )
 
     def full_state_dict(self) -> dict[str, Any]:
