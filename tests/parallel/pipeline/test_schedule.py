@@ -50,6 +50,14 @@ def test_every_microbatch_passes_every_stage_in_order_one_action_at_a_time(sched
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(mine))
 
 
+def test_a_schedule_computed_with_its_own_costs_is_itself() -> None:
+    costs = {"F": 1.0, "I": 1.5, "W": 0.5, "B": 2.0}
+    for schedule in STAGES_PER_RANK:
+        timeline = compute_timeline(config(schedule, 8), 2, costs=costs)
+        assert timeline.costs.items() <= costs.items()
+        assert compute_timeline(config(schedule, 8), 2, costs=timeline.costs) == timeline
+
+
 def test_an_empty_timeline_has_no_bubble() -> None:
     assert Timeline((), 2).bubble == lay_out({}).bubble == 0.0
 

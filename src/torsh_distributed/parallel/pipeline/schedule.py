@@ -64,6 +64,14 @@ class Timeline:
         return sum(action.end - action.start for action in self.actions)
 
     @property
+    def costs(self) -> dict[str, float]:
+        """The mean time of an action of each kind: what to compute a schedule with that is to be like this one."""
+        times: dict[str, list[float]] = {}
+        for action in self.actions:
+            times.setdefault(action.kind, []).append(action.end - action.start)
+        return {kind: sum(some) / len(some) for kind, some in times.items()}
+
+    @property
     def bubble(self) -> float:
         """The share of the ranks' time in which they have nothing to do."""
         total = self.num_ranks * self.span
