@@ -1,6 +1,8 @@
 """Distributed training for PyTorch: one `Plan` from a laptop to a cluster, on real backends."""
 
+import importlib as _importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from torsh_distributed import errors, events
 from torsh_distributed.comm import (
@@ -91,51 +93,207 @@ from torsh_distributed.plan import (
     TrainingConfig,
 )
 from torsh_distributed.retry import CircuitBreaker, retry
-from torsh_distributed.train import Engine, parallelize
+
+if _TYPE_CHECKING:
+    from torsh_distributed.compress import (
+        AdaptationStrategy,
+        AdaptiveCompression,
+        CompressedGradient,
+        CompressionStats,
+        GradientCompressor,
+        codec_names,
+        compressed_all_reduce,
+        configure_compression,
+        make_codec,
+    )
+    from torsh_distributed.parallel.bucket_clock import OverlapStats
+    from torsh_distributed.parallel.bucket_size import auto_bucket
+    from torsh_distributed.parallel.consistency import GradientDifference
+    from torsh_distributed.parallel.context import ContextParallel, ring_attention
+    from torsh_distributed.parallel.ddp import DistributedDataParallel, GradientSyncStats
+    from torsh_distributed.parallel.expert import (
+        ExpertRouter,
+        LoadBalancer,
+        MoELayer,
+        Placement,
+        RoutingDecision,
+        RoutingStats,
+        auxiliary_loss,
+        moe_layers,
+        rebalance,
+    )
+    from torsh_distributed.parallel.gradient_sync import BucketInfo
+    from torsh_distributed.parallel.mesh import Mesh
+    from torsh_distributed.parallel.offload import (
+        OffloadedOptimizer,
+        OffloadStats,
+        PagedDataParallel,
+        StateOffload,
+        TierUse,
+    )
+    from torsh_distributed.parallel.pipeline import PipelineParallel, draw_schedule, split_into_stages
+    from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+    from torsh_distributed.parallel.tensor import (
+        ColumnParallelLinear,
+        ParallelAttention,
+        ParallelEmbedding,
+        RowParallelLinear,
+        TensorPlan,
+        find_tensor_plan,
+        tensor_parallel,
+    )
+    from torsh_distributed.train import (
+        AsyncSGD,
+        BatchSizeConfig,
+        DistributedOptimizer,
+        DistributedSampler,
+        DistributedSamplerWrapper,
+        ElasticAveragingSGD,
+        Engine,
+        LearningRate,
+        parallelize,
+        plan_batch_size,
+        scale_learning_rate,
+    )
 
 __version__ = _version("torsh-distributed")
 
 # The one thing that importing does: torch learns the names of our backends. Nothing is opened or started.
 _register_backends()
 
+# What takes a second to import and a launcher or a plan does not need: found when first asked for.
+_HOMES = {
+    "AdaptationStrategy": "torsh_distributed.compress",
+    "AdaptiveCompression": "torsh_distributed.compress",
+    "CompressedGradient": "torsh_distributed.compress",
+    "CompressionStats": "torsh_distributed.compress",
+    "GradientCompressor": "torsh_distributed.compress",
+    "codec_names": "torsh_distributed.compress",
+    "compressed_all_reduce": "torsh_distributed.compress",
+    "configure_compression": "torsh_distributed.compress",
+    "make_codec": "torsh_distributed.compress",
+    "OverlapStats": "torsh_distributed.parallel.bucket_clock",
+    "auto_bucket": "torsh_distributed.parallel.bucket_size",
+    "GradientDifference": "torsh_distributed.parallel.consistency",
+    "ContextParallel": "torsh_distributed.parallel.context",
+    "ring_attention": "torsh_distributed.parallel.context",
+    "DistributedDataParallel": "torsh_distributed.parallel.ddp",
+    "GradientSyncStats": "torsh_distributed.parallel.ddp",
+    "ExpertRouter": "torsh_distributed.parallel.expert",
+    "LoadBalancer": "torsh_distributed.parallel.expert",
+    "MoELayer": "torsh_distributed.parallel.expert",
+    "Placement": "torsh_distributed.parallel.expert",
+    "RoutingDecision": "torsh_distributed.parallel.expert",
+    "RoutingStats": "torsh_distributed.parallel.expert",
+    "auxiliary_loss": "torsh_distributed.parallel.expert",
+    "moe_layers": "torsh_distributed.parallel.expert",
+    "rebalance": "torsh_distributed.parallel.expert",
+    "BucketInfo": "torsh_distributed.parallel.gradient_sync",
+    "Mesh": "torsh_distributed.parallel.mesh",
+    "OffloadStats": "torsh_distributed.parallel.offload",
+    "OffloadedOptimizer": "torsh_distributed.parallel.offload",
+    "PagedDataParallel": "torsh_distributed.parallel.offload",
+    "StateOffload": "torsh_distributed.parallel.offload",
+    "TierUse": "torsh_distributed.parallel.offload",
+    "PipelineParallel": "torsh_distributed.parallel.pipeline",
+    "draw_schedule": "torsh_distributed.parallel.pipeline",
+    "split_into_stages": "torsh_distributed.parallel.pipeline",
+    "FullyShardedDataParallel": "torsh_distributed.parallel.sharded",
+    "ColumnParallelLinear": "torsh_distributed.parallel.tensor",
+    "ParallelAttention": "torsh_distributed.parallel.tensor",
+    "ParallelEmbedding": "torsh_distributed.parallel.tensor",
+    "RowParallelLinear": "torsh_distributed.parallel.tensor",
+    "TensorPlan": "torsh_distributed.parallel.tensor",
+    "find_tensor_plan": "torsh_distributed.parallel.tensor",
+    "tensor_parallel": "torsh_distributed.parallel.tensor",
+    "AsyncSGD": "torsh_distributed.train",
+    "BatchSizeConfig": "torsh_distributed.train",
+    "DistributedOptimizer": "torsh_distributed.train",
+    "DistributedSampler": "torsh_distributed.train",
+    "DistributedSamplerWrapper": "torsh_distributed.train",
+    "ElasticAveragingSGD": "torsh_distributed.train",
+    "Engine": "torsh_distributed.train",
+    "LearningRate": "torsh_distributed.train",
+    "parallelize": "torsh_distributed.train",
+    "plan_batch_size": "torsh_distributed.train",
+    "scale_learning_rate": "torsh_distributed.train",
+}
+
 __all__ = [
     "ActivationConfig",
+    "AdaptationStrategy",
+    "AdaptiveCompression",
     "Algorithm",
+    "AsyncSGD",
     "BackendCapabilities",
     "BackendType",
+    "BatchSizeConfig",
     "BucketConfig",
+    "BucketInfo",
     "CheckpointConfig",
     "CircuitBreaker",
+    "ColumnParallelLinear",
     "CommunicationGroup",
     "CommunicationScheduler",
     "CommunicationStats",
+    "CompressedGradient",
     "CompressionConfig",
+    "CompressionStats",
+    "ContextParallel",
     "DistributedConfig",
+    "DistributedDataParallel",
+    "DistributedOptimizer",
+    "DistributedSampler",
+    "DistributedSamplerWrapper",
+    "ElasticAveragingSGD",
     "ElasticConfig",
     "Engine",
     "Environment",
     "ExpertParallelismConfig",
+    "ExpertRouter",
     "FlightRecorder",
     "FsdpConfig",
+    "FullyShardedDataParallel",
+    "GradientCompressor",
+    "GradientDifference",
+    "GradientSyncStats",
     "GroupManager",
     "GroupType",
     "Hierarchical",
+    "LearningRate",
+    "LoadBalancer",
+    "Mesh",
     "MeshConfig",
     "MixedPrecisionConfig",
+    "MoELayer",
     "ObserveConfig",
     "OffloadConfig",
+    "OffloadStats",
+    "OffloadedOptimizer",
     "OperationStats",
+    "OverlapStats",
+    "PagedDataParallel",
+    "ParallelAttention",
+    "ParallelEmbedding",
     "PipelineConfig",
+    "PipelineParallel",
     "Pipelined",
+    "Placement",
     "Plan",
     "Priority",
     "Record",
     "ReduceOp",
     "RetryPolicy",
     "Roster",
+    "RoutingDecision",
+    "RoutingStats",
+    "RowParallelLinear",
     "SchedulingStrategy",
+    "StateOffload",
     "Store",
     "TensorParallelConfig",
+    "TensorPlan",
+    "TierUse",
     "TorshError",
     "TrainingConfig",
     "Work",
@@ -146,15 +304,22 @@ __all__ = [
     "all_gather_varsize",
     "all_reduce",
     "all_to_all",
+    "auto_bucket",
+    "auxiliary_loss",
     "barrier",
     "broadcast",
     "broadcast_object",
     "bucketed_all_reduce",
+    "codec_names",
+    "compressed_all_reduce",
+    "configure_compression",
     "destroy_process_group",
     "device",
     "distributed",
+    "draw_schedule",
     "errors",
     "events",
+    "find_tensor_plan",
     "fused_all_reduce",
     "gather",
     "gather_object",
@@ -169,12 +334,16 @@ __all__ = [
     "isend",
     "local_rank",
     "local_world_size",
+    "make_codec",
+    "moe_layers",
     "multi_root_broadcast",
     "node_rank",
     "open_store",
     "parallelize",
+    "plan_batch_size",
     "probe_capabilities",
     "read_environment",
+    "rebalance",
     "recorder",
     "recv",
     "recv_object",
@@ -182,13 +351,31 @@ __all__ = [
     "reduce_scatter",
     "regroup",
     "retry",
+    "ring_attention",
     "roster",
+    "scale_learning_rate",
     "scatter",
     "scatter_object",
     "scatter_reduce",
     "send",
     "send_object",
     "spawn",
+    "split_into_stages",
+    "tensor_parallel",
     "tree_broadcast",
     "validate_rank",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Names of the packages that are imported on demand."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(_importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """All names, imported yet or not."""
+    return sorted({*globals(), *_HOMES})

@@ -1,5 +1,6 @@
 """Gradients in fewer bytes: codecs, what makes up for their errors, and the collectives that carry them."""
 
+from torsh_distributed.compress.adaptive import AdaptationStrategy, AdaptiveCompression, configure_compression
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.compress.codecs import codec_names, make_codec
 from torsh_distributed.compress.compressor import GradientCompressor, compressed_all_reduce
@@ -7,6 +8,8 @@ from torsh_distributed.compress.gradient import CompressedGradient
 from torsh_distributed.compress.stats import CompressionStats
 
 __all__ = [
+    "AdaptationStrategy",
+    "AdaptiveCompression",
     "Averaged",
     "Codec",
     "CompressedGradient",
@@ -15,5 +18,6 @@ __all__ = [
     "Key",
     "codec_names",
     "compressed_all_reduce",
+    "configure_compression",
     "make_codec",
 ]
