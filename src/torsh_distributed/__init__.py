@@ -106,6 +106,7 @@ if _TYPE_CHECKING:
         configure_compression,
         make_codec,
     )
+    from torsh_distributed.parallel.activation import activation_bytes, checkpoint_activations
     from torsh_distributed.parallel.bucket_clock import OverlapStats
     from torsh_distributed.parallel.bucket_size import auto_bucket
     from torsh_distributed.parallel.consistency import GradientDifference
@@ -123,7 +124,9 @@ if _TYPE_CHECKING:
         rebalance,
     )
     from torsh_distributed.parallel.gradient_sync import BucketInfo
+    from torsh_distributed.parallel.layout import MeshLayout
     from torsh_distributed.parallel.mesh import Mesh
+    from torsh_distributed.parallel.model_check import check_same_model
     from torsh_distributed.parallel.offload import (
         OffloadedOptimizer,
         OffloadStats,
@@ -131,7 +134,16 @@ if _TYPE_CHECKING:
         StateOffload,
         TierUse,
     )
-    from torsh_distributed.parallel.pipeline import PipelineParallel, draw_schedule, split_into_stages
+    from torsh_distributed.parallel.pipeline import (
+        PipelineParallel,
+        StagePlan,
+        Timeline,
+        compute_timeline,
+        draw_schedule,
+        schedule_text,
+        split_into_stages,
+    )
+    from torsh_distributed.parallel.shard_records import MemoryStats, ShardInfo
     from torsh_distributed.parallel.sharded import FullyShardedDataParallel
     from torsh_distributed.parallel.tensor import (
         ColumnParallelLinear,
@@ -163,6 +175,16 @@ _register_backends()
 
 # What takes a second to import and a launcher or a plan does not need: found when first asked for.
 _HOMES = {
+    "schedule_text": "torsh_distributed.parallel.pipeline",
+    "compute_timeline": "torsh_distributed.parallel.pipeline",
+    "Timeline": "torsh_distributed.parallel.pipeline",
+    "StagePlan": "torsh_distributed.parallel.pipeline",
+    "check_same_model": "torsh_distributed.parallel.model_check",
+    "activation_bytes": "torsh_distributed.parallel.activation",
+    "checkpoint_activations": "torsh_distributed.parallel.activation",
+    "ShardInfo": "torsh_distributed.parallel.shard_records",
+    "MemoryStats": "torsh_distributed.parallel.shard_records",
+    "MeshLayout": "torsh_distributed.parallel.layout",
     "AdaptationStrategy": "torsh_distributed.compress",
     "AdaptiveCompression": "torsh_distributed.compress",
     "CompressedGradient": "torsh_distributed.compress",
@@ -262,8 +284,10 @@ __all__ = [
     "Hierarchical",
     "LearningRate",
     "LoadBalancer",
+    "MemoryStats",
     "Mesh",
     "MeshConfig",
+    "MeshLayout",
     "MixedPrecisionConfig",
     "MoELayer",
     "ObserveConfig",
@@ -289,16 +313,20 @@ __all__ = [
     "RoutingStats",
     "RowParallelLinear",
     "SchedulingStrategy",
+    "ShardInfo",
+    "StagePlan",
     "StateOffload",
     "Store",
     "TensorParallelConfig",
     "TensorPlan",
     "TierUse",
+    "Timeline",
     "TorshError",
     "TrainingConfig",
     "Work",
     "__version__",
     "abort",
+    "activation_bytes",
     "all_gather",
     "all_gather_object",
     "all_gather_varsize",
@@ -310,8 +338,11 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "bucketed_all_reduce",
+    "check_same_model",
+    "checkpoint_activations",
     "codec_names",
     "compressed_all_reduce",
+    "compute_timeline",
     "configure_compression",
     "destroy_process_group",
     "device",
@@ -357,6 +388,7 @@ __all__ = [
     "scatter",
     "scatter_object",
     "scatter_reduce",
+    "schedule_text",
     "send",
     "send_object",
     "spawn",

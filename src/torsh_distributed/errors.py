@@ -300,7 +300,7 @@ class NonFiniteLoss(TorshError, ArithmeticError):
     """The loss or the gradients are nan or infinite; no parameter was changed by them."""
 
     advice = (
-        "look at the batch of that step on the rank that is named: nan in the data, an empty mask, log or division of 0",
+        "look at that rank's batch of that step: nan in the data, an empty mask, log or division by 0",
         "lower the learning rate, or warm it up (training.warmup_steps)",
         "clip the gradients (training.gradient_clipping)",
         "run the step again under torch.autograd.detect_anomaly() to find the operation",

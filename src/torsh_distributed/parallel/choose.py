@@ -8,7 +8,6 @@ from torch import nn
 from torsh_distributed.comm import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
-from torsh_distributed.parallel.composed import composed_strategy, is_composed
 from torsh_distributed.parallel.data import DataParallel, gradient_options, refuse_gradient_options
 from torsh_distributed.parallel.expert.choice import expert_strategy
 from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
@@ -27,7 +26,10 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
 
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
     """
-    if is_composed(plan):
+    if plan.mesh.tp * plan.mesh.pp * plan.mesh.cp > 1:
+        # Here, not above: it takes a second to import, and most plans do not ask for it.
+        from torsh_distributed.parallel.composed import composed_strategy
+
         why = "the plan splits the model itself (mesh.tp, mesh.pp or mesh.cp)"
         refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
         if is_on_meta(model):

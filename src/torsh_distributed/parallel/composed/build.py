@@ -12,7 +12,7 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
-from torsh_distributed.parallel.composed.strategy import Composed, Context, Pipelined
+from torsh_distributed.parallel.composed.strategy import Composed, Context, PipelineStages
 from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.data import DataParallel
 from torsh_distributed.parallel.mesh import Mesh
@@ -94,12 +94,12 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
 
 def _pipelined(
     model: nn.Module, plan: Plan, mesh: Mesh, stages: StagePlan, contexts: tuple[Context, ...], device: torch.device
-) -> Pipelined:
+) -> PipelineStages:
     group = mesh.group("pp")
     context = contexts[0] if contexts else nullcontext
     is_split = plan.mesh.tp > 1 and plan.tensor.sequence_parallel
     wrap = sequence_edges(stages, mesh.slice("tp")) if is_split else None
-    return Pipelined(
+    return PipelineStages(
         lambda loss_fn: PipelineParallel(
             stages, plan.pipeline, group=group, loss_fn=loss_fn, wrap=wrap, context=context
         ),

@@ -199,7 +199,7 @@ class Composed(_OnMesh):
             self._inner.wrapped.reshard()
 
 
-class Pipelined(_OnMesh):
+class PipelineStages(_OnMesh):
     """A model in stages over pp, each split over tp and replicated over dp.
 
     Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out,
@@ -309,7 +309,7 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, start: Tensor, value: Tensor, owner: Pipelined, grads: list[Tensor | None]) -> Tensor:
+    def forward(ctx: Any, start: Tensor, value: Tensor, owner: PipelineStages, grads: list[Tensor | None]) -> Tensor:
         ctx.owner, ctx.grads = owner, grads
         return value.clone()
 
