@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 
-.PHONY: train test lint docs bench clean help
+.PHONY: train test lint docs bench benchcheck clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -24,7 +24,7 @@ train: $(READY) ## set up and train a small GPT on two local workers
 	$(BIN)/torsh train --demo gpt --nproc-per-node 2
 
 test: $(READY) ## set up and run every test this machine can run
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, layer contracts
 	$(BIN)/ruff check .
@@ -37,6 +37,9 @@ docs: $(READY) ## build the site into site/, warnings are errors
 
 bench: $(READY) ## run every benchmark case; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+benchcheck: $(READY) ## try every benchmark case for some seconds; keeps nothing
+	$(BIN)/python -m benchmarks --quick
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) site dist build runs .mypy_cache .ruff_cache .hypothesis .import_linter_cache

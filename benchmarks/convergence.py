@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Budget, Measurement, Note, Row, Unit
@@ -66,7 +67,13 @@ def losses(task: str, way: str, training: TrainingConfig) -> list[float]:
     compress = WAYS[way].replace(warmup_steps=training.steps // 10, skip_below_numel=256)
     plan = Plan(training=training, compress=compress)
     demo = TASKS[task](plan)
-    engine = parallelize(demo.model, demo.optimizer, plan, loss_fn=demo.loss_fn)
+    engine = parallelize(
+        demo.model,
+        demo.optimizer,
+        plan,
+        loss_fn=demo.loss_fn,
+        scheduler_fn=lambda optimizer: CosineAnnealingLR(optimizer, training.steps),
+    )
     return [engine.step(batch) for batch in engine.batches(demo.loader)]
 
 
@@ -99,6 +106,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-ABOUT = """ Two ranks; the first tenth travels uncompressed (warm-up), the rest with error feedback. torsh is training
+ABOUT = """ Two ranks; the learning rate falls to zero along a cosine; the first tenth travels
+uncompressed (warm-up), the rest with error feedback. torsh is training
 without compression, the others compress; a value is the mean loss of a tenth of the steps, its ratio that loss over the
 uncompressed one."""

@@ -8,7 +8,7 @@ from benchmarks.convergence import ABOUT, curves
 from benchmarks.harness import Budget, Case, Note, Row
 from torsh_distributed import TrainingConfig
 
-_TRAINING = TrainingConfig(steps=1500, batch_size=128, learning_rate=0.02)
+_TRAINING = TrainingConfig(steps=3000, batch_size=128, learning_rate=0.02)
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
