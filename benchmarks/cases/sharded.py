@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -120,6 +119,9 @@ def _held(model: nn.Module, optimizer: Optimizer) -> int:
 
 def _theory(stage: int, num_ranks: int) -> float:
     """fp32 parameters and gradients, two fp32 values of Adam, each whole or a shard."""
+    # Here: importing it warns of a deprecation inside torch.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     numel = DEPTH * (WIDTH * WIDTH + WIDTH)
     whole = {0: (1, 1, 1), 1: (1, 1, num_ranks), 2: (num_ranks,) * 3, 3: (num_ranks,) * 3}[stage]
     params, grads, state = whole

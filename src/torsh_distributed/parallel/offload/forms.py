@@ -128,7 +128,7 @@ class LosslessForm(Form):
     @override
     def decode(self, payload: Tensor, numel: int, *, role: Role) -> Tensor:
         planes = torch.frombuffer(bytearray(zlib.decompress(payload.numpy().data)), dtype=torch.uint8)
-        return planes.view(4, numel).t().contiguous().view(torch.float32).flatten()
+        return planes.view(4, numel).t().flatten().view(torch.float32)
 
 
 FP32 = PlainForm("fp32", torch.float32)
