@@ -96,6 +96,9 @@ def _held_by_ours(stage: int) -> int:
 
 def _held_by_torch(stage: int) -> int:
     if stage < 2:
+        # Here: importing it warns of a deprecation inside torch.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         model: nn.Module = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
         optimizer: Optimizer = (
             ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
@@ -119,9 +122,6 @@ def _held(model: nn.Module, optimizer: Optimizer) -> int:
 
 def _theory(stage: int, num_ranks: int) -> float:
     """fp32 parameters and gradients, two fp32 values of Adam, each whole or a shard."""
-    # Here: importing it warns of a deprecation inside torch.
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     numel = DEPTH * (WIDTH * WIDTH + WIDTH)
     whole = {0: (1, 1, 1), 1: (1, 1, num_ranks), 2: (num_ranks,) * 3, 3: (num_ranks,) * 3}[stage]
     params, grads, state = whole
