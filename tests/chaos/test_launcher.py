@@ -75,8 +75,7 @@ def test_a_signal_reaches_the_workers_who_may_save_and_nothing_stays(
         wait_for("ready-0", "ready-1")
         if rank == 0:
             os.kill(launcher, signal.{name})
-        while True:
-            signal.pause()
+        stay()
         """,
     )
     (outcome,) = launch(world, script)
@@ -98,8 +97,7 @@ def test_the_second_interrupt_kills_at_once(world: World, tmp_path: Path) -> Non
             os.kill(launcher, signal.SIGINT)
             wait_for("asked-0", "asked-1")
             os.kill(launcher, signal.SIGINT)
-        while True:
-            signal.pause()
+        stay()
         """,
     )
     # Without the second signal the workers would have 300 s, far beyond the limit of the test.

@@ -20,7 +20,7 @@ from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, JobSpec
 
 PROLOGUE = """\
-import os, signal, sys, time
+import os, select, signal, sys, time
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 launcher = os.getppid()
 folder = os.path.dirname(os.path.abspath(__file__))
@@ -34,6 +34,14 @@ def leave(name, text=""):
     with open(path + ".part", "w") as file:
         file.write(text)
     os.rename(path + ".part", path)
+def stay():
+    # For scripts with handlers: signal.pause() sleeps through a signal that comes just before it.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    while True:
+        select.select([reading], [], [])
+        os.read(reading, 64)
 """
 
 

@@ -123,7 +123,7 @@ def test_a_launcher_that_is_stopped_is_missed_by_its_heartbeat(world: World, tmp
         elif rank == 0:
             # Ended by its launcher, which then tells by a file that it noticed.
             signal.signal(signal.SIGTERM, lambda *_: (leave("ended"), sys.exit(0)))
-        signal.pause()
+        stay()
         """,
     )
     first, second = launch(world, script, num_nodes=2, heartbeat_timeout_s=0.6)
