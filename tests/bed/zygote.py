@@ -147,7 +147,9 @@ def _rank_environment(rank: int, request: Request, port: int) -> dict[str, str]:
 
 def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
     """In the rank's own process: set up, call the function, leave the result in a file, never return."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What a shell in the background or nohup ignores, its children inherit; ranks start as from a terminal.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
