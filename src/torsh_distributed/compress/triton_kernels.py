@@ -10,6 +10,7 @@ sums are rounded one by one (`enable_fp_fusion=False`) and divisions exactly, so
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -393,8 +394,9 @@ def _floats(payload: Tensor, part: _Part) -> Tensor:
     return payload[part.heads].view(torch.float32)
 
 
-class _Damage:
-    """A word on each device that kernels mark; zero unless something was damaged."""
+class _Damage(threading.local):
+    """A word on each device that kernels mark; zero unless something was damaged. Each thread has its own words: one
+    must not take, and clear, the mark of another's message."""
 
     def __init__(self) -> None:
         self._words: dict[torch.device, Tensor] = {}
@@ -422,7 +424,7 @@ def _bytes_row(block: int) -> int:
 
 
 class TritonKernels(TorchKernels):
-    """The arithmetic on CUDA. One thread at a time decodes on a device."""
+    """The arithmetic on CUDA."""
 
     def __init__(self) -> None:
         self._damage = _Damage()
