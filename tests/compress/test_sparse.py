@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compress.examples import examples
+from torsh_distributed.compress import gaps
 from torsh_distributed.compress.sparse import (
     Sparse,
+    SparseVector,
+    add_to,
     decode_sparse,
     densify,
     encode_sparse,
@@ -18,6 +21,7 @@ from torsh_distributed.compress.sparse import (
 )
 from torsh_distributed.errors import CompressionError
 
+FLOATS16 = st.floats(width=16, min_value=-1000, max_value=1000)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -45,6 +49,34 @@ def test_fp16_values_neither_overflow_nor_lose_more_than_their_precision(values:
     allowed = torch.maximum(x.abs() * 2.0**-11, peak * 2.0**-39).double() + 2.0**-149
     assert ((said.double() - x.double()).abs() <= allowed).all()
     assert said.isfinite().all()
+
+
+@examples
+@given(
+    st.lists(st.lists(FLOATS16 | st.just(0.0), min_size=12, max_size=12), min_size=1, max_size=3),
+    st.sampled_from([(12,), (5, 7), (1, 0, 11)]),
+    st.booleans(),
+)
+def test_a_sum_of_sparse_vectors_is_written_in_parts_as_torch_adds_it_up(
+    vectors: list[list[float]], sizes: tuple[int, ...], is_compiled: bool
+) -> None:
+    dense_terms = [torch.tensor(values) for values in vectors]
+    expected = torch.zeros(12)
+    for term in dense_terms:
+        expected += term
+    places = [term.nonzero().squeeze(1) for term in dense_terms]
+    terms = tuple(Sparse(indices, term[indices]) for indices, term in zip(places, dense_terms, strict=True))
+    parts = [torch.full((size,), 7.0) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_compiled:
+            patch.setattr(gaps, "compiled_module", lambda: None)
+        vector = SparseVector(terms, 12)
+        vector.write_to(parts)
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(vector.dense(), expected)
+        assert torch.equal(vector.scaled(0.5).dense(), expected / 2)
+        add_to(expected, vector, sign=-1)
+    torch.testing.assert_close(expected, torch.zeros(12), rtol=0, atol=1e-2)
 
 
 def test_a_message_may_begin_anywhere_in_a_buffer() -> None:

@@ -32,7 +32,7 @@ def test_every_element_has_one_owner_and_finds_its_way_back(num_elements: int, n
     for part, piece in enumerate(pieces):
         assert (piece.indices < parts.numel(part)).all()
         assert (piece.indices[1:] > piece.indices[:-1]).all()
-        assert torch.equal(parts.globals(piece.indices, part).float(), piece.values)
+        assert torch.equal(parts.in_whole(piece, part).indices.float(), piece.values)
     assert torch.equal(torch.cat([piece.values for piece in pieces]).sort().values, indices.float())
 
 

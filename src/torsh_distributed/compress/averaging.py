@@ -17,8 +17,11 @@ from torch import Tensor
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.compress.codec import Key
+from torsh_distributed.compress.codecs.auto import AutoCodec
 from torsh_distributed.compress.gradient import check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece, split
+from torsh_distributed.compress.sparse import Vector, dense
 
 if TYPE_CHECKING:
     from torsh_distributed.compress.compressor import GradientCompressor
@@ -49,10 +52,17 @@ class _Part(NamedTuple):
             place.view(tensor.shape).copy_(tensor)
         return flat
 
-    def put_back(self, flat: Tensor) -> None:
-        """Copy the parts of `flat` back to where they came from."""
-        for value, tensor in zip(split(flat, self.layout), self.tensors, strict=True):
+    def put_back(self, vector: Vector) -> None:
+        """Copy the parts of a vector back to where they came from."""
+        if not isinstance(vector, Tensor) and all(map(_is_plain, self.tensors)):
+            vector.write_to(self.tensors)
+            return
+        for value, tensor in zip(split(dense(vector), self.layout), self.tensors, strict=True):
             tensor.copy_(value.view(tensor.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 class _Said(NamedTuple):
@@ -65,18 +75,32 @@ class _Said(NamedTuple):
 
 @torch.no_grad()
 def average_named(
-    compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor], group: dist.ProcessGroup
+    compressor: GradientCompressor,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    bucket: Tensor | None = None,
 ) -> int:
     """Replace each tensor by its mean over the ranks, in place; every rank calls this with the same names in order.
 
     Returns the bytes this rank sent. If any rank's tensors hold NaN or infinity, the compressed ones become NaN on
     every rank and nothing is remembered: as without compression, a loss scaler sees it everywhere and skips the step.
+    `bucket` is the memory in which the tensors lie, all of it: where the codec found that compression is of no use,
+    it is averaged as it is.
     """
     if not tensors:
         return 0
     started = time.perf_counter()
     small, large = _parted(compressor, names, tensors)
     is_dense = compressor.is_dense_step
+    auto = None if is_dense or not large.tensors else _choosing(compressor)
+    if auto is not None and auto.sends_as_it_is(_key(compressor, large)):
+        is_dense = True
+        if bucket is not None and compressor.feedback.carried(large.layout, bucket.device) is None:
+            _all_reduce_mean(bucket, group)
+            auto.note(_key(compressor, large), time.perf_counter() - started, group)
+            return _counted(compressor, small, large, is_dense, ring_bytes(num_bytes(bucket), group), group, started)
     said, sent_bytes = _agree_and_average_small(compressor, small, large, group)
     if not said.is_finite:
         compressor.stats.num_nonfinite += 1
@@ -89,10 +113,35 @@ def average_named(
             tensor.fill_(float("nan"))
     elif large.tensors:
         sent_bytes += _average_compressed(compressor, large, group)
+    if auto is not None and said.is_finite and not said.must_begin_anew:
+        auto.note(_key(compressor, large), time.perf_counter() - started, group)
+    return _counted(compressor, small, large, is_dense, sent_bytes, group, started)
+
+
+def _choosing(compressor: GradientCompressor) -> AutoCodec | None:
+    """The codec that chooses by what averages take, if it is one and may rely on what it knows."""
+    codec = compressor.codec
+    return codec if isinstance(codec, AutoCodec) and not compressor.has_foreign_state else None
+
+
+def _key(compressor: GradientCompressor, large: _Part) -> Key:
+    return compressor.key([piece.name for piece in large.layout])
+
+
+def _counted(
+    compressor: GradientCompressor,
+    small: _Part,
+    large: _Part,
+    is_dense: bool,
+    sent_bytes: int,
+    group: dist.ProcessGroup,
+    started: float,
+) -> int:
+    """Add an average to the totals; the bytes again."""
     stats = compressor.stats
-    stats.num_dense += len(tensors) if is_dense else len(small.tensors)
+    stats.num_dense += len(small.tensors) + (len(large.tensors) if is_dense else 0)
     stats.num_tensors += 0 if is_dense else len(large.tensors)
-    stats.bytes_before += ring_bytes(sum(map(num_bytes, tensors)), group)
+    stats.bytes_before += ring_bytes(sum(map(num_bytes, small.tensors + large.tensors)), group)
     stats.bytes_on_wire += sent_bytes
     stats.exchange_s += time.perf_counter() - started
     return sent_bytes
@@ -161,7 +210,7 @@ def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.Pro
     carried = feedback.carried(large.layout, mean.device)
     if carried is not None:
         mean.add_(carried)
-    all_reduce(mean, group=group).div_(group.size())
+    _all_reduce_mean(mean, group)
     large.put_back(mean)
     if (feedback.is_shared or carried is not None) and is_finite(mean):
         feedback.accept_dense(large.layout, own, mean)
@@ -170,19 +219,28 @@ def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.Pro
 
 def _average_compressed(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
     feedback, stats = compressor.feedback, compressor.stats
-    key = compressor.key([piece.name for piece in large.layout])
+    key = _key(compressor, large)
     compressor.tell_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
     x = feedback.prepare(large.layout, large.tensors)
     averaged = compressor.codec.average(x, group, key)
-    if not is_finite(averaged.mean):  # too large for the codec's type: all ranks see it, none remembers it
+    mean, sent = averaged.mean_vector, averaged.sent_vector
+    if not is_finite(mean):  # too large for the codec's type: all ranks see it, none remembers it
         stats.num_nonfinite += 1
         feedback.abandon(large.layout)
-        large.put_back(averaged.mean)
+        large.put_back(mean)
         return averaged.num_bytes
     if stats.error_norm is None or compressor.num_steps % _MEASURE_EVERY == 0:
-        stats.error_norm, stats.original_norm = norm(x - averaged.sent), norm(x)
-    large.put_back(feedback.accept(large.layout, x, averaged.sent, averaged.mean))
+        stats.error_norm, stats.original_norm = norm(x - dense(sent)), norm(x)
+    large.put_back(feedback.accept(large.layout, x, sent, mean))
     return averaged.num_bytes
+
+
+def _all_reduce_mean(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """The mean over the ranks, in place. Halves are divided before they are added: their sum might be too large."""
+    if buffer.dtype.itemsize < 4:
+        all_reduce(buffer.div_(group.size()), group=group)
+    else:
+        all_reduce(buffer, "mean", group=group)
 
 
 def ring_bytes(size_bytes: int, group: dist.ProcessGroup) -> int:

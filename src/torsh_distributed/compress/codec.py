@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_distributed.compress.sparse import Vector, dense
+
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbouring numbers land far apart
 
 
@@ -32,17 +34,24 @@ class Key(NamedTuple):
         return _mixed(self.shared ^ (self.rank + 1) * _GOLDEN)
 
 
-class Averaged(NamedTuple):
-    """What came of a tensor that all ranks averaged."""
+class Averaged:
+    """What came of a tensor that all ranks averaged. A sparse codec gives sparse vectors: they take fewer passes."""
 
-    mean: Tensor
-    """The mean over the ranks of what they sent: 1-D, fp32, the same bits on every rank."""
+    def __init__(self, mean: Vector, sent: Vector, num_bytes: int) -> None:
+        self.mean_vector = mean
+        self.sent_vector = sent
+        self.num_bytes = num_bytes
+        """Bytes of payload this rank sent to others, as it counted them."""
 
-    sent: Tensor
-    """What this rank's message says: `x - sent` was left out, and is what error feedback carries over."""
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the ranks of what they sent: 1-D, fp32, the same bits on every rank."""
+        return dense(self.mean_vector)
 
-    num_bytes: int
-    """Bytes of payload this rank sent to others, as it counted them."""
+    @property
+    def sent(self) -> Tensor:
+        """What this rank's message says: `x - sent` was left out, and is what error feedback carries over."""
+        return dense(self.sent_vector)
 
 
 class Codec(ABC):

@@ -23,6 +23,7 @@ from torsh_distributed.compress.feedback import DifferenceFeedback, Feedback, ma
 from torsh_distributed.compress.gradient import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece
 from torsh_distributed.compress.policy import is_dense_step, stream_of, travels_dense
+from torsh_distributed.compress.sparse import dense
 from torsh_distributed.compress.stats import CompressionStats
 from torsh_distributed.errors import CompressionError, ConfigurationError, InvalidArgument
 from torsh_distributed.plan import CompressionConfig
@@ -202,7 +203,7 @@ class GradientCompressor:
             self.tell_shapes(key.stream, [message.original_shape])
             flat = self._codec.decode(message.data, numel, key)
             if message.metadata["is_difference"]:
-                flat = self._told.accept(told, flat, flat, flat)
+                flat = dense(self._told.accept(told, flat, flat, flat))
         self.stats.decode_s += time.perf_counter() - started
         return flat.to(message.dtype, copy=True).view(message.original_shape)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.named import Layout, NamedBuffers, split
+from torsh_distributed.compress.sparse import Vector, add_to
 from torsh_distributed.plan import CompressionConfig
 
 
@@ -30,7 +31,7 @@ class Feedback(ABC):
         """What to send for these finite gradients: a buffer that is theirs until `accept`."""
 
     @abstractmethod
-    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+    def accept(self, layout: Layout, x: Tensor, sent: Vector, mean: Vector) -> Vector:
         """`x` of `prepare` was sent as `sent`, and `mean` is the mean of all ranks' `sent`: the averaged gradient."""
 
     def abandon(self, layout: Layout) -> None:  # noqa: B027 (nothing to forget without memory)
@@ -72,7 +73,7 @@ class NoFeedback(Feedback):
         return x
 
     @override
-    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
+    def accept(self, layout: Layout, x: Tensor, sent: Vector, mean: Vector) -> Vector:
         return mean
 
     @override
@@ -104,8 +105,8 @@ class ResidualFeedback(Feedback):
         return x
 
     @override
-    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
-        x.sub_(sent)
+    def accept(self, layout: Layout, x: Tensor, sent: Vector, mean: Vector) -> Vector:
+        add_to(x, sent, sign=-1)
         return mean
 
     @override
@@ -166,9 +167,11 @@ class DifferenceFeedback(Feedback):
         return x
 
     @override
-    def accept(self, layout: Layout, x: Tensor, sent: Tensor, mean: Tensor) -> Tensor:
-        self._own.flat(layout, x.device).add_(sent)
-        return self._mean.flat(layout, x.device).add_(mean)
+    def accept(self, layout: Layout, x: Tensor, sent: Vector, mean: Vector) -> Tensor:
+        add_to(self._own.flat(layout, x.device), sent)
+        known = self._mean.flat(layout, x.device)
+        add_to(known, mean)
+        return known
 
     @override
     def carried(self, layout: Layout, device: torch.device) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torsh_distributed.compress.sparse import Vector
 from torsh_distributed.errors import InvalidArgument
 
 DENSE = "none"
@@ -40,8 +41,10 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def is_finite(x: Tensor) -> bool:
+def is_finite(x: Vector) -> bool:
     """Whether no element is NaN or infinite. One quick pass where all is well: what is bad shows in the sum."""
+    if not isinstance(x, Tensor):
+        return all(is_finite(term.values) for term in x.terms)
     return bool(x.sum(dtype=torch.float32).isfinite()) or bool(x.isfinite().all())
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torsh_distributed.compress.gaps import decode_indices, encode_indices, index_layout
+from torsh_distributed.compress.gaps import compiled_for, decode_indices, encode_indices, index_layout
 from torsh_distributed.errors import CompressionError
 
 _HEADER = struct.Struct("<If")  # how many elements, and what their values are multiples of
@@ -27,6 +29,71 @@ class Sparse(NamedTuple):
     """int64, strictly increasing."""
     values: Tensor
     """fp32."""
+
+
+class SparseVector(NamedTuple):
+    """A vector as the sum of sparse ones: what ranks sent, without a pass over all the elements."""
+
+    terms: tuple[Sparse, ...]
+    num_elements: int
+
+    def scaled(self, factor: float) -> SparseVector:
+        """This times a factor."""
+        return self._replace(terms=tuple(Sparse(indices, values * factor) for indices, values in self.terms))
+
+    def add_to(self, out: Tensor, *, sign: Literal[1, -1] = 1) -> None:
+        """Add this to a flat tensor, or take it off, term by term."""
+        for term in self.terms:
+            _add_at(out, term, sign=sign)
+
+    def dense(self) -> Tensor:
+        """The whole vector."""
+        whole = self.terms[0].values.new_zeros(self.num_elements)
+        self.add_to(whole)
+        return whole
+
+    def write_to(self, parts: Sequence[Tensor]) -> None:
+        """Make contiguous fp32 tensors, one after the other, equal to this."""
+        ends = list(accumulate(part.numel() for part in parts))
+        for part in parts:
+            part.zero_()
+        for indices, values in self.terms:
+            cuts = torch.searchsorted(indices, torch.tensor(ends, device=indices.device)).tolist()
+            for part, start, end, stop in zip(parts, [0, *cuts], cuts, ends, strict=False):
+                term = Sparse(indices[start:end], values[start:end])
+                _add_at(part.view(-1), term, offset=stop - part.numel())
+
+
+def _add_at(out: Tensor, sparse: Sparse, *, sign: Literal[1, -1] = 1, offset: int = 0) -> None:
+    """Add some elements, whose places are counted from `offset`, to a contiguous fp32 tensor, or take them off.
+
+    No other factor than the sign: products that are added may be rounded once or twice, as the machine likes it.
+    """
+    indices, values = sparse
+    module = compiled_for(out)
+    if module is not None and out.dtype == values.dtype == torch.float32:
+        assert out.is_contiguous()
+        addresses = out.data_ptr(), indices.data_ptr(), values.data_ptr()
+        module.add_at(*addresses, indices.numel(), offset, sign)
+    else:
+        out.index_add_(0, indices - offset if offset else indices, values, alpha=sign)
+
+
+Vector = Tensor | SparseVector
+"""One dimension, fp32: every element, or some."""
+
+
+def add_to(out: Tensor, vector: Vector, *, sign: Literal[1, -1] = 1) -> None:
+    """Add a vector to a flat tensor, or take it off."""
+    if isinstance(vector, Tensor):
+        out.add_(vector, alpha=sign)
+    else:
+        vector.add_to(out, sign=sign)
+
+
+def dense(vector: Vector) -> Tensor:
+    """Every element of a vector."""
+    return vector if isinstance(vector, Tensor) else vector.dense()
 
 
 def sparse_bytes(num_elements: int, count: int, dtype: torch.dtype) -> int:

@@ -24,8 +24,8 @@ from torsh_distributed.compress.gaps import nonzero
 from torsh_distributed.compress.selection import largest
 from torsh_distributed.compress.sparse import (
     Sparse,
+    SparseVector,
     decode_sparse,
-    densify,
     encode_sparse,
     most_sparse_bytes,
     sparse_bytes,
@@ -82,7 +82,8 @@ def average_sparse(own: Sparse, num_elements: int, group: dist.ProcessGroup, wir
     """
     if group.size() == 1:
         said = decode_sparse(encode_sparse(own, num_elements, wire.dtype), num_elements, wire.dtype)
-        return Averaged(densify(said, num_elements), densify(said, num_elements), 0)
+        alone = SparseVector((said,), num_elements)
+        return Averaged(alone, alone, 0)
     if group.size() <= _MOST_FOR_ALL_GATHER:
         return _by_all_gather(own, num_elements, group, wire, is_fixed=is_fixed)
     return _by_parts(own, num_elements, group, wire)
@@ -97,12 +98,10 @@ def _by_all_gather(own: Sparse, num_elements: int, group: dist.ProcessGroup, wir
         most = max(count for (count,) in _gather_counts([most], group, own.values.device))
         shape = wire.room(num_elements, most)
         told_bytes = _COUNT_BYTES
-    mean, sent = own.values.new_zeros(num_elements), own.values.new_zeros(num_elements)
-    for sender, message in enumerate(all_gather(wire.write(own, shape), group=group)):
-        found = wire.read(message, shape, sender=sender, rank=rank)
-        mean.index_add_(0, found.indices, found.values, alpha=1 / num_ranks)
-        if sender == rank:
-            sent.index_copy_(0, found.indices, found.values)
+    gathered = all_gather(wire.write(own, shape), group=group)
+    said = tuple(wire.read(message, shape, sender=sender, rank=rank) for sender, message in enumerate(gathered))
+    mean = SparseVector(said, num_elements).scaled(1 / num_ranks)
+    sent = SparseVector((said[rank],), num_elements)
     return Averaged(mean, sent, (num_ranks - 1) * (shape.message_bytes + told_bytes))
 
 
@@ -119,25 +118,26 @@ def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wi
     sizes = [message.numel() for message in messages]
     received = all_to_all(torch.cat(messages), sizes, [shape.message_bytes for shape in shapes], group=group)
 
-    sent = own.values.new_zeros(num_elements)
+    sent = []
     for part, (piece, message) in enumerate(zip(pieces, messages, strict=True)):
         said = wire.read(message, wire.shape(parts.numel(part), piece.indices.numel()), sender=rank, rank=rank)
-        sent.index_copy_(0, parts.globals(said.indices, part), said.values)
+        sent.append(parts.in_whole(said, part))
 
     # As many as one rank sent on average, divided evenly: the parts are interleaved, so each has its share of them.
     budget = -(-sum(map(sum, counts)) // num_ranks**2)
     rooms = [wire.room(parts.numel(part), budget) for part in range(num_ranks)]
     size = max(room.message_bytes for room in rooms)
     gathered, sums = _share_sums(received, shapes, budget, rooms[rank], size, group, wire)
-    sent.index_add_(0, parts.globals(sums.indices, rank), sums.values, alpha=-1)
-    mean = torch.zeros_like(sent)
-    for part, message in enumerate(gathered):
-        found = wire.read(message, rooms[part], sender=part, rank=rank)
-        places = parts.globals(found.indices, part)
-        mean.index_copy_(0, places, found.values / num_ranks)
-        if part == rank:
-            sent.index_add_(0, places, found.values)
-    return Averaged(mean, sent, sum(sizes) - sizes[rank] + (num_ranks - 1) * (size + _COUNT_BYTES * num_ranks))
+    found = tuple(
+        parts.in_whole(wire.read(message, rooms[part], sender=part, rank=rank), part)
+        for part, message in enumerate(gathered)
+    )
+    sent += [parts.in_whole(Sparse(sums.indices, -sums.values), rank), found[rank]]
+    return Averaged(
+        SparseVector(found, num_elements).scaled(1 / num_ranks),
+        SparseVector(tuple(sent), num_elements),
+        sum(sizes) - sizes[rank] + (num_ranks - 1) * (size + _COUNT_BYTES * num_ranks),
+    )
 
 
 def _share_sums(
@@ -206,9 +206,11 @@ class Parts(NamedTuple):
         columns = zip(local[order].split_with_sizes(counts), sparse.values[order].split_with_sizes(counts), strict=True)
         return [Sparse(indices, values) for indices, values in columns]
 
-    def globals(self, indices: Tensor, part: int) -> Tensor:
-        """The places in the whole of elements that the owner of `part` counts."""
-        return ((indices >> _BLOCK_BITS) * self.num_ranks + part << _BLOCK_BITS) + (indices & _BLOCK - 1)
+    def in_whole(self, sparse: Sparse, part: int) -> Sparse:
+        """Elements that the owner of `part` counts, at their places in the whole."""
+        indices = sparse.indices
+        places = ((indices >> _BLOCK_BITS) * self.num_ranks + part << _BLOCK_BITS) + (indices & _BLOCK - 1)
+        return Sparse(places, sparse.values)
 
 
 def _gather_counts(counts: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -10,16 +10,19 @@ from torch import Tensor
 
 from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.comm.groups import twin_group
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.scheduler import CommunicationScheduler
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.distributed import DistributedConfig
 
 Reduce = Callable[[Tensor], torch.futures.Future[Tensor]]
-"""Start the sum of a buffer over the ranks, in place; the future is the buffer."""
+"""Start the fold of a buffer over the ranks, in place; the future is the buffer."""
 
 
-def bucket_reducer(config: DistributedConfig, group: dist.ProcessGroup, device: torch.device) -> Reduce:
-    """The sum that the plan asks for; every rank of the group calls this.
+def bucket_reducer(
+    config: DistributedConfig, group: dist.ProcessGroup, device: torch.device, *, op: ReduceOp = ReduceOp.SUM
+) -> Reduce:
+    """The sum, or mean, in the way that the plan asks for; every rank of the group calls this.
 
     Only a rate limit puts a scheduler in the way: without one a bucket starts at once, in the backend or its algorithm.
     """
@@ -28,7 +31,7 @@ def bucket_reducer(config: DistributedConfig, group: dist.ProcessGroup, device: 
     deterministic = config.deterministic
     if config.rate_limit_gbps is None:
         return lambda buffer: all_reduce(
-            buffer, group=group, algorithm=algorithm, deterministic=deterministic, async_op=True
+            buffer, op, group=group, algorithm=algorithm, deterministic=deterministic, async_op=True
         ).get_future()
     # The scheduler's thread starts buckets while others use the group: they must not share one order of operations.
     own = twin_group(group)
@@ -39,7 +42,7 @@ def bucket_reducer(config: DistributedConfig, group: dist.ProcessGroup, device: 
     )
     return lambda buffer: scheduler.submit(
         "all_reduce",
-        lambda: all_reduce(buffer, group=own, algorithm=algorithm, deterministic=deterministic),
+        lambda: all_reduce(buffer, op, group=own, algorithm=algorithm, deterministic=deterministic),
         num_bytes=buffer.numel() * buffer.element_size(),
         group=own,
     ).get_future()

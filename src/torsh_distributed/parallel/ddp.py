@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce, resolve_group
 from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor, require_equal
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.bucket_clock import OverlapStats
@@ -86,7 +87,9 @@ class DistributedDataParallel(TorchDDP):
             _refuse_what_cannot_be_compressed(module, reduce_dtype)
         if config.auto_size:
             config = auto_bucket(config, group=chosen_group)
-        reduce = bucket_reducer(transport, chosen_group, device)
+        is_mean = _can_divide_last(module, device, reduce_dtype)
+        op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+        reduce = bucket_reducer(transport, chosen_group, device, op=op)
         super().__init__(
             module,
             device_ids=[device] if device.type == "cuda" else None,
@@ -108,6 +111,7 @@ class DistributedDataParallel(TorchDDP):
             {id(param): name for name, param in self._trained.items()},
             chosen_group,
             reduce,
+            is_mean=is_mean,
             device=device,
             dtype=_DTYPES[reduce_dtype],
             overlap=config.overlap,
@@ -299,6 +303,17 @@ def _refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> N
             hint='use compression="fp16" or "bf16", or leave precision.reduce_dtype at "same"',
             reduce_dtype=reduce_dtype,
         )
+
+
+def _can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: ReduceDtype) -> bool:
+    """Whether gradients may be added before they are divided, which saves a pass over them where the backend does both.
+
+    Not halves, whose sum might be too large, and not sparse ones, which backends only add.
+    """
+    is_wide = reduce_dtype == "fp32" or (
+        reduce_dtype == "same" and all(param.dtype.itemsize >= 4 for param in module.parameters())
+    )
+    return device.type == "cpu" and is_wide and not _sparse_modules(module.named_modules())
 
 
 def _sparse_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -56,7 +56,9 @@ class _Parcel:
 
 
 class GradientSync:
-    """Averages buckets: summed as the plan says, or through a compressor in the background.
+    """Averages buckets: in the way the plan says, or through a compressor in the background.
+
+    `is_mean` says that `reduce` gives means; else it gives sums, and what is summed is divided first.
 
     A failure never stays in a thread: what failed holds NaN, and the error is raised when backward ends.
     """
@@ -67,6 +69,7 @@ class GradientSync:
         group: dist.ProcessGroup,
         reduce: Reduce,
         *,
+        is_mean: bool,
         device: torch.device,
         dtype: torch.dtype | None,
         overlap: bool,
@@ -75,6 +78,7 @@ class GradientSync:
         self._names = names
         self._group = group
         self._reduce = reduce
+        self._is_mean = is_mean
         self._device = device
         self._dtype = dtype
         self._overlap = overlap
@@ -174,11 +178,12 @@ class GradientSync:
             return failed
 
     def _start_sum(self, parcel: _Parcel) -> Future[Tensor]:
-        """DDP's own averaging: divide, then sum."""
+        """DDP's own averaging: divide, then sum; or both at once where the backend does that in one pass."""
         # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
         clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
         num_bytes = parcel.num_bytes
-        buffer.div_(self._group.size())
+        if not self._is_mean:
+            buffer.div_(self._group.size())
         parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
         sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
         start = time.monotonic()
@@ -206,7 +211,7 @@ class GradientSync:
 
         def average(group: dist.ProcessGroup) -> None:
             start = time.monotonic()
-            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group)
+            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group, bucket=parcel.buffer)
             codec = DENSE if compressor.is_dense_step else compressor.config.method
             if parcel.is_last:
                 compressor.step()
@@ -269,7 +274,9 @@ class GradientSync:
         self.has_pending = False
 
     def _sum_now(self, tensors: list[Tensor]) -> None:
-        flat = torch.cat([tensor.detach().flatten() for tensor in tensors]).div_(self._group.size())
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        if not self._is_mean:
+            flat.div_(self._group.size())
         summed = self._reduce(flat if self._dtype is None else flat.to(self._dtype)).wait()
         for tensor, part in zip(tensors, torch.split(summed, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))

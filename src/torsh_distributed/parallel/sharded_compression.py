@@ -28,6 +28,7 @@ from torsh_distributed.compress.gradient import is_finite
 from torsh_distributed.compress.named import Layout, Piece
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.compress.scatter import scattered_mean
+from torsh_distributed.compress.sparse import dense
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded_comm import CommTally, Empty, gather, reduce_scatter
 from torsh_distributed.plan import CompressionConfig
@@ -129,7 +130,7 @@ class CompressedReduceScatter(Empty, ReduceScatter):
             return wire_bytes
         x = feedback.prepare(layout, [gradient])
         averaged = scattered_mean(compressor.codec, x, group, compressor.key(names))
-        large.put(feedback.accept(layout, x, averaged.sent, averaged.mean))
+        large.put(dense(feedback.accept(layout, x, averaged.sent_vector, averaged.mean_vector)))
         return wire_bytes + averaged.num_bytes
 
     def _reduce_dense(self, x: Tensor, large: _Part, layout: Layout, group: dist.ProcessGroup) -> int:

@@ -10,9 +10,11 @@ from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed import events
 from torsh_distributed.compress import GradientCompressor
-from torsh_distributed.compress.codec import Averaged, Codec, Key
+from torsh_distributed.compress.averaging import average_named
+from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import _CHANGED, _WINDOW, AutoCodec
+from torsh_distributed.compress.named import Piece
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import CompressionConfig
 
@@ -64,40 +66,27 @@ def test_a_slow_link_is_worth_compressing_for(world: World, lab: Lab) -> None:
     assert first in ("topk:0.01", "powersgd:4", "int8"), "1.2 MB at 20 Mbit/s take half a second uncompressed"
 
 
-class Paced(Codec):
-    """Averages exactly; the time it claims to take is set by the test through the clock that `auto` reads."""
-
-    name = "none"
-    is_unbiased = True
-    is_deterministic = True
-
-    def encode(self, x: torch.Tensor, key: Key) -> torch.Tensor:
-        return x.clone()
-
-    def decode(self, payload: torch.Tensor, num_elements: int, key: Key) -> torch.Tensor:
-        return payload
-
-    def payload_bytes(self, num_elements: int) -> int:
-        return 4 * num_elements
-
-    def average(self, x: torch.Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-        dist.all_reduce(x, group=group)
-        return Averaged(x / group.size(), x, 0)
+def timed(codec: AutoCodec, spent_s: float, num_steps: int, *, stream: int = 0) -> None:
+    """Averages that take so long, as whoever times them says."""
+    group = dist.group.WORLD
+    assert group is not None
+    for step in range(num_steps):
+        key = Key(step=step, stream=stream)
+        codec.average(torch.ones(1000), group, key)
+        codec.note(key, spent_s, group)
 
 
 def watch_a_link_slow_down() -> list[str]:
-    """Decide, then let the link seem slower by what was expected of it: the codec must measure again."""
     told: list[events.DecisionEvent] = []
     unsubscribe = events.subscribe(told.append, events.DecisionEvent)
-    codec, group = AutoCodec({"none": Paced()}), dist.group.WORLD
-    assert group is not None
-    for step in range(3):
-        codec.average(torch.ones(1000), group, Key(step=step))
-    [stream] = codec._streams.values()
-    assert stream.choice == "none"
-    stream.expected_s /= 1000 * _CHANGED
-    for step in range(_WINDOW + 3):
-        codec.average(torch.ones(1000), group, Key(step=step))
+    codec = AutoCodec({"none": make_codec("none")})
+    timed(codec, 0.01, 3)  # measured once, tried twice
+    assert codec.choices == {0: "none"}
+    timed(codec, 0.004, _WINDOW)  # the least of many trials, not another link
+    assert codec.choices == {0: "none"}
+    timed(codec, 0.004 * _CHANGED, _WINDOW)
+    assert codec.choices == {}
+    timed(codec, 0.01, 3)
     unsubscribe()
     return [event.choice for event in told]
 
@@ -107,12 +96,35 @@ def test_a_link_that_changed_is_measured_again(world: World) -> None:
         assert choices == ["none", "none", "measure again", "none", "none"]
 
 
-def decide_and_restore() -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
-    codecs = [AutoCodec({method: make_codec(method) for method in ("none", "powersgd:4")}) for _ in range(2)]
+def average_a_bucket(num_steps: int) -> tuple[list[bool], bool]:
+    """Where `none` is all there is: whether the means are right at each step, and whether anything is carried over."""
     group = dist.group.WORLD
     assert group is not None
-    for step in range(4):
-        codecs[0].average(torch.ones(1000), group, Key(stream=7, step=step))
+    config = CompressionConfig(method="auto", warmup_steps=0)
+    compressor = GradientCompressor(config, group=group, codec=AutoCodec({"none": make_codec("none")}))
+    are_right = []
+    for step in range(num_steps):
+        bucket = torch.stack([gradient(rank, step) for rank in range(group.size())])[dist.get_rank()].clone()
+        truth = torch.stack([gradient(rank, step) for rank in range(group.size())]).mean(0)
+        if step == num_steps - 1:
+            bucket[3] = float("nan")
+            truth[3] = float("nan")
+        tensors = [bucket[: SIZE - 5].view(5, -1), bucket[SIZE - 5 :]]
+        average_named(compressor, ["weight", "bias"], tensors, group, bucket=bucket)
+        compressor.step()
+        are_right.append(torch.allclose(bucket, truth, rtol=1e-5, atol=1e-6, equal_nan=True))
+    return are_right, compressor.feedback.carried((Piece("weight", SIZE - 5),), torch.device("cpu")) is not None
+
+
+def test_a_bucket_that_is_best_left_alone_is_averaged_where_it_lies(world: World) -> None:
+    for are_right, is_carried in world.run(average_a_bucket, 6, num_ranks=2, backend="shm"):
+        assert all(are_right), "also the last, whose NaN spreads by itself"
+        assert not is_carried
+
+
+def decide_and_restore() -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    codecs = [AutoCodec({method: make_codec(method) for method in ("none", "powersgd:4")}) for _ in range(2)]
+    timed(codecs[0], 0.01, 5, stream=7)
     codecs[1].load_state_dict(codecs[0].state_dict())
     restored = codecs[1].choices
     codecs[1].reset()

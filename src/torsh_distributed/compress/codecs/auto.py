@@ -4,7 +4,8 @@ For every stream (a bucket):
 
 1. Once, the time to encode and decode it by each candidate. The link, by two all-reduces of different size.
 2. From these an estimate for each candidate, "none" among them; those near the best are tried, on the gradients of real
-   steps, so that nothing is sent for the measurement's sake.
+   steps, so that nothing is sent for the measurement's sake. What is compared is the whole average, error feedback
+   included: where "none" wins, a bucket is averaged where it lies, as without compression.
 3. The quickest stays. Whether its time still is what it was is compared every 16 steps; if not, back to the link.
 
 Ranks add up what they measured before they decide, so all decide alike. Candidates are methods that keep the loss under
@@ -56,6 +57,18 @@ class _Stream:
     num_windows: int = 0
     patience: int = 1
     """Windows before a change counts; it doubles with every look that changes nothing."""
+    is_new: bool = False
+    """Whether the present average was spent on measuring."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is something to go by: a choice, or what is being tried."""
+        return self.choice is not None or bool(self.to_try)
+
+    @property
+    def method(self) -> str:
+        """What the next average goes by, where that is known."""
+        return self.choice or self.to_try[0]
 
 
 class AutoCodec(Codec):
@@ -77,24 +90,36 @@ class AutoCodec(Codec):
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         stream = self._streams.setdefault(key.stream, _Stream())
-        if group.size() == 1 or x.numel() == 0:
-            return self._codecs[NONE].average(x, group, key)
-        if stream.choice is None and not stream.to_try:
-            self._shortlist(stream, x, group, key)
-        method = stream.choice or stream.to_try[0]
-        started = time.perf_counter()
-        averaged = self._codecs[method].average(x, group, key)
-        spent_s = time.perf_counter() - started
-        if stream.choice is None:
-            self._note_trial(stream, method, spent_s, group, key)
+        method = NONE
+        if group.size() > 1 and x.numel() > 0:
+            if stream.is_known:
+                method = stream.method
+            else:
+                self._shortlist(stream, x, group, key)
+        return self._codecs[method].average(x, group, key)
+
+    def sends_as_it_is(self, key: Key) -> bool:
+        """Whether this stream travels uncompressed this time: then nothing needs to be prepared for a codec."""
+        stream = self._streams.get(key.stream)
+        return stream is not None and stream.is_known and stream.method == NONE
+
+    def note(self, key: Key, spent_s: float, group: dist.ProcessGroup) -> None:
+        """An average of this stream took so long, with all that belongs to it; every rank calls this after each."""
+        stream = self._streams.get(key.stream)
+        if stream is None or not stream.is_known:
+            return
+        if stream.is_new:  # the time went into measuring
+            stream.is_new = False
+        elif stream.choice is None:
+            self._note_trial(stream, stream.method, spent_s, group, key)
         else:
             self._watch(stream, spent_s, group, key)
-        return averaged
 
     def _shortlist(self, stream: _Stream, x: Tensor, group: dist.ProcessGroup, key: Key) -> None:
         if not stream.compute_s:
             for method, codec in self._codecs.items():
                 stream.compute_s[method], stream.payload_bytes[method] = _compute_s(codec, x, key)
+            stream.compute_s[NONE] = 0.0  # it is averaged where it lies
             agreed = _mean_over_ranks(list(stream.compute_s.values()), group, x.device)
             stream.compute_s = dict(zip(stream.compute_s, agreed, strict=True))
         start_s, byte_s = _measure_link(group, x.device)
@@ -106,6 +131,7 @@ class AutoCodec(Codec):
         near = sorted((method for method in estimates if estimates[method] <= _NEAR * best), key=estimates.__getitem__)
         stream.to_try = [method for method in near[:_MAX_TRIED] for _ in range(_NUM_TRIALS)]
         stream.tried_s = {}
+        stream.is_new = True
         events.emit(
             events.DecisionEvent(
                 subject=f"compression of stream {key.stream:#x}: what to try",
@@ -142,6 +168,9 @@ class AutoCodec(Codec):
         stream.window = []
         stream.num_windows += 1
         factor = least_s / stream.expected_s
+        if stream.num_windows == 1 and factor < _CHANGED:
+            stream.expected_s = least_s  # the least of many is less than that of two trials
+            return
         if stream.num_windows < stream.patience or 1 / _CHANGED < factor < _CHANGED:
             return
         events.emit(
@@ -198,8 +227,9 @@ class AutoCodec(Codec):
 
 
 def _compute_s(codec: Codec, x: Tensor, key: Key) -> tuple[float, int]:
-    """Seconds in which a rank encodes and decodes what one average needs, and the size of its message."""
+    """Seconds in which a rank prepares, encodes and decodes what one average needs, and the size of its message."""
     started = time.perf_counter()
+    x.clone().add_(x).sub_(x)  # error feedback and packing: about as many passes
     payload = codec.encode(x, key)
     _finish(x)
     encoded = time.perf_counter()

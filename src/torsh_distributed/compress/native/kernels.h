@@ -118,6 +118,7 @@ int tsh_codebook_decode(const uint8_t *payload, size_t n, size_t block, const fl
 
 /* sparse.c */
 size_t tsh_at_least(const float *x, size_t n, float threshold, int64_t *out);
+void tsh_add_at(float *out, const int64_t *indices, const float *values, size_t count, int64_t offset, float sign);
 void tsh_keep_largest(const float *x, int64_t *indices, size_t count, size_t k, uint32_t *magnitudes);
 void tsh_indices_encode(const int64_t *indices, size_t count, int low_bits, uint8_t *low, uint8_t *unary);
 int tsh_indices_decode(const uint8_t *low, const uint8_t *unary, size_t num_unary_bits, size_t count, int low_bits,

@@ -215,6 +215,18 @@ static PyObject *at_least(PyObject *module, PyObject *args) {
     TSH_RUN(count = tsh_at_least(FLOATS(x), (size_t)n, threshold, INDICES(out)), PyLong_FromSize_t(count));
 }
 
+static PyObject *add_at(PyObject *module, PyObject *args) {
+    (void)module;
+    address out, indices, values;
+    Py_ssize_t count;
+    long long offset;
+    float sign;
+    if (!PyArg_ParseTuple(args, "KKKnLf", &out, &indices, &values, &count, &offset, &sign)) {
+        return NULL;
+    }
+    TSH_RUN(tsh_add_at(FLOATS(out), INDICES(indices), FLOATS(values), (size_t)count, offset, sign), Py_NewRef(Py_None));
+}
+
 static PyObject *keep_largest(PyObject *module, PyObject *args) {
     (void)module;
     address x, indices, magnitudes;
@@ -273,6 +285,7 @@ static PyMethodDef module_methods[] = {
     {"codebook_decode", codebook_decode, METH_VARARGS,
      "(payload, n, block, codebook, num_entries, out, weight, adds) -> is it sound"},
     {"at_least", at_least, METH_VARARGS, "(x, n, threshold, out) -> how many"},
+    {"add_at", add_at, METH_VARARGS, "(out, indices, values, count, offset, sign)"},
     {"keep_largest", keep_largest, METH_VARARGS, "(x, indices, count, k, room for magnitudes)"},
     {"indices_encode", indices_encode, METH_VARARGS, "(indices, count, low_bits, low, unary)"},
     {"indices_decode", indices_decode, METH_VARARGS,

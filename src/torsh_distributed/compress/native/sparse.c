@@ -39,6 +39,14 @@ size_t tsh_at_least(const float *restrict x, size_t n, float threshold, int64_t 
     return count;
 }
 
+/* Adds each value, times 1 or -1, at its place; places count from `offset`, and lie in `out`. */
+void tsh_add_at(float *restrict out, const int64_t *restrict indices, const float *restrict values, size_t count,
+                int64_t offset, float sign) {
+    for (size_t i = 0; i < count; i++) {
+        out[indices[i] - offset] += sign * values[i];
+    }
+}
+
 /* One digit of the k-th largest magnitude among those that agree with `found` above the digit; k counts on from there. */
 static uint32_t next_digit(const uint32_t *magnitudes, size_t count, uint32_t found, int shift, int width, size_t *k) {
     size_t histogram[2048] = {0};
