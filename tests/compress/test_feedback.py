@@ -144,6 +144,24 @@ def test_where_ranks_disagree_ef21_gets_there_and_ef14_stays_around() -> None:
     assert distance["ef21"] < 1e-2 < distance["ef14"] / 10 < distance["ef14"] < distance["none"]
 
 
+def noisy(momentum: float) -> float:
+    """A constant under much noise, one element of ten sent: how far the mean of what was told is from the constant."""
+    generator = torch.Generator().manual_seed(5)
+    truth = torch.linspace(-1, 1, 200)
+    sender = compressor("topk:0.1", error_feedback="ef21", ef21_momentum=momentum)
+    off = torch.zeros(200)
+    for number in range(200):
+        gradient = truth + 3 * torch.randn(200, generator=generator)
+        told = sender.decompress(sender.compress("x", gradient))
+        sender.step()
+        off += told - truth if number >= 100 else 0
+    return float(off.norm()) / 100
+
+
+def test_a_running_mean_of_gradients_tells_more_of_what_lasts() -> None:
+    assert noisy(0.9) < noisy(0.5) < noisy(0.0)
+
+
 @pytest.mark.parametrize("feedback", ["ef14", "ef21"])
 @pytest.mark.parametrize("method", ["topk:0.1", "powersgd:2", "natural"])
 def test_a_resumed_compressor_goes_on_as_if_never_stopped(method: str, feedback: str) -> None:

@@ -149,11 +149,16 @@ class DifferenceFeedback(Feedback):
 
     own state += sent; mean state += mean of all sent; the mean state is the gradient to train with. It equals the mean
     of all own states as long as all ranks began alike. A step that travels uncompressed makes it so from any beginning.
+
+    With momentum it is a running mean of its gradients that a rank tells of: the noise of single batches, which is gone
+    at the next step, does not take the place of what lasts.
     """
 
     is_shared = True
 
-    def __init__(self) -> None:
+    def __init__(self, momentum: float = 0.0) -> None:
+        self._momentum = momentum
+        self._running = NamedBuffers()
         self._own = NamedBuffers()
         self._mean = NamedBuffers()
         self._differences = NamedBuffers()
@@ -161,8 +166,13 @@ class DifferenceFeedback(Feedback):
     @override
     def prepare(self, layout: Layout, gradients: Sequence[Tensor]) -> Tensor:
         device = gradients[0].device
-        x, own = self._differences.flat(layout, device), split(self._own.flat(layout, device), layout)
-        for (gradient, part), told in zip(_beside(gradients, x, layout), own, strict=True):
+        x, own = self._differences.flat(layout, device), self._own.flat(layout, device)
+        if self._momentum:
+            running = self._running.flat(layout, device)
+            for gradient, part in _beside(gradients, running, layout):
+                part.lerp_(gradient.to(part.dtype), 1 - self._momentum)
+            return torch.sub(running, own, out=x)
+        for (gradient, part), told in zip(_beside(gradients, x, layout), split(own, layout), strict=True):
             torch.sub(gradient.to(part.dtype), told.view(gradient.shape), out=part)
         return x
 
@@ -179,17 +189,21 @@ class DifferenceFeedback(Feedback):
 
     @override
     def accept_dense(self, layout: Layout, gradient: Tensor, mean: Tensor) -> None:
+        if self._momentum:
+            is_first = not self._running.has_any(piece.name for piece in layout)
+            running = self._running.flat(layout, gradient.device)
+            running.lerp_(gradient, 1 if is_first else 1 - self._momentum)
         self._own.flat(layout, gradient.device).copy_(gradient)
         self._mean.flat(layout, mean.device).copy_(mean)
 
     @override
     def rescale(self, factor: float) -> None:
-        self._own.scale(factor)
-        self._mean.scale(factor)
+        for buffers in self._kept:
+            buffers.scale(factor)
 
     @override
     def reset(self, names: Iterable[str] | None = None) -> None:
-        for buffers in (self._own, self._mean):
+        for buffers in self._kept:
             if names is None:
                 buffers.clear()
             else:
@@ -197,13 +211,19 @@ class DifferenceFeedback(Feedback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"own": self._own.state_dict(), "mean": self._mean.state_dict()}
+        state = {"own": self._own.state_dict(), "mean": self._mean.state_dict()}
+        return {**state, "running": self._running.state_dict()} if self._momentum else state
 
     @override
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         # Ranks that all take over one rank's state agree if each believes to have told the mean.
         self._own.load_state_dict(state["own" if is_own else "mean"])
         self._mean.load_state_dict(state["mean"])
+        self._running.load_state_dict(state.get("running", {}) if is_own else {})
+
+    @property
+    def _kept(self) -> tuple[NamedBuffers, ...]:
+        return self._own, self._mean, self._running
 
 
 def _beside(gradients: Sequence[Tensor], flat: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
@@ -216,4 +236,4 @@ def make_feedback(config: CompressionConfig) -> Feedback:
     """The error feedback that a config names."""
     if config.error_feedback == "ef14":
         return ResidualFeedback(config.error_feedback_momentum)
-    return DifferenceFeedback() if config.error_feedback == "ef21" else NoFeedback()
+    return DifferenceFeedback(config.ef21_momentum) if config.error_feedback == "ef21" else NoFeedback()

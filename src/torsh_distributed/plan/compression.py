@@ -65,6 +65,10 @@ class CompressionConfig(Section):
     error_feedback_momentum: float = Field(default=0.9, ge=0, le=1)
     """How much of what was left out is carried over; 1 carries all of it."""
 
+    ef21_momentum: float = Field(default=0, ge=0, lt=1)
+    """Under ef21, how much of its earlier gradients a rank keeps in the one it tells of: differences are then less of
+    each batch's noise. 0 tells of every gradient as it is; 0.5 suits sparse methods."""
+
     warmup_steps: int = Field(default=100, ge=0)
     """Steps at the start that travel uncompressed: early gradients change fast."""
 

@@ -62,6 +62,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "compress.method": None,
     "compress.error_feedback": None,
     "compress.error_feedback_momentum": None,
+    "compress.ef21_momentum": None,
     "compress.warmup_steps": None,
     "compress.compression_period": None,
     "compress.skip_below_numel": None,
