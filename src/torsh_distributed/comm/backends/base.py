@@ -64,10 +64,11 @@ class TorshProcessGroup(GroupLifecycle):
         check_tensor(tensor, self._wire.name, "all_reduce")
         c10d_op = options.reduceOp
         op, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
-        if factor is None and self._wire.supports(op, tensor.dtype):
-            self._direct[hash(c10d_op), tensor.dtype] = op
-        if (hash(c10d_op), tensor.dtype) in self._direct and tensor.is_contiguous():
-            body = partial(self._wire.all_reduce, tensor, op)
+        fold = self._direct.get((hash(c10d_op), tensor.dtype))
+        if fold is None and factor is None and self._wire.supports(op, tensor.dtype):
+            fold = self._direct[hash(c10d_op), tensor.dtype] = self._wire.folder(op, tensor.dtype)
+        if fold is not None and tensor.is_contiguous():
+            body = partial(fold, tensor)
         else:
             body = partial(operations.all_reduce, self._wire, tensor, op, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
@@ -80,8 +81,8 @@ class TorshProcessGroup(GroupLifecycle):
         if opts.asyncOp or self._refusal is not None or self._coalesced is not None or len(tensors) != 1:
             return False
         tensor = tensors[0]
-        op = self._direct.get((hash(opts.reduceOp), tensor.dtype))
-        if op is None or not tensor.is_cpu or tensor.layout is not _STRIDED or not tensor.is_contiguous():
+        fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
+        if fold is None or not tensor.is_cpu or tensor.layout is not _STRIDED or not tensor.is_contiguous():
             return False
         if opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
             return False
@@ -89,7 +90,7 @@ class TorshProcessGroup(GroupLifecycle):
         call.timeout_ns = self._timeout_ns
         call.sequence = self._sequence = self._sequence + 1
         try:
-            self._wire.all_reduce(tensor, op, call)
+            fold(tensor, call)
         except BaseException as error:
             self._note_failure(error)
             raise

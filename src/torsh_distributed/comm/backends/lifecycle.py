@@ -14,9 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, Wire
 from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, PendingWork
-from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -60,8 +59,8 @@ class GroupLifecycle(dist.ProcessGroup):
         self._name = ""
         self._desc = ""
         self._sequence = 0
-        # Pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
-        self._direct: dict[tuple[int, torch.dtype], ReduceOp] = {}
+        # By pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
+        self._direct: dict[tuple[int, torch.dtype], Folder] = {}
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
         self._call_at_once = Call("all_reduce", self._timeout_ns)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -36,6 +36,10 @@ class Call:
         self.is_background = False
 
 
+Folder = Callable[[Tensor, Call], None]
+"""An all-reduce of which reduction and dtype are settled."""
+
+
 class Wire(ABC):
     """Moves tensors between the ranks of one group.
 
@@ -62,6 +66,10 @@ class Wire(ABC):
     @abstractmethod
     def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
         """Fold `buffer` over all ranks, in place, with the same bits on every rank."""
+
+    def folder(self, op: ReduceOp, dtype: torch.dtype) -> Folder:
+        """`all_reduce` for one reduction and dtype that it `supports`: what can be looked up once is not again."""
+        return lambda buffer, call: self.all_reduce(buffer, op, call)
 
     @abstractmethod
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:

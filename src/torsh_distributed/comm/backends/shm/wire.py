@@ -14,7 +14,7 @@ from torsh_distributed.comm.backends.shm.core import Core
 from torsh_distributed.comm.backends.shm.failures import Failures
 from torsh_distributed.comm.backends.shm.mailroom import Mailroom
 from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import Call, Wire
+from torsh_distributed.comm.backends.wire import Call, Folder, Wire
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 
@@ -52,6 +52,18 @@ class ShmWire(Wire):
         )
         if status:
             self._failures.raise_for(status, call)
+
+    @override
+    def folder(self, op: ReduceOp, dtype: torch.dtype) -> Folder:
+        fold, raise_for = self._core.all_reduce, self._failures.raise_for
+        dtype_code, reduction = FOLDS[op, dtype]
+
+        def all_reduce(buffer: Tensor, call: Call) -> None:
+            status = fold(buffer.data_ptr(), buffer.numel(), dtype_code, reduction, call.timeout_ns, call.is_background)
+            if status:
+                raise_for(status, call)
+
+        return all_reduce
 
     @override
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
