@@ -23,6 +23,7 @@ from torsh_distributed.errors import (
     RankOutOfBounds,
     SerializationError,
     TensorShapeMismatch,
+    TorshError,
 )
 
 BACKENDS = ["gloo", "shm", "torsh"]
@@ -195,6 +196,39 @@ def test_a_deadline_names_the_ranks_that_did_not_come(world: World) -> None:
         assert outcome.error.context["missing_ranks"] == [2]
         assert outcome.error.operation == "barrier"
         assert outcome.error.context["sequence"] == 1
+
+
+def begin_and_wait_late() -> str:
+    """Rank 0 starts two operations with a second for each, and waits for them when it is over; rank 1 joins the first.
+
+    Rank 1 joins the second too, but only after that: a second counted from the wait would be enough.
+    """
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    if dist.get_rank() == 1:
+        c.all_reduce(torch.ones(2))
+        store.wait(["waiting"])
+        time.sleep(0.3)
+        try:
+            c.all_reduce(torch.ones(2))
+        except TorshError:
+            return "rank 0 gave up"
+        return "rank 0 had given its part"
+    came = c.all_reduce(torch.ones(2), async_op=True, timeout_s=1.0)
+    missing = c.all_reduce(torch.ones(2), async_op=True, timeout_s=1.0)
+    time.sleep(1.1)
+    assert came.wait().tolist() == [2.0, 2.0]
+    store.set("waiting", "now")
+    with pytest.raises(OperationTimeout) as caught:
+        missing.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_time_of_an_operation_counts_from_its_start(world: World, backend: str) -> None:
+    message = world.run(begin_and_wait_late, backend=backend)[0]
+    assert "all_reduce did not end within 1 s" in message
+    assert "sequence=2" in message
 
 
 def refused(case: str) -> str:

@@ -46,11 +46,14 @@ class Work(Generic[R]):
         self._error: TorshError | None = None
 
     def wait(self, timeout_s: float | None = None) -> R:
-        """The result, once it is there; OperationTimeout, naming the missing ranks, if it does not come in time."""
+        """The result, once it is there; OperationTimeout, naming the missing ranks, if it does not come in time.
+
+        The time given to the operation counts from its start, however late this is called; `timeout_s` from now.
+        """
         if not self._is_done:
             try:
                 if self._pending is not None:
-                    self._wait(self._timeout_s if timeout_s is None else timeout_s)
+                    self._wait(timeout_s)
                 self._result = self._finish()
             except TorshError as error:
                 self._error = error
@@ -96,16 +99,23 @@ class Work(Generic[R]):
 
     def _wait(self, timeout_s: float | None) -> None:
         assert self._pending is not None
-        started = time.monotonic()
+        started, limit_s = self._record.start_s, self._timeout_s
+        if timeout_s is not None:
+            started, limit_s = time.monotonic(), timeout_s
         try:
-            if timeout_s is None:
+            if limit_s is None:
                 self._pending.wait()
             else:
-                self._pending.wait(timedelta(seconds=timeout_s))
-        except TorshError:
-            raise
+                remaining_s = started + limit_s - time.monotonic()
+                # To c10d no time at all means no limit; an operation that is done already needs none.
+                self._pending.wait(timedelta(seconds=max(remaining_s, 0.001)))
+        except TorshError as error:
+            # Our backends say that the wait was too long; who is missing is asked here, for all backends alike.
+            if limit_s is None or not isinstance(error, OperationTimeout) or self._pending.is_completed():
+                raise
+            raise explain(error, self._group(), self._record, started, limit_s) from error
         except (RuntimeError, TimeoutError) as error:
-            raise explain(error, self._group(), self._record, started, timeout_s) from error
+            raise explain(error, self._group(), self._record, started, limit_s) from error
 
 
 def explain(
