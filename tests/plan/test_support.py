@@ -59,6 +59,36 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
     assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
 
 
+@pytest.mark.parametrize(
+    ("sections", "gate", "keeps_buffers"),
+    [
+        ({"mesh": {"dp": 2}}, None, True),
+        ({"mesh": {"shard": 2}}, "mesh.shard", True),
+        ({"mesh": {"dp": 1, "shard": -1}, "fsdp": {"strategy": "shard_grad_op"}}, "mesh.shard", True),
+        ({"mesh": {"shard": 2}, "fsdp": {"strategy": "shard_optimizer"}}, None, True),
+        ({"mesh": {"tp": 2}}, None, True),
+        ({"mesh": {"pp": 2}}, "mesh.pp", False),
+        ({"offload": {"enabled": True}}, "offload.enabled", True),
+        ({"offload": {"enabled": True, "offload_params": False, "offload_grads": False}}, None, True),
+    ],
+)
+def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(
+    sections: dict[str, dict[str, object]], gate: str | None, keeps_buffers: bool
+) -> None:
+    explained = Plan.from_dict({**sections, "ddp": {"max_bucket_size_mb": 5.0}}).explain()
+    expected = "honoured" if gate is None else f"off by {gate}"
+    for key in ("ddp.max_bucket_size_mb", "ddp.find_unused_parameters", "ddp.overlap"):
+        assert explained[key].status == expected
+    assert explained["ddp.broadcast_buffers"].status == ("honoured" if keeps_buffers else expected)
+
+
+def test_retrying_is_not_configurable_and_says_so() -> None:
+    plan = Plan.from_dict({"retry": {"max_retries": 7}})
+    assert plan.unsupported() == ("retry.max_retries",)
+    with pytest.raises(ConfigurationError, match=r"retry\.max_retries = 7 is not supported"):
+        plan.require_supported()
+
+
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Plan(dp=2, tp=2, precision=MixedPrecisionConfig(dtype="fp8")).validate(6)

@@ -135,7 +135,27 @@ def is_honoured(key: str, value: object) -> bool:
 
 def status_of(plan: Plan, key: str) -> str:
     """honoured, not yet, or the key that turns this one off."""
-    gate, off = GATES.get(key.partition(".")[0], (key, None))
-    if key != gate and plan.value(gate) == off:
+    gate = _gate_of(plan, key)
+    if gate is not None:
         return f"off by {gate}"
     return "honoured" if is_honoured(key, plan.value(key)) else "not yet"
+
+
+def _gate_of(plan: Plan, key: str) -> str | None:
+    """The key that turns `key` off in this plan, if one does."""
+    section = key.partition(".")[0]
+    gate, off = GATES.get(section, (key, None))
+    if key != gate and plan.value(gate) == off:
+        return gate
+    return _gate_of_buckets(plan, key) if section == "ddp" else None
+
+
+def _gate_of_buckets(plan: Plan, key: str) -> str | None:
+    """Buckets are for whole gradients on replicas: shards, pages and stages send theirs in pieces of their own."""
+    if plan.mesh.pp > 1:
+        return "mesh.pp"
+    if key == "ddp.broadcast_buffers" or plan.mesh.ep > 1:
+        return None
+    if plan.offload.enabled and (plan.offload.offload_params or plan.offload.offload_grads):
+        return "offload.enabled"
+    return "mesh.shard" if plan.mesh.shard != 1 and plan.fsdp.strategy != "shard_optimizer" else None
