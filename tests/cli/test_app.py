@@ -48,12 +48,13 @@ def test_every_error_can_be_explained() -> None:
         assert f"Retryable: {'yes' if kind.retryable else 'no'}" in result.output
 
 
-def test_env_shows_the_place_and_hides_the_secret() -> None:
-    done = torsh("env", RANK="1", WORLD_SIZE="2", TORSH_JOB_TOKEN="hush-hush")
+def test_env_shows_the_place_and_hides_secrets() -> None:
+    done = torsh("env", RANK="1", WORLD_SIZE="2", TORSH_JOB_TOKEN="hush-hush", TORSH_STORE_TOKEN="be-quiet")
     assert done.returncode == 0
     assert "rank 1 of 2" in done.stdout
     assert "hush-hush" not in done.stdout
-    assert "(set, hidden)" in done.stdout
+    assert "be-quiet" not in done.stdout
+    assert done.stdout.count("(set, hidden)") == 2
 
 
 @pytest.mark.parametrize(

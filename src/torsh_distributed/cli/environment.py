@@ -18,8 +18,10 @@ VARIABLES = {
     "TORSH_INIT_TIMEOUT": "seconds the ranks have to meet (300)",
     "TORSH_LOG": "level of the library's messages: DEBUG, INFO, WARNING (the default), ERROR",
     "TORSH_EVENTS_DIR": "directory for each process's events as JSON lines",
+    "TORSH_DEBUG": "1 compares every collective between the ranks before it runs, to find a bug",
     "TORSH_PLAN": "plan file, read by Plan.from_env()",
     "TORSH_JOB_TOKEN": "secret that signs what launchers of several nodes say to each other",
+    "TORSH_STORE_TOKEN": "secret that clients of `torsh store serve` must know",
     "TORSH_RANK": "overrides the launcher's rank",
     "TORSH_WORLD_SIZE": "overrides the launcher's world size",
     "TORSH_LOCAL_RANK": "overrides the launcher's local rank",
@@ -33,7 +35,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "GPUs this process may use",
     "OMP_NUM_THREADS": "threads of each process",
 }
-_SECRETS = {"TORSH_JOB_TOKEN"}
+_SECRETS = {"TORSH_JOB_TOKEN", "TORSH_STORE_TOKEN"}
 
 
 def show() -> None:
