@@ -48,3 +48,22 @@ def test_the_tables_need_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = CliRunner().invoke(app, ["bench", "compression", "--tables"])
     assert isinstance(done.exception, TorshError)
     assert "clone the repository" in str(done.exception)
+
+
+def test_the_network_is_measured_look_by_look(tmp_path: Path) -> None:
+    out = tmp_path / "network.json"
+    args = ["bench", "network", "--backend", "gloo", "--looks", "2", "--sizes", "1KB,256KB", "--json", str(out)]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    looks = json.loads(out.read_text())["looks"]
+    assert [list(look["all_reduce_s"]) for look in looks] == [["1024", "262144"]] * 2
+    for look in looks:
+        assert look["bytes_per_s"] > 0
+        assert look["retransmitted"] is not None
+    assert looks[1]["time_s"] > looks[0]["time_s"]
+
+
+def test_a_network_of_an_unknown_backend_is_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "network", "--backend", "carrier-pigeon"])
+    assert isinstance(done.exception, TorshError)
+    assert "carrier-pigeon" in str(done.exception)

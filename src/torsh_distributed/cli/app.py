@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from torsh_distributed import __version__
-from torsh_distributed.cli import bench, bench_compression, environment, explain, plan, run, store, train
+from torsh_distributed.cli import bench, bench_compression, bench_network, environment, explain, plan, run, store, train
 from torsh_distributed.errors import TorshError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("env")(environment.show)
 app.add_typer(plan.app, name="plan")
 app.add_typer(store.app, name="store")
 bench.app.command("compression")(bench_compression.compression)
+bench.app.command("network")(bench_network.network)
 app.add_typer(bench.app, name="bench")
 
 
