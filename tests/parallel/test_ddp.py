@@ -114,6 +114,26 @@ def unused_parameters() -> None:
     torch.testing.assert_close(by_hand.module.second.weight.grad[0], expected, rtol=1e-5, atol=1e-5)
 
 
+class Lookup(nn.Module):
+    """Its gradient is sparse where it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3)
+
+    @override
+    def forward(self, ids: Tensor, is_sparse: bool) -> Tensor:
+        return nn.functional.embedding(ids, self.table.weight, sparse=is_sparse)
+
+
+def sparse_on_one_rank() -> None:
+    model = DistributedDataParallel(Lookup())
+    with model.no_sync():
+        backward(model(torch.tensor([1, 2]), dist.get_rank() == 1).sum())
+    with pytest.raises(InvalidArgument, match=r"sparse gradients cannot be averaged by hand: table\.weight"):
+        model.sync_gradients()
+
+
 def figures_and_hooks() -> None:
     [(x, y)] = share()
     seen: list[events.Event] = []
@@ -208,7 +228,8 @@ def refusals() -> None:
 
 
 def test_figures_checks_and_refusals(world: World) -> None:
-    world.run(in_turn, unused_parameters, figures_and_hooks, odd_gradient, low_precision, refusals, timeout_s=60)
+    parts = (unused_parameters, sparse_on_one_rank, figures_and_hooks, odd_gradient, low_precision, refusals)
+    world.run(in_turn, *parts, timeout_s=60)
 
 
 def on_a_backend() -> list[Tensor]:

@@ -39,6 +39,8 @@ _UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 ReduceDtype = Literal["same", "fp32", "bf16", "fp16"]
 _DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+
 Compression = CompressionConfig | GradientCompressor | str | None
 """Settings, a method such as "powersgd:4", a compressor that is at work already, or nothing."""
 
@@ -199,13 +201,21 @@ class DistributedDataParallel(TorchDDP):
         """Average the gradients that backward left under `no_sync()`; every rank calls this.
 
         Nothing happens where backward has averaged them already. A parameter that got its gradient on some ranks only
-        counts as zero on the others; one without a gradient anywhere keeps none.
+        counts as zero on the others; one without a gradient anywhere keeps none. A sparse gradient on any rank is
+        refused on all of them, before one is averaged.
         """
         if not self._gradient_sync.has_pending:
             return
         params = list(self._trained.items())
-        held = torch.tensor([float(param.grad is not None) for _, param in params], device=self.device)
+        held = torch.tensor([_kind(param.grad) for _, param in params], device=self.device)
         all_reduce(held, "max", group=self.process_group)
+        sparse = [name for (name, _), kind in zip(params, held.tolist(), strict=True) if kind == _SPARSE]
+        if sparse:
+            raise InvalidArgument(
+                f"sparse gradients cannot be averaged by hand: {', '.join(sparse)}",
+                hint="build these modules with sparse=False, or let backward average: leave out no_sync()",
+                parameters=sparse,
+            )
         gradients: dict[str, Tensor] = {}
         # As backward would give them: the last layers first.
         for (name, param), is_held in reversed(list(zip(params, held.tolist(), strict=True))):
@@ -268,6 +278,13 @@ class DistributedDataParallel(TorchDDP):
         Every rank calls this, after backward and before the optimizer's step, and gets the same answer; empty is good.
         """
         return gradient_differences({name: param.grad for name, param in self._trained.items()}, self.process_group)
+
+
+def _kind(gradient: Tensor | None) -> float:
+    """What ranks tell each other of a gradient; the largest number wins."""
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout is torch.strided else _SPARSE
 
 
 def _compressor(compression: Compression, seed: int) -> GradientCompressor | None:
