@@ -72,11 +72,17 @@ class NetworkMetrics:
 class NetworkProfiler:
     """Looks at the network of a group when asked, and remembers the last looks; every rank of it looks together.
 
-    `measure()` costs a dozen all-reduces, three megabytes of them in all with the usual sizes.
+    `measure()` costs a dozen all-reduces, three megabytes of them in all with the usual sizes. `device` is where the
+    tensors lie that travel over the group; left out, it is the GPU with nccl and the CPU otherwise.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, sizes: Sequence[int] = SIZES, history: int = 50
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sizes: Sequence[int] = SIZES,
+        history: int = 50,
+        device: torch.device | None = None,
     ) -> None:
         if len(set(sizes)) < 2 or min(sizes) < 4 or history < 1:
             raise InvalidArgument(
@@ -90,6 +96,7 @@ class NetworkProfiler:
             raise InvalidArgument(
                 "a group of one rank has no network", hint="measure where there are two ranks or more"
             )
+        self._device = device or _device_of(self._group)
         self._sizes = sorted(set(sizes))
         self._history: deque[NetworkMetrics] = deque(maxlen=history)
         self._least_s = float("inf")
@@ -102,9 +109,10 @@ class NetworkProfiler:
     def measure(self) -> NetworkMetrics:
         """Look now; every rank of the group calls this, and all of them get the same numbers."""
         before = _tcp_segments()
-        times = _quickest_s(self._sizes, self._group)
-        agreed = _largest_of_all([*times, _retransmitted(before, _tcp_segments()), _clock(self._group)], self._group)
-        *seconds, retransmitted, time_s = agreed
+        times = _quickest_s(self._sizes, self._group, self._device)
+        seen = [*times, _retransmitted(before, _tcp_segments()), _clock(self._group)]
+        numbers = torch.tensor(seen, dtype=torch.float64, device=self._device)
+        *seconds, retransmitted, time_s = all_reduce(numbers, "max", group=self._group).tolist()
         self._least_s = min(self._least_s, seconds[-1])
         largest = [look.all_reduce_s[self._sizes[-1]] for look in self._history] + [seconds[-1]]
         self._history.append(
@@ -120,9 +128,8 @@ class NetworkProfiler:
         return self._history[-1]
 
 
-def _quickest_s(sizes: Sequence[int], group: dist.ProcessGroup) -> list[float]:
+def _quickest_s(sizes: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The least: a rank that waits for another measures the other's lateness, but not every time."""
-    device = device_of(group)
     all_reduce(torch.zeros(1, device=device), group=group)  # the first pays for connections
     found = []
     for num_bytes in sizes:
@@ -134,12 +141,6 @@ def _quickest_s(sizes: Sequence[int], group: dist.ProcessGroup) -> list[float]:
             taken.append(time.perf_counter() - started)
         found.append(min(taken))
     return found
-
-
-def _largest_of_all(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    numbers = torch.tensor(values, dtype=torch.float64, device=device_of(group))
-    largest: list[float] = all_reduce(numbers, "max", group=group).tolist()
-    return largest
 
 
 def _clock(group: dist.ProcessGroup) -> float:
@@ -170,8 +171,7 @@ def _retransmitted(before: tuple[int, int] | None, after: tuple[int, int] | None
     return (after[1] - before[1]) / (after[0] - before[0])
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be to travel over the group."""
+def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 

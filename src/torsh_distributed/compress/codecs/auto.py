@@ -2,7 +2,7 @@
 
 For every stream (a bucket):
 
-1. Once, the time to encode and decode it by each candidate. The link, by two all-reduces of different size.
+1. Once, the time to encode and decode it by each candidate. The link, by all-reduces of different size.
 2. From these an estimate for each candidate, "none" among them; those near the best are tried, on the gradients of real
    steps, so that nothing is sent for the measurement's sake. What is compared is the whole average, error feedback
    included: where "none" wins, a bucket is averaged where it lies, as without compression.
@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.network import NetworkProfiler
 from torsh_distributed.compress.codec import Averaged, Codec, Key
 from torsh_distributed.compress.dense import DenseCodec
 from torsh_distributed.errors import InvalidArgument
@@ -40,7 +41,6 @@ _MAX_TRIED = 3
 _NUM_TRIALS = 2
 _WINDOW = 16  # calls over which the time of the chosen one is watched
 _CHANGED = 2.0  # a link is another one when the least time in a window is this factor away
-_LINK_BYTES = (64 * 1024, 1024 * 1024)
 
 
 @dataclass
@@ -122,9 +122,9 @@ class AutoCodec(Codec):
             stream.compute_s[NONE] = 0.0  # it is averaged where it lies
             agreed = _mean_over_ranks(list(stream.compute_s.values()), group, x.device)
             stream.compute_s = dict(zip(stream.compute_s, agreed, strict=True))
-        start_s, byte_s = _measure_link(group, x.device)
+        network = NetworkProfiler(group, device=x.device).measure()
         estimates = {
-            method: stream.compute_s[method] + start_s + byte_s * stream.payload_bytes[method]
+            method: stream.compute_s[method] + network.estimated_s(stream.payload_bytes[method])
             for method in self._codecs
         }
         best = min(estimates.values())
@@ -136,7 +136,7 @@ class AutoCodec(Codec):
             events.DecisionEvent(
                 subject=f"compression of stream {key.stream:#x}: what to try",
                 choice=", ".join(near[:_MAX_TRIED]),
-                reason=f"{1e-6 / byte_s:.0f} MB/s, {start_s * 1e6:.0f} µs a message; estimated "
+                reason=f"{1e-6 / network.byte_s:.0f} MB/s, {network.latency_s * 1e6:.0f} µs a message; estimated "
                 + ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in estimates.items()),
             )
         )
@@ -239,22 +239,6 @@ def _compute_s(codec: Codec, x: Tensor, key: Key) -> tuple[float, int]:
     # A dense message is decoded twice: everybody's share of this rank's part, and everybody's mean.
     num_decodes = 2 if isinstance(codec, DenseCodec) and payload.dtype == torch.uint8 else 1
     return encode_s + num_decodes * decode_s, payload.numel() * payload.element_size()
-
-
-def _measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Seconds for any all-reduce, and for each byte of it, from the quickest of three at two sizes."""
-    times = []
-    for num_bytes in _LINK_BYTES:
-        buffer, taken = torch.zeros(num_bytes // 4, device=device), []
-        for _ in range(3):
-            started = time.perf_counter()
-            all_reduce(buffer, group=group)
-            _finish(buffer)
-            taken.append(time.perf_counter() - started)
-        times.append(min(taken))
-    small_s, large_s = _mean_over_ranks(times, group, device)
-    byte_s = max((large_s - small_s) / (_LINK_BYTES[1] - _LINK_BYTES[0]), 1e-13)
-    return max(small_s - byte_s * _LINK_BYTES[0], 0.0), byte_s
 
 
 def _mean_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
