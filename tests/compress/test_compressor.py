@@ -315,6 +315,22 @@ def settings_that_differ() -> None:
         compressor.update_config(config(warmup_steps=rank + 1))
 
 
+def a_kind_that_one_rank_cannot_average() -> None:
+    """Sparse, large or small, or complex, on one rank alone: all of them say so, and are where they were."""
+    rank = dist.get_rank()
+    for method in ("topk:0.1", "auto"):
+        compressor = GradientCompressor(config(method, skip_below_numel=10), group=dist.group.WORLD)
+        for shape, kind in (((20, 20), "sparse"), ((2, 2), "sparse"), ((20, 20), "no floating-point tensor")):
+            strange = torch.ones(shape).to_sparse() if kind == "sparse" else torch.ones(shape, dtype=torch.complex64)
+            named = {"good": torch.full((40,), float(rank)), "odd": strange if rank == 1 else torch.ones(shape)}
+            with pytest.raises(InvalidArgument, match=rf"the gradient of odd is {kind}(?s:.*)ranks=\[1\]"):
+                compressor.all_reduce_mean(named)
+            assert named["good"].tolist() == [float(rank)] * 40, "nothing has changed"
+        fine = {"good": torch.full((40,), float(rank))}
+        compressor.all_reduce_mean(fine)
+        assert same_everywhere(fine)
+
+
 def steps_apart() -> None:
     """One rank has loaded its state and the other has none: they find together, with one dense step."""
     rank = dist.get_rank()
@@ -343,7 +359,8 @@ def in_turn(*parts: Callable[[], None]) -> None:
 
 
 def test_whatever_the_gradients_hold_all_ranks_get_the_right_thing_or_the_same_error(world: World) -> None:
-    world.run(in_turn, bad_gradients, odd_tensors, too_large_for_half, settings_that_differ, steps_apart, timeout_s=60)
+    parts = (bad_gradients, odd_tensors, too_large_for_half, settings_that_differ, steps_apart)
+    world.run(in_turn, *parts, a_kind_that_one_rank_cannot_average, timeout_s=60)
 
 
 def resume(method: str, feedback: str, state: dict[str, Any] | None, start: int) -> tuple[Tensor, dict[str, Any]]:

@@ -1,8 +1,9 @@
 """The mean of named gradients over a group: small ones as they are, in one buffer; the rest through the codec.
 
 Every average begins with one all-reduce that carries, beside the small gradients, what the ranks must agree on before
-they compress: whether anyone's gradients hold NaN or infinity, whether anyone's memory does not fit the others', and
-whether all are at the same step. So what is wrong on one rank is seen by all of them, at the price of 16 bytes.
+they compress: whether anyone's gradients hold NaN or infinity or are of a kind that cannot be compressed, whether
+anyone's memory does not fit the others', and whether all are at the same step. So what is wrong on one rank is seen by
+all of them, at the price of 20 bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs.auto import AutoCodec
 from torsh_distributed.compress.gradient import check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.named import Layout, Piece, split
 from torsh_distributed.compress.sparse import Vector, dense
+from torsh_distributed.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torsh_distributed.compress.compressor import GradientCompressor
@@ -92,7 +95,7 @@ def average_named(
     if not tensors:
         return 0
     started = time.perf_counter()
-    small, large = _parted(compressor, names, tensors)
+    small, large, refusal = _parted(compressor, names, tensors)
     is_dense = compressor.is_dense_step
     auto = None if is_dense or not large.tensors else _choosing(compressor)
     if auto is not None and auto.sends_as_it_is(_key(compressor, large)):
@@ -101,7 +104,7 @@ def average_named(
             _all_reduce_mean(bucket, group)
             auto.note(_key(compressor, large), time.perf_counter() - started, group)
             return _counted(compressor, small, large, is_dense, ring_bytes(num_bytes(bucket), group), group, started)
-    said, sent_bytes = _agree_and_average_small(compressor, small, large, group)
+    said, sent_bytes = _agree_and_average_small(compressor, small, large, group, refusal)
     if not said.is_finite:
         compressor.stats.num_nonfinite += 1
     if said.must_begin_anew:
@@ -147,34 +150,61 @@ def _counted(
     return sent_bytes
 
 
-def _parted(compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[_Part, _Part]:
-    """What is never compressed, and what is."""
+def _parted(
+    compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor]
+) -> tuple[_Part, _Part, InvalidArgument | None]:
+    """What is never compressed, and what is; and the first that cannot be averaged at all, if there is one.
+
+    It is told to the others in the first exchange, in which zeros stand for it: they would wait if this rank just left.
+    """
     pieces: tuple[list[Piece], list[Piece]] = ([], [])
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    refusal: InvalidArgument | None = None
     for name, tensor in zip(names, tensors, strict=True):
-        check_dense(name, tensor)
+        taken = tensor
+        try:
+            check_dense(name, tensor)
+        except InvalidArgument as error:
+            refusal = refusal or error
+            taken = torch.zeros(tensor.shape, device=tensor.device)
         is_large = not compressor.travels_dense(name, tensor.numel())
         pieces[is_large].append(Piece(name, tensor.numel()))
-        parts[is_large].append(tensor)
-    return _Part(tuple(pieces[0]), parts[0]), _Part(tuple(pieces[1]), parts[1])
+        parts[is_large].append(taken)
+    return _Part(tuple(pieces[0]), parts[0]), _Part(tuple(pieces[1]), parts[1]), refusal
+
+
+def _refused(refusal: InvalidArgument | None, group: dist.ProcessGroup) -> InvalidArgument:
+    """What every rank raises when one or more cannot average what they were given: the first's reason, and who."""
+    mine = None if refusal is None else {"message": refusal.message, "hint": refusal.hint}
+    said = zip(dist.get_process_group_ranks(group), all_gather_object(mine, group=group), strict=True)
+    reasons = {rank: reason for rank, reason in said if reason is not None}
+    first = next(iter(reasons.values()))
+    return InvalidArgument(first["message"], hint=first["hint"], ranks=list(reasons))
 
 
 def _agree_and_average_small(
-    compressor: GradientCompressor, small: _Part, large: _Part, group: dist.ProcessGroup
+    compressor: GradientCompressor,
+    small: _Part,
+    large: _Part,
+    group: dist.ProcessGroup,
+    refusal: InvalidArgument | None,
 ) -> tuple[_Said, int]:
-    """One all-reduce: the small gradients and four numbers to agree by."""
+    """One all-reduce: the small gradients and five numbers to agree by. Nothing has changed where it raises."""
     feedback, num_ranks = compressor.feedback, group.size()
-    buffer = small.flat(room=4, device=(small.tensors + large.tensors)[0].device)
-    values, extra = buffer[:-4], buffer[-4:]
+    buffer = small.flat(room=5, device=(small.tensors + large.tensors)[0].device)
+    values, extra = buffer[:-5], buffer[-5:]
     # Only where a tensor was compressed before the settings changed.
     carried = feedback.carried(small.layout, values.device)
     if carried is not None:
         values.add_(carried)
     is_good = is_finite(values) and all(map(is_finite, large.tensors))
     step = compressor.num_steps % _STEP_MODULUS
-    extra.copy_(torch.tensor([float(not is_good), float(compressor.has_foreign_state), step, step * step]))
+    flags = [float(not is_good), float(compressor.has_foreign_state), float(refusal is not None)]
+    extra.copy_(torch.tensor([*flags, step, step * step]))
     all_reduce(buffer, group=group)
-    num_bad, num_foreign, steps, squares = (int(number) for number in extra.tolist())
+    num_bad, num_foreign, num_refused, steps, squares = (int(number) for number in extra.tolist())
+    if num_refused:
+        raise _refused(refusal, group)
     has_one_step = num_ranks * squares == steps * steps  # equal only where all summands are
     if not has_one_step:
         _catch_up(compressor, group, values.device)
