@@ -95,6 +95,7 @@ from torsh_distributed.plan import (
 from torsh_distributed.retry import CircuitBreaker, retry
 
 if _TYPE_CHECKING:
+    from torsh_distributed.comm.network import NetworkMetrics, NetworkProfiler
     from torsh_distributed.compress import (
         AdaptationStrategy,
         AdaptiveCompression,
@@ -187,6 +188,8 @@ _HOMES = {
     "MeshLayout": "torsh_distributed.parallel.layout",
     "AdaptationStrategy": "torsh_distributed.compress",
     "AdaptiveCompression": "torsh_distributed.compress",
+    "NetworkMetrics": "torsh_distributed.comm.network",
+    "NetworkProfiler": "torsh_distributed.comm.network",
     "CompressedGradient": "torsh_distributed.compress",
     "CompressionStats": "torsh_distributed.compress",
     "GradientCompressor": "torsh_distributed.compress",
@@ -290,6 +293,8 @@ __all__ = [
     "MeshLayout",
     "MixedPrecisionConfig",
     "MoELayer",
+    "NetworkMetrics",
+    "NetworkProfiler",
     "ObserveConfig",
     "OffloadConfig",
     "OffloadStats",
