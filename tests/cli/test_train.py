@@ -45,3 +45,14 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
     done = torsh("train", "--plan", str(plan))
     assert done.returncode == 1
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
+
+
+def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[mesh]\ntp = 2\n[training]\nsteps = 3\nbatch_size = 4\n")
+    done = torsh("train", "--demo", "gpt", "--plan", str(plan), "--report", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"ms a step, parallel efficiency [0-9]+% \(dp 1 × tp 2 × pp 1 = 2, 2 steps\)", done.stdout)
+    assert re.search(
+        r"waiting for tp +│ +[0-9.]+ │ +[0-9.]+% │ +[0-9.]+ │ +[0-9.]+ │ +[0-9.]+ ms on rank [01]", done.stdout
+    )

@@ -24,6 +24,9 @@ def train(
     plan: Annotated[Path | None, typer.Option(help="Plan file; its [training] section replaces the demo's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; wins over the plan.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/DEMO by default.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Say at the end where the time of a step went, per axis of the mesh.")
+    ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often the world is started anew after a failure.")] = 0,
 ) -> None:
     """Train a demo on local workers: live progress, a closing summary, a loss curve as PNG."""
@@ -36,6 +39,8 @@ def train(
         args += ["--plan", str(plan)]
     if steps is not None:
         args += ["--steps", str(steps)]
+    if report:
+        args.append("--report")
     spec = JobSpec(
         entry=Entry(kind=EntryKind.MODULE, target="torsh_distributed.cli.train_worker", args=tuple(args)),
         nproc_per_node=nproc_per_node,

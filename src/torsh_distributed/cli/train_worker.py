@@ -17,8 +17,11 @@ from torsh_distributed.comm.backend import choose_backend
 from torsh_distributed.errors import FeatureNotAvailable, TorshError
 from torsh_distributed.launch.init import distributed
 from torsh_distributed.plan import Plan
-from torsh_distributed.train import parallelize
+from torsh_distributed.train import EfficiencyMeter, parallelize
 from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
+
+_WARM_UP_STEPS = 1
+"""Not measured: the first step makes what the others find ready."""
 
 
 def main(argv: list[str]) -> None:
@@ -28,6 +31,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
     plan = plan_for(options.demo, options.plan, options.steps)
     # A demo runs with as many workers as were asked for, on the CPU where there are fewer GPUs than that.
@@ -39,13 +43,19 @@ def main(argv: list[str]) -> None:
         num_params = sum(param.numel() for param in demo.model.parameters())
         device = process_group.device() if device_type == "cuda" else torch.device("cpu")
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn)
+        meter = EfficiencyMeter(engine) if options.report else None
         report = _begin_report(demo, plan, num_params)
         for batch in engine.batches(demo.loader):
+            if meter is not None and engine.num_steps == min(_WARM_UP_STEPS, plan.training.steps - 1):
+                meter.start()
             engine.step(batch)
+        measured = None if meter is None else meter.report()
         # On every rank: where forward communicates, no rank can speak alone.
         said = None if demo.sample is None else demo.sample(engine.unwrapped)
         if process_group.get_rank() == 0:
             _finish_report(report, demo, said, options.out)
+            if measured is not None:
+                report.console.print(measured.table(), *measured.findings(), sep="\n")
 
 
 def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:

@@ -2,6 +2,7 @@
 
 from torsh_distributed.events.bus import Handler, emit, subscribe, wanted
 from torsh_distributed.events.jsonl import JsonlSink, to_record
+from torsh_distributed.events.spans import each_in_phase, phase, waiting
 from torsh_distributed.events.types import (
     AlertEvent,
     BucketEvent,
@@ -12,10 +13,13 @@ from torsh_distributed.events.types import (
     LogEvent,
     MembershipEvent,
     MemoryEvent,
+    Phase,
+    PhaseEvent,
     PressureEvent,
     RebalanceEvent,
     RoutingEvent,
     StepEvent,
+    WaitEvent,
     current_rank,
     event_types,
     set_rank,
@@ -33,15 +37,21 @@ __all__ = [
     "LogEvent",
     "MembershipEvent",
     "MemoryEvent",
+    "Phase",
+    "PhaseEvent",
     "PressureEvent",
     "RebalanceEvent",
     "RoutingEvent",
     "StepEvent",
+    "WaitEvent",
     "current_rank",
+    "each_in_phase",
     "emit",
     "event_types",
+    "phase",
     "set_rank",
     "subscribe",
     "to_record",
+    "waiting",
     "wanted",
 ]

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time as _clock
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Phase = Literal["data", "forward", "backward", "optimizer", "schedule", "stage"]
+"""The parts of a step. A schedule is a pipeline's, from first microbatch to last; a stage computes inside it."""
 
 _rank = -1
 
@@ -74,6 +77,38 @@ class CollectiveEvent(Event):
     peer: int | None = None
     call_site: str | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseEvent(Event):
+    """A part of a step ended. Parts of one thread lie inside one another or apart."""
+
+    kind: ClassVar[str] = "phase"
+
+    phase: Phase
+    start_s: float
+    """Monotonic clock."""
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitEvent(Event):
+    """A thread was held up by an operation of a group: in the call, or when it waited for one it had started.
+
+    From the backends of this library, for all who use them: DDP, FSDP2, DTensor and pipelines of torch as well.
+    """
+
+    kind: ClassVar[str] = "wait"
+
+    op: str
+    group: str
+    num_started: int
+    """Operations that began with it: 1 in the call, 0 in a later wait."""
+    num_bytes: int
+    """Size of the tensors that the operation fills on this rank; a reduce-scatter counts before the cut."""
+    start_s: float
+    """Monotonic clock."""
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,6 +250,8 @@ class LogEvent(Event):
 _EVENT_TYPES: tuple[type[Event], ...] = (
     StepEvent,
     CollectiveEvent,
+    PhaseEvent,
+    WaitEvent,
     BucketEvent,
     MemoryEvent,
     CheckpointEvent,

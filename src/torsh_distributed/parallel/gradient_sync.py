@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 from torch.utils.hooks import RemovableHandle
 
+from torsh_distributed import events
 from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.gradient import DENSE
@@ -87,6 +88,7 @@ class GradientSync:
         self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
         self._errors: list[BaseException] = []
         self._held: list[tuple[_Parcel, Future[Tensor]]] = []
+        self._travelling: list[Future[Tensor]] = []
         self._watched = -1
         self._infos: dict[int, BucketInfo] = {}
         self.is_bucketed = is_bucketed
@@ -133,8 +135,8 @@ class GradientSync:
         self._note(parcel)
         self._call_hooks(parcel.names, parcel.gradients)
         if self._overlap:
-            return self._launch(parcel)
-        whole: Future[Tensor] = Future(devices=self._devices)
+            return self._awaited(self._launch(parcel))
+        whole: Future[Tensor] = self._awaited(Future(devices=self._devices))
         self._held.append((parcel, whole))
         if parcel.is_last:
             held, self._held = self._held, []
@@ -237,9 +239,24 @@ class GradientSync:
         if task in (-1, self._watched):
             return
         self._watched = task
-        engine = torch.autograd.Variable._execution_engine
-        # The reducer's own last act waits for all buckets. It is queued after this, so this queues itself once more.
-        engine.queue_callback(lambda: engine.queue_callback(self.end_backward))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_computing)
+
+    def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
+        """Waited for before the reducer does so, where somebody wants to know how long: its own wait is not seen."""
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward and self._device.type == "cpu" and events.wanted(events.WaitEvent):
+            self._travelling.append(bucket)
+        return bucket
+
+    def _end_computing(self) -> None:
+        """Backward has computed all gradients; the reducer's own last act, which waits for all buckets, comes next."""
+        # It was queued after this: so the end of backward is queued from here.
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        travelling, self._travelling = self._travelling, []
+        if travelling:
+            with events.waiting("average gradients", self._group.group_name):
+                for bucket in travelling:
+                    bucket.wait()
 
     def end_backward(self) -> None:
         """All buckets are back: raise the first error there was."""

@@ -2,6 +2,7 @@
 
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.batch_size import BatchSizeConfig, plan_batch_size
+from torsh_distributed.train.efficiency import EfficiencyMeter, EfficiencyReport
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import LearningRate, scale_learning_rate
 from torsh_distributed.train.optimizers import AsyncSGD, DistributedOptimizer, ElasticAveragingSGD
@@ -13,6 +14,8 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "DistributedSamplerWrapper",
+    "EfficiencyMeter",
+    "EfficiencyReport",
     "ElasticAveragingSGD",
     "Engine",
     "LearningRate",

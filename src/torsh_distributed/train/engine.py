@@ -97,7 +97,8 @@ class Engine:
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
             found, was_whole_epoch = False, self._num_batches == 0
-            for piece in self._sharded(loader, epoch=self.epoch, skip=self._num_batches):
+            pieces = self._sharded(loader, epoch=self.epoch, skip=self._num_batches)
+            for piece in events.each_in_phase("data", pieces):
                 self._num_batches += 1
                 if piece.total < degree:
                     _log.warning("a batch of %d samples is left out: it has fewer than there are ranks", piece.total)
@@ -145,7 +146,7 @@ class Engine:
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
-        with self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
+        with events.phase("forward"), self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
             return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 
     def backward(self, loss: Tensor) -> None:
@@ -159,7 +160,7 @@ class Engine:
                 update.mean.wait()
             # Started before backward, so that it travels for nothing while gradients are computed.
             update.mean = self.strategy.mean_loss(update.loss)
-        with self.strategy.accumulating(is_last=update.is_last):
+        with events.phase("backward"), self.strategy.accumulating(is_last=update.is_last):
             self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def apply(self) -> float:
@@ -176,17 +177,18 @@ class Engine:
         loss = update.mean.wait()
         grad_norm = rate = None
         scale = self.precision.loss_scale
-        try:
-            if scale is None:
-                self._require_finite("the loss", loss, update)
-            is_done = self.precision.unscale(self.optimizer)
-            if is_done and self.plan.training.gradient_clipping is not None:
-                grad_norm = self.strategy.clip_grad_norm(self.plan.training.gradient_clipping)
-                self._require_finite("the norm of the gradient", grad_norm)
-            with self.learning_rate.updating(self.num_steps) as rate:
-                self.precision.update(self.optimizer)
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
+        with events.phase("optimizer"):
+            try:
+                if scale is None:
+                    self._require_finite("the loss", loss, update)
+                is_done = self.precision.unscale(self.optimizer)
+                if is_done and self.plan.training.gradient_clipping is not None:
+                    grad_norm = self.strategy.clip_grad_norm(self.plan.training.gradient_clipping)
+                    self._require_finite("the norm of the gradient", grad_norm)
+                with self.learning_rate.updating(self.num_steps) as rate:
+                    self.precision.update(self.optimizer)
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
         new_scale = self.precision.loss_scale
         if scale is not None and new_scale is not None and new_scale != scale:
             self.strategy.rescale(new_scale / scale)

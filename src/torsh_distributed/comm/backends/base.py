@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.backends import operations
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
@@ -79,6 +80,8 @@ class TorshProcessGroup(GroupLifecycle):
         Does nothing and returns False for anything else.
         """
         if opts.asyncOp or self._refusal is not None or self._coalesced is not None or len(tensors) != 1:
+            return False
+        if events.wanted(events.WaitEvent):
             return False
         tensor = tensors[0]
         fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
@@ -343,7 +346,8 @@ class TorshProcessGroup(GroupLifecycle):
         peer = self._check_rank(dst, call.operation)
         [buffer] = Staged([tensor], is_filled=True).tensors
         work = self._new_transfer(call, [tensor])
-        self._wire.send(buffer, peer, tag, work, call)
+        with self._timed(call, [tensor]):
+            self._wire.send(buffer, peer, tag, work, call)
         return self._track(work)
 
     @override
@@ -363,14 +367,13 @@ class TorshProcessGroup(GroupLifecycle):
         staged = Staged([tensor], is_filled=False)
         work = self._new_transfer(call, [tensor])
         work.before_completion(staged.give_back)
-        self._wire.receive(staged.tensors[0], src, tag, work, call)
+        with self._timed(call, [tensor]):
+            self._wire.receive(staged.tensors[0], src, tag, work, call)
         return self._track(work)
 
     def _new_transfer(self, call: Call, tensors: list[Tensor]) -> PendingWork:
         self._number(call)
-        work = PendingWork(call.operation, tensors, self._wire.help_with)
-        work.on_error(self._note_failure)
-        return work
+        return self._new_work(call, tensors, self._wire.help_with)
 
     # --- checks on this rank ----------------------------------------------------------------------------------
 

@@ -6,19 +6,23 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, Wire
-from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, PendingWork
+from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
 _CLOSE_TIMEOUT_S = 5.0
+_UNTIMED = nullcontext()
 
 _groups: weakref.WeakSet[GroupLifecycle] = weakref.WeakSet()
 
@@ -157,6 +161,12 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
         """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
+        if not events.wanted(events.WaitEvent):
+            return self._begin(body, call, outputs, is_async=is_async)
+        with self._timed(call, outputs):
+            return self._begin(body, call, outputs, is_async=is_async)
+
+    def _begin(self, body: Body, call: Call, outputs: Sequence[Tensor], *, is_async: bool) -> dist.Work:
         self._number(call)
         if not is_async and self._coalesced is None:
             try:
@@ -165,10 +175,26 @@ class GroupLifecycle(dist.ProcessGroup):
             except BaseException as error:
                 self._note_failure(error)
                 raise
-        work = PendingWork(call.operation, outputs, self._executor.help_with)
-        work.on_error(self._note_failure)
+        work = self._new_work(call, outputs, self._executor.help_with)
         self._executor.submit(body, call, work)
         return self._track(work)
+
+    def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
+        """A handle whose failure ends the group; whoever waits for it is timed, if somebody wants to know."""
+        if events.wanted(events.WaitEvent):
+            help_with = partial(_help_timed, help_with, call.operation, self._name)
+        work = PendingWork(call.operation, tensors, help_with)
+        work.on_error(self._note_failure)
+        return work
+
+    def _timed(self, call: Call, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the start of an operation that fills `tensors`."""
+        if not events.wanted(events.WaitEvent):
+            return _UNTIMED
+        # A reduce-scatter takes as much from every rank as it gives to all of them.
+        parts = self._wire.num_ranks if call.operation.startswith("reduce_scatter") else 1
+        num_bytes = parts * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes)
 
     def _track(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
@@ -233,6 +259,11 @@ class GroupLifecycle(dist.ProcessGroup):
             )
         )
         self._finalizer()
+
+
+def _help_timed(help_with: HelpWith, op: str, group: str, work: PendingWork, timeout_s: float | None) -> None:
+    with events.waiting(op, group):
+        help_with(work, timeout_s)
 
 
 def _nanoseconds(timeout: timedelta) -> int:

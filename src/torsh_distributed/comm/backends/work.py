@@ -64,9 +64,7 @@ class PendingWork(dist.Work):
     another thread. The outputs are worth something only after a wait that did not raise.
     """
 
-    def __init__(
-        self, operation: str, outputs: Sequence[Tensor], help_with: Callable[[PendingWork, float | None], None]
-    ) -> None:
+    def __init__(self, operation: str, outputs: Sequence[Tensor], help_with: HelpWith) -> None:
         super().__init__()
         self.operation = operation
         self._outputs = list(outputs)
@@ -186,6 +184,10 @@ class PendingWork(dist.Work):
         if is_late and trigger is not None:
             trigger.set_result(None)
         return future
+
+
+HelpWith = Callable[[PendingWork, float | None], None]
+"""What a waiter calls: it does what it can towards completion, and returns when the work is done or time is over."""
 
 
 class CombinedWork(dist.Work):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.collectives import all_reduce, broadcast
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.buckets import bucket_reducer
@@ -49,7 +50,7 @@ class ExpertDataParallel(DataParallel):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
         super().__init__(model, config, distributed, group=data)
         self._reduce = bucket_reducer(distributed or DistributedConfig(), replicas, check_one_device(model))
-        self._num_replicas = replicas.size()
+        self._num_replicas, self._replicas = replicas.size(), replicas.group_name
         self._is_last = True
         self._pending: list[tuple[torch.futures.Future[Tensor], float]] = []
         self._intervals: list[tuple[float, float]] = []
@@ -127,7 +128,8 @@ class ExpertDataParallel(DataParallel):
         """Runs at the end of backward: gradients are there when it returns."""
         pending, self._pending = self._pending, []
         for future, started in pending:
-            future.wait()
+            with events.waiting("average gradients", self._replicas):
+                future.wait()
             self._intervals.append((started, time.monotonic()))
 
 

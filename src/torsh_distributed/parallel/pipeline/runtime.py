@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.collectives import broadcast
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
@@ -96,7 +97,7 @@ class PipelineParallel:
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._loss)
         losses: list[Tensor] = []
         self.stopwatch.take()
-        with self._context():
+        with self._context(), events.phase("schedule"):
             self._schedule.step(
                 *(arguments if self.is_first else ()),
                 target=targets if self.is_last else None,

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
 
 
@@ -54,6 +55,7 @@ class TimedStage(PipelineStage):
         return out
 
     def _note(self, kind: Kind, microbatch: int, started: float) -> None:
-        self._stopwatch.actions.append(
-            Action(self._stopwatch.rank, self.stage_index, kind, microbatch, started, time.monotonic())
-        )
+        ended = time.monotonic()
+        self._stopwatch.actions.append(Action(self._stopwatch.rank, self.stage_index, kind, microbatch, started, ended))
+        if events.wanted(events.PhaseEvent):
+            events.emit(events.PhaseEvent(phase="stage", start_s=started, duration_s=ended - started))

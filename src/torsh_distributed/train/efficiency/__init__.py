@@ -1,0 +1,6 @@
+"""Where the time of a step goes: measured while training runs, told per axis of the mesh."""
+
+from torsh_distributed.train.efficiency.meter import EfficiencyMeter
+from torsh_distributed.train.efficiency.report import AxisTime, EfficiencyReport, StepTimes
+
+__all__ = ["AxisTime", "EfficiencyMeter", "EfficiencyReport", "StepTimes"]

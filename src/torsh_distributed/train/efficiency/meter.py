@@ -1,0 +1,115 @@
+"""Listens to what the Engine and the groups tell while training runs, and makes the efficiency report of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from torsh_distributed import events
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.parallel.layout import MeshLayout
+from torsh_distributed.train.efficiency.account import Account
+from torsh_distributed.train.efficiency.report import EfficiencyReport, StepTimes
+from torsh_distributed.train.engine import Engine
+
+
+class EfficiencyMeter:
+    """Measures the steps of an Engine: `with EfficiencyMeter(engine) as meter:`, steps, then `meter.report()`.
+
+    In the thread that trains, on every rank. What a rank waits for is timed in the process groups themselves, so that
+    what torch's DDP, FSDP2, DTensor and pipelines send counts too; without a meter that costs nothing. For models on
+    the CPU and the backends of this library: elsewhere operations end behind the host's back.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        device = next(engine.unwrapped.parameters()).device
+        if device.type != "cpu":
+            raise FeatureNotAvailable(
+                f"the host's clock cannot tell where the time of a model on {device} goes",
+                hint="use torch.profiler there, or look at the plan on the CPU",
+                feature="efficiency report",
+            )
+        world = dist.group.WORLD
+        if dist.get_world_size() > 1 and not isinstance(world, GroupLifecycle):
+            raise FeatureNotAvailable(
+                f"waiting cannot be timed on {dist.get_backend()}",
+                hint='use a backend of this library: distributed.backend = "torsh", or leave it out',
+                feature="efficiency report",
+            )
+        self._layout = MeshLayout(engine.plan.mesh)
+        self._account: Account | None = None
+        self._lock = threading.Lock()
+        self._axes: dict[str, str] = {}
+        self._thread = 0
+        self._end: Callable[[], None] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Measure from here on, and forget what was measured before."""
+        self.stop()
+        self._thread = threading.get_ident()
+        self._account = Account(time.monotonic())
+        self._end = events.subscribe(self._take, events.PhaseEvent, events.WaitEvent, events.StepEvent)
+
+    def stop(self) -> None:
+        """Measure no more; a step that has begun is not counted."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def report(self) -> EfficiencyReport:
+        """The steps so far; every rank calls this, between two steps."""
+        account = self._account
+        if account is None or account.num_steps == 0:
+            raise InvalidArgument(
+                "no step was measured", hint="with EfficiencyMeter(engine) as meter: engine.step(batch)"
+            )
+        with self._lock:
+            mine = account.times(self._layout.used_axes)
+        return EfficiencyReport(
+            num_steps=account.num_steps,
+            equation=self._layout.config.equation,
+            ranks=tuple(StepTimes.from_dict(times) for times in all_gather_object(asdict(mine))),
+        )
+
+    def _take(self, event: events.Event) -> None:
+        """In whichever thread it happened; only what holds up the one that trains costs time."""
+        account = self._account
+        assert account is not None, "start() makes it"
+        is_training = threading.get_ident() == self._thread
+        with self._lock:
+            if isinstance(event, events.WaitEvent):
+                axis = self._axis_of(event.group)
+                if axis is None:
+                    return
+                account.count(axis, num_operations=event.num_started, num_bytes=event.num_bytes)
+                if is_training:
+                    account.add_wait(axis, event.start_s, event.duration_s)
+            elif isinstance(event, events.PhaseEvent) and is_training:
+                account.add_phase(event.phase, event.start_s, event.duration_s)
+            elif isinstance(event, events.StepEvent) and is_training:
+                account.end_step(time.monotonic())
+
+    def _axis_of(self, group: str) -> str | None:
+        """The axes along which the group's ranks differ; None for a group of one."""
+        if group not in self._axes:
+            found = _resolve_process_group(group)  # type: ignore[arg-type]  # torch's name for a str
+            members = dist.get_process_group_ranks(found)
+            places = [self._layout.coordinates(rank) for rank in members]
+            spanned = [axis for axis in self._layout.order if len({place[axis] for place in places}) > 1]
+            self._axes[group] = "×".join(spanned)
+        return self._axes[group] or None

@@ -1,0 +1,146 @@
+"""The report of real ranks: its parts add up, operations and bytes are those that travelled, a slow axis is named."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.bed.world import World
+from tests.parallel.reference import BATCH, batches, build
+from torsh_distributed import events
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.parallel.layout import MeshLayout
+from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TrainingConfig
+from torsh_distributed.train import EfficiencyMeter, EfficiencyReport, Engine, parallelize
+from torsh_distributed.train.demos.gpt import next_character_loss
+
+STEPS, PAUSE_S = 3, 0.25
+
+
+def engine_of(mesh: MeshConfig, **sections: Any) -> Engine:
+    plan = Plan(mesh=mesh, training=TrainingConfig(steps=100, batch_size=BATCH), **sections)
+    optimizer = partial(torch.optim.SGD, lr=0.01)
+    return parallelize(build("gpt", num_layers=2), optimizer, plan, loss_fn=next_character_loss)
+
+
+def measured(engine: Engine) -> EfficiencyReport:
+    batch = iter(engine.batches(batches(STEPS + 2)))
+    for _ in range(2):  # in the second, DDP packs its buckets anew
+        engine.step(next(batch))
+    with EfficiencyMeter(engine) as meter:
+        for _ in range(STEPS):
+            engine.step(next(batch))
+    assert not events.wanted(events.WaitEvent), "nothing is timed once the meter is gone"
+    report = meter.report()
+    assert report.num_steps == STEPS
+    for rank in report.ranks:
+        assert sum(rank.parts.values()) == pytest.approx(rank.step_s, rel=1e-6)
+        assert min(rank.parts.values()) >= -1e-9
+    return report
+
+
+def count_everywhere() -> dict[str, Any]:
+    """Runs on four ranks: the reports of several layouts, as plain numbers."""
+    found = {}
+    for name, mesh, sections in [
+        ("dp", MeshConfig(dp=4), {}),
+        ("shard", MeshConfig(dp=2, shard=2), {}),
+        ("tp", MeshConfig(dp=2, tp=2), {}),
+        ("pp", MeshConfig(dp=2, pp=2), {"pipeline": PipelineConfig(num_microbatches=2)}),
+    ]:
+        found[name] = measured(engine_of(mesh, **sections)).to_dict()
+    model = build("gpt", num_layers=2)
+    found["gradient_bytes"] = sum(param.numel() * 4 for param in model.parameters())
+    return found
+
+
+def test_operations_and_bytes_are_those_of_each_layout(world: World) -> None:
+    first = world.run(count_everywhere, num_ranks=4, backend="torsh", timeout_s=60)[0]
+    whole = first["gradient_bytes"]
+    dp = first["dp"]["mean"]["axes"]
+    assert set(dp) == {"dp"}
+    assert dp["dp"]["num_bytes"] == whole + 4, "every gradient once, and the loss"
+    shard = first["shard"]["mean"]["axes"]
+    assert set(shard) == {"dp", "shard", "dp×shard"}
+    # Parameters are gathered for forward and for backward, gradients scattered, their shards averaged over replicas.
+    assert 2.5 * whole < shard["shard"]["num_bytes"] < 3.5 * whole
+    assert shard["dp"]["num_bytes"] == pytest.approx(whole / 2, rel=0.1)
+    tp = first["tp"]["mean"]["axes"]
+    assert tp["tp"]["num_operations"] >= 4 * 2, "two layers, two sums each, forward and backward"
+    assert tp["dp"]["num_bytes"] < whole
+    pp = first["pp"]["ranks"]
+    for rank in pp:
+        assert rank["axes"]["pp"]["num_operations"] == 2 * 2 + 1, "activations, their gradients, and the loss"
+        assert rank["bubble_s"] > 0
+    assert all(rank["bubble_s"] == 0 for rank in first["tp"]["ranks"])
+
+
+class Slow(nn.Module):
+    """Holds up this rank in every forward, if it is to be slow."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.is_slow = inner, False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.is_slow:
+            time.sleep(PAUSE_S)
+        out: torch.Tensor = self.inner(tokens)
+        return out
+
+
+def measure_slow() -> dict[str, list[dict[str, float]]]:
+    """Runs on four ranks, dp 2 × tp 2, those at the far end of an axis being slow: seconds of each rank by axis."""
+    mesh = MeshConfig(dp=2, tp=2)
+    place = MeshLayout(mesh).coordinates(dist.get_rank())
+    model = Slow(build("gpt", num_layers=2))
+    plan = Plan(mesh=mesh, training=TrainingConfig(steps=100, batch_size=BATCH))
+    engine = parallelize(model, partial(torch.optim.SGD, lr=0.01), plan, loss_fn=next_character_loss)
+    found = {}
+    for axis in ("tp", "dp"):
+        model.is_slow = place[axis] == 1
+        found[axis] = [{name: time.wait_s for name, time in rank.axes.items()} for rank in measured(engine).ranks]
+    return found
+
+
+def test_slow_ranks_are_waited_for_along_their_axis_alone(world: World) -> None:
+    layout = MeshLayout(MeshConfig(dp=2, tp=2))
+    found = world.run(measure_slow, num_ranks=4, backend="torsh", timeout_s=90)[0]
+    for axis, other in (("tp", "dp"), ("dp", "tp")):
+        mean = {
+            (where, is_slow): fmean(
+                waits[where]
+                for rank, waits in enumerate(found[axis])
+                if (layout.coordinates(rank)[axis] == 1) == is_slow
+            )
+            for where in (axis, other)
+            for is_slow in (False, True)
+        }
+        # What the machine's other load costs is waited for by all alike.
+        assert mean[axis, False] - mean[axis, True] > 0.7 * PAUSE_S
+        assert abs(mean[other, False] - mean[other, True]) < 0.3 * PAUSE_S
+
+
+def measure_on_gloo() -> None:
+    engine = engine_of(MeshConfig(dp=2))
+    with pytest.raises(FeatureNotAvailable, match="waiting cannot be timed on gloo"):
+        EfficiencyMeter(engine)
+
+
+def measure_nothing() -> None:
+    with EfficiencyMeter(engine_of(MeshConfig())) as meter:
+        pass
+    with pytest.raises(InvalidArgument, match="no step was measured"):
+        meter.report()
+
+
+def test_what_cannot_be_measured_is_refused(world: World) -> None:
+    world.run(measure_on_gloo, num_ranks=2, backend="gloo")
+    world.run(measure_nothing, num_ranks=1, backend="gloo")
