@@ -97,16 +97,19 @@ class PipelineParallel:
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._loss)
         losses: list[Tensor] = []
         self.stopwatch.take()
-        with self._context(), events.phase("schedule"):
-            self._schedule.step(
-                *(arguments if self.is_first else ()),
-                target=targets if self.is_last else None,
-                losses=losses if self.is_last else None,
-                return_outputs=False,
-            )
-        self._measured = None
+        with events.phase("schedule"):
+            with self._context():
+                self._schedule.step(
+                    *(arguments if self.is_first else ()),
+                    target=targets if self.is_last else None,
+                    losses=losses if self.is_last else None,
+                    return_outputs=False,
+                )
+            self._measured = None
+            # Whoever is done before the others has nothing to do until here: it is the last part of the bubble.
+            loss = self._share_loss(torch.stack(losses).detach().sum() if self.is_last else None)
         self.tied.sum()
-        return self._share_loss(torch.stack(losses).detach().sum() if self.is_last else None)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
