@@ -7,6 +7,7 @@ unpacks its options, checks its tensors on this rank, before anything is sent, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,11 +27,12 @@ from torsh_distributed.comm.backends.staging import (
     Staged,
     check_count,
     check_numel,
+    check_rows,
     check_same_dtype,
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Rows
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
@@ -325,6 +327,19 @@ class TorshProcessGroup(GroupLifecycle):
             operations.all_to_all_single, self._wire, output, source, list(output_split_sizes), list(input_split_sizes)
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
+
+    def takes_rows(self, source: Tensor) -> bool:
+        """Whether `exchange_rows` is for rows like these, (rows, …); the same on every rank."""
+        row_bytes = math.prod(source.shape[1:]) * source.element_size()
+        return source.is_cpu and self._wire.takes_rows(row_bytes, source.dtype)
+
+    def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows) -> dist.Work:
+        """All-to-all of rows in an order of one's own; c10d has no such call. Both are contiguous."""
+        call = self._new_call("all_to_all_rows")
+        self._check_pair(output, source, call.operation)
+        check_rows(output, source, rows, self._wire.num_ranks, call.operation)
+        body = partial(self._wire.exchange_rows, output, source, rows)
+        return self._start(body, call, is_async=False, outputs=[output])
 
     @override
     def barrier(  # type: ignore[override]  # one signature for c10d's overloads

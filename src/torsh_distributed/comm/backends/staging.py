@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torsh_distributed.comm.backends.wire import Rows
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 
 
@@ -76,6 +77,35 @@ def check_splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, operation
             first_dimension=length,
             split_sizes=list(sizes) or None,
             num_ranks=num_ranks,
+        )
+
+
+def check_rows(output: Tensor, source: Tensor, rows: Rows, num_ranks: int, operation: str) -> None:
+    """Raise TensorShapeMismatch unless every row that is named lies inside its tensor, and all are contiguous."""
+    named = [
+        ("source", source, rows.sent, rows.send),
+        ("output", output, rows.received, rows.receive),
+    ]
+    for role, tensor, index, counts in named:
+        total, length = sum(counts), len(tensor)
+        fits = len(counts) == num_ranks and tensor.is_contiguous() and tensor.numel() == length * rows.row_numel
+        if index is None:
+            fits = fits and total == length
+        elif total:
+            low, high = torch.aminmax(index)
+            fits = fits and index.is_contiguous() and len(index) == total and int(low) >= 0 and int(high) < length
+        if not fits:
+            raise TensorShapeMismatch(
+                f"the rows of the {role} are not those that are named",
+                hint="contiguous tensors, a count for each rank, and as many indices as the counts add up to",
+                operation=operation,
+                shape=tuple(tensor.shape),
+                counts=list(counts),
+                indices=None if index is None else len(index),
+            )
+    if rows.weights is not None and (len(rows.weights) != sum(rows.receive) or not rows.weights.is_contiguous()):
+        raise TensorShapeMismatch(
+            "there is not a weight for each row that comes", operation=operation, weights=len(rows.weights)
         )
 
 

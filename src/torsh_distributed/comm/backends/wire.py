@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
@@ -38,6 +39,28 @@ class Call:
 
 Folder = Callable[[Tensor, Call], None]
 """An all-reduce of which reduction and dtype are settled."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a tensor go to which rank, and where those that come belong. Indices are int64, contiguous."""
+
+    send: Sequence[int]
+    """Rows for each rank."""
+
+    receive: Sequence[int]
+    """Rows from each rank."""
+
+    row_numel: int
+
+    sent: Tensor | None = None
+    """(sum of send,): the row of the source that goes out, for rank after rank; None: all in order."""
+
+    received: Tensor | None = None
+    """(sum of receive,): the row of the output that each is added to; None: stored in the order they come."""
+
+    weights: Tensor | None = None
+    """(sum of receive,) float32: what each that comes counts for in the sum; None: 1."""
 
 
 class Wire(ABC):
@@ -98,6 +121,14 @@ class Wire(ABC):
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
         """Fill outputs[r] with rank r's sources[this rank]; sizes may differ from pair to pair."""
+
+    def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
+        """Whether `exchange_rows` is for rows like these; the same on every rank."""
+        return False
+
+    def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows, call: Call) -> None:
+        """All-to-all of rows, gathered as they are sent and added up as they come; asked for by `takes_rows`."""
+        raise AssertionError(f"{self.name} takes no rows, and says so")
 
     @abstractmethod
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:

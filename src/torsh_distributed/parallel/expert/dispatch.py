@@ -18,6 +18,16 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_to_all
+from torsh_distributed.comm.rows import gather_to_all, sum_from_all, takes_rows
+
+
+@dataclass(frozen=True)
+class Route:
+    """How many rows go from this rank to each of a group, and come from each."""
+
+    send: list[int]
+    receive: list[int]
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,26 @@ def combine(rows: Tensor, weights: Tensor, layout: RowLayout) -> Tensor:
     return out
 
 
+def dispatch(tokens: Tensor, layout: RowLayout, route: Route) -> Tensor:
+    """(arriving, dim): the rows that the ranks of the route's group send here, by rank; `layout` says which.
+
+    Every rank of the group calls this, forward and backward, which sends gradients home and adds them up.
+    """
+    out: Tensor = _Dispatch.apply(tokens, layout, route)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+def collect(rows: Tensor, weights: Tensor, layout: RowLayout, route: Route) -> Tensor:
+    """(tokens, dim): rows go home, by the way that they came, and are weighed and added up there.
+
+    rows: (arriving, dim), as `dispatch` gave them; weights: (choices, tokens). Every rank of the group calls this.
+    """
+    if takes_rows(rows, route.group):
+        out: Tensor = _Collect.apply(rows, weights, layout, route)  # type: ignore[no-untyped-call]  # untyped in torch
+        return out
+    return combine(exchange(rows, route.receive, route.send, route.group), weights, layout)
+
+
 def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """`rows[order]`, where order is a permutation and `inverse` its inverse."""
     out: Tensor = _Reorder.apply(rows, order, inverse)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -132,6 +162,69 @@ class _Combine(Function):
         grad_weights.view(-1)[layout.choice_of_row] = products
         factors = weights.reshape(-1).index_select(0, layout.choice_of_row).to(by_row.dtype)
         return by_row.mul_(factors.unsqueeze(1)), grad_weights, None
+
+
+class _Dispatch(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, tokens: Tensor, layout: RowLayout, route: Route) -> Tensor:
+        ctx.layout, ctx.route = layout, route
+        send, receive, group = route.send, route.receive, route.group
+        if takes_rows(tokens, group):
+            return gather_to_all(tokens, layout.token_of_row, send, receive, group=group)
+        return all_to_all(tokens.index_select(0, layout.token_of_row), send, receive, group=group)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        layout, route = ctx.layout, ctx.route
+        home = (route.receive, route.send)
+        if takes_rows(grad, route.group):
+            num_rows = layout.num_tokens
+            return (
+                sum_from_all(grad, layout.token_of_row, *home, num_rows=num_rows, group=route.group),
+                None,
+                None,
+            )
+        return layout.add_up(all_to_all(grad, *home, group=route.group)), None, None
+
+
+class _Collect(Function):
+    """Rows are weighed and added up as they arrive, and not kept at home: backward computes where they were made."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, layout: RowLayout, route: Route) -> Tensor:
+        ctx.layout, ctx.route = layout, route
+        by_row = weights.reshape(-1).index_select(0, layout.choice_of_row)
+        ctx.save_for_backward(rows, by_row)
+        ctx.weights = (weights.shape, weights.dtype)
+        return sum_from_all(
+            rows,
+            layout.token_of_row,
+            route.receive,
+            route.send,
+            num_rows=layout.num_tokens,
+            group=route.group,
+            weights=by_row.float(),
+        )
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, by_row = ctx.saved_tensors
+        layout, route = ctx.layout, ctx.route
+        away, home = (route.send, route.receive), (route.receive, route.send)
+        arrived = gather_to_all(grad, layout.token_of_row, *away, group=route.group)
+        # Weights go where the rows are, and what they are to change by comes back: a number for each row.
+        factors = all_to_all(by_row, *away, group=route.group)
+        products = all_to_all(torch.linalg.vecdot(arrived, rows), *home, group=route.group)
+        shape, dtype = ctx.weights
+        grad_weights = torch.zeros(shape, dtype=dtype, device=grad.device)
+        grad_weights.view(-1)[layout.choice_of_row] = products.to(dtype)
+        return arrived.mul_(factors.to(arrived.dtype).unsqueeze(1)), grad_weights, None, None
 
 
 class _Reorder(Function):

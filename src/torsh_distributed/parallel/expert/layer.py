@@ -12,7 +12,7 @@ from typing_extensions import override
 from torsh_distributed import events
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
-from torsh_distributed.parallel.expert.dispatch import RowLayout, combine, exchange, permute, reorder
+from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import can_group, segments_of
 from torsh_distributed.parallel.expert.placement import Placement
@@ -112,18 +112,18 @@ class MoELayer(nn.Module):
         tokens = inputs.reshape(-1, inputs.shape[-1])
         decision = self.router(tokens)
         self.decision = decision
+        self._observe(decision)
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         layout = self._layout(decision)
-        rows = permute(tokens, layout)
         with torch.autocast(kind, enabled=False):
             if self.group is None:
-                done = self._run(rows, decision.sends[self._data_rank].unsqueeze(0))
+                done = self._run(permute(tokens, layout), decision.sends[self._data_rank].unsqueeze(0))
+                out = combine(done, decision.weights, layout)
             else:
-                done = self._run_spread(rows, decision, self.group)
-        self._observe(decision)
-        return combine(done, decision.weights, layout).view(*inputs.shape[:-1], self.output_dim)
+                out = self._run_spread(tokens, layout, decision, self.group)
+        return out.view(*inputs.shape[:-1], self.output_dim)
 
     def _layout(self, decision: RoutingDecision) -> RowLayout:
         """Rows sorted by slot: by rank, then by place there. Dropped choices come last in order, and have no row."""
@@ -133,14 +133,16 @@ class MoELayer(nn.Module):
         num_choices, num_tokens = decision.experts.shape
         return RowLayout.of(order, num_choices=num_choices, num_tokens=num_tokens)
 
-    def _run_spread(self, rows: Tensor, decision: RoutingDecision, group: dist.ProcessGroup) -> Tensor:
-        """Rows go to the ranks of their experts, and what these made of them comes back."""
+    def _run_spread(
+        self, tokens: Tensor, layout: RowLayout, decision: RoutingDecision, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Rows go to the ranks of their experts, and what these made of them comes back and is added up."""
         ranks = self.placement.num_ranks
         by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
         by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
-        send, incoming = by_rank[self.ep_rank].sum(dim=1).tolist(), by_rank[:, self.ep_rank]
-        receive = incoming.sum(dim=1).tolist()
-        return exchange(self._run(exchange(rows, send, receive, group), incoming), receive, send, group)
+        incoming = by_rank[:, self.ep_rank]
+        route = Route(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
+        return collect(self._run(dispatch(tokens, layout, route), incoming), decision.weights, layout, route)
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts make of rows sorted by source and then expert. counts: (sources, experts) rows of each."""

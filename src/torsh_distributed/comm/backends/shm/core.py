@@ -134,6 +134,32 @@ class Core(Protocol):
         """The ranks that have not come to where this rank waits."""
 
 
+class RowCore(Core, Protocol):
+    """The compiled core alone: rows that are gathered and added up on their way."""
+
+    def exchange_rows(
+        self,
+        out: int,
+        num_out_rows: int,
+        source: int,
+        row_bytes: int,
+        sent: int,
+        is_sum: bool,
+        received: int,
+        weights: int,
+        source_counts: tuple[int, ...],
+        out_counts: tuple[int, ...],
+        dtype: int,
+        timeout_ns: int,
+        is_background: bool,
+        /,
+    ) -> int:
+        """Copy rows from each to each: gathered by the index at `sent`, added up by that at `received`; 0 is none."""
+
+    def max_row_bytes(self) -> int:
+        """The longest row that `exchange_rows` takes."""
+
+
 def load_native() -> Any | None:
     """The compiled module, or None where none was built, or from other sources than those beside it.
 

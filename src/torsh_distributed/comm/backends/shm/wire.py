@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
-from torsh_distributed.comm.backends.shm.core import Core
+from torsh_distributed.comm.backends.shm.core import Core, RowCore
 from torsh_distributed.comm.backends.shm.failures import Failures
 from torsh_distributed.comm.backends.shm.mailroom import Mailroom
 from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import Call, Folder, Wire
+from torsh_distributed.comm.backends.wire import Call, Folder, Rows, Wire
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 
@@ -30,6 +30,7 @@ class ShmWire(Wire):
         self.rank = rank
         self.num_ranks = num_ranks
         self._core = core
+        self._row_core = cast("RowCore", core) if hasattr(core, "exchange_rows") else None
         self._segment = segment
         self._failures = Failures(core, rank)
         self._mailroom = Mailroom(core, self._failures)
@@ -141,6 +142,32 @@ class ShmWire(Wire):
             _addresses(sources),
             _sizes(sources),
             _dtype(sources[0]),
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
+        core = self._row_core
+        return core is not None and dtype == torch.float32 and 0 < row_bytes <= core.max_row_bytes()
+
+    @override
+    def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows, call: Call) -> None:
+        assert self._row_core is not None, "asked for by takes_rows"
+        status = self._row_core.exchange_rows(
+            output.data_ptr(),
+            len(output),
+            source.data_ptr(),
+            rows.row_numel * source.element_size(),
+            0 if rows.sent is None else rows.sent.data_ptr(),
+            rows.received is not None,
+            0 if rows.received is None else rows.received.data_ptr(),
+            0 if rows.weights is None else rows.weights.data_ptr(),
+            tuple(rows.send),
+            tuple(rows.receive),
+            _dtype(source),
             call.timeout_ns,
             call.is_background,
         )

@@ -3,7 +3,7 @@
  * Where a chunk passes through two or three stages, one loop runs all of them at once on successive chunks, so that
  * every rank always has work between two meetings, and chunks are still in the cache when the next stage reads them.
  */
-#include "core.h"
+#include "steps.h"
 
 #include <string.h>
 
@@ -12,23 +12,11 @@
 /* A fold into the caller's tensor is copied to the result slot in pieces that are still in the first cache. */
 #define TSH_PIECE_BYTES (8 * 1024)
 
-typedef struct {
-    size_t start, length;
-} tsh_span;
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-
 /* An empty tensor has no address, and memcpy takes none, not even for nothing; a tensor onto itself is left alone. */
 static void copy(char *to, const char *from, size_t bytes) {
     if (bytes > 0 && to != from) {
         memcpy(to, from, bytes);
     }
-}
-
-/* Chunk number `index` of `total` units, at most `chunk` each; empty beyond the end. */
-static tsh_span chunk_of(size_t total, size_t chunk, size_t index) {
-    size_t start = smaller(index * chunk, total);
-    return (tsh_span){start, smaller(chunk, total - start)};
 }
 
 /* The part of `length` units that `rank` folds; whole cache lines, so that two ranks never write the same one. */
@@ -41,11 +29,6 @@ static tsh_span part_of(const tsh_group *group, size_t length, size_t element_by
 }
 
 static size_t num_chunks(size_t total, size_t chunk) { return (total + chunk - 1) / chunk; }
-
-/* The slot a rank writes before meeting number `step`. */
-static char *slot_of(const tsh_group *group, int rank, uint64_t step) {
-    return group->slots + (2 * (size_t)rank + (step & 1)) * group->slot_bytes;
-}
 
 static char *result_slot(const tsh_group *group, uint64_t step) { return slot_of(group, group->num_ranks, step); }
 
@@ -205,18 +188,6 @@ int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_
 }
 
 /* The loop of all that only copies: put chunk t, meet, take chunk t while putting chunk t + 1. */
-typedef struct tsh_move tsh_move;
-struct tsh_move {
-    void (*put)(tsh_group *group, const tsh_move *move, size_t index, uint64_t step);
-    void (*take)(tsh_group *group, const tsh_move *move, size_t index, uint64_t step);
-    char *const *out;
-    const size_t *out_bytes;
-    char *const *in;
-    const size_t *in_bytes;
-    size_t chunk;
-    int root;
-};
-
 static int move_chunks(tsh_group *group, const tsh_move *move, size_t num, const tsh_signature *mine) {
     uint64_t step = group->step + 1;
     for (size_t turn = 0; turn <= num; turn++) {
@@ -344,20 +315,17 @@ static void take_shares(tsh_group *group, const tsh_move *move, size_t index, ui
 }
 
 /* Sizes may differ from pair to pair: the first meeting shows them all, which also tells how many chunks there are.
- * The first chunk is put before it, since that needs one's own sizes alone. */
-int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
-                   const size_t *in_bytes, int dtype) {
+ * The first chunk is put before it, since that needs one's own sizes alone. `amount` must be equal on all ranks. */
+int tsh_exchange(tsh_group *group, const tsh_move *move, int dtype, size_t amount) {
     size_t n = (size_t)group->num_ranks, longest = 0;
     uint64_t step = group->step + 1;
     uint64_t *sent = group->counts + ((group->sequence + 1) & 1) * 2 * n * n, *expected = sent + n * n;
-    tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
-                     .in_bytes = in_bytes, .chunk = units_per_slot(group, n, 1), .root = -1};
     for (size_t rank = 0; rank < n; rank++) {
-        sent[(size_t)group->rank * n + rank] = in_bytes[rank];
-        expected[(size_t)group->rank * n + rank] = out_bytes[rank];
+        sent[(size_t)group->rank * n + rank] = move->in_bytes[rank];
+        expected[(size_t)group->rank * n + rank] = move->out_bytes[rank];
     }
-    put_shares(group, &move, 0, step);
-    int status = tsh_meet_as(group, signature(TSH_ALL_TO_ALL, dtype, 0, -1, 0));
+    move->put(group, move, 0, step);
+    int status = tsh_meet_as(group, signature(TSH_ALL_TO_ALL, dtype, 0, -1, amount));
     if (status != TSH_OK) {
         return status;
     }
@@ -367,7 +335,7 @@ int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, 
             size_t bytes = sent[from * n + to];
             longest = bytes > longest ? bytes : longest;
             is_agreed = is_agreed && bytes == expected[to * n + from];
-            if (to == (size_t)group->rank && bytes != out_bytes[from]) {
+            if (to == (size_t)group->rank && bytes != move->out_bytes[from]) {
                 group->subject = (int)from;
                 tsh_poison_group(group, TSH_MISMATCH, (int)from, "");
                 return TSH_MISMATCH;
@@ -377,13 +345,20 @@ int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, 
     if (!is_agreed) {
         return tsh_meet(group); /* those concerned do not come: their report is what this one ends with */
     }
-    size_t num = num_chunks(longest, move.chunk);
+    size_t num = num_chunks(longest, move->chunk);
     for (size_t turn = 1; turn <= num && status == TSH_OK; turn++) {
         if (turn < num) {
-            put_shares(group, &move, turn, step + turn);
+            move->put(group, move, turn, step + turn);
         }
-        take_shares(group, &move, turn - 1, step + turn - 1);
+        move->take(group, move, turn - 1, step + turn - 1);
         status = meet_in_turn(group, turn, num, NULL);
     }
     return status;
+}
+
+int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
+                   const size_t *in_bytes, int dtype) {
+    tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
+                     .in_bytes = in_bytes, .chunk = units_per_slot(group, (size_t)group->num_ranks, 1), .root = -1};
+    return tsh_exchange(group, &move, dtype, 0);
 }

@@ -173,6 +173,21 @@ int tsh_scatter(tsh_group *group, char *out, char *const *in, size_t bytes, int 
 int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
                    const size_t *in_bytes, int dtype);
 
+/* rows.c */
+typedef struct {
+    char *out;
+    size_t num_out_rows;
+    const char *in;
+    size_t row_bytes;
+    const int64_t *sent;     /* the row of `in` that goes out, for rank after rank; NULL: in order */
+    bool is_sum;             /* whether float32 rows that come are added up; else they are stored in order */
+    const int64_t *received; /* the row of `out` that each which comes is added to */
+    const float *weights;    /* what each row that comes counts for; NULL: 1 */
+} tsh_rows;
+size_t tsh_max_row_bytes(const tsh_group *group);
+int tsh_exchange_rows(tsh_group *group, const tsh_rows *rows, const size_t *in_counts, const size_t *out_counts,
+                      int dtype);
+
 /* mail.c, orders.c */
 #define TSH_ANY_SOURCE (-1)
 typedef struct {

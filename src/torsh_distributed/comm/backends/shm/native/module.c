@@ -204,6 +204,37 @@ static PyObject *group_all_to_all(PyObject *self, PyObject *const *args, Py_ssiz
     RUN(tsh_all_to_all(group, out, out_bytes, in, in_bytes, dtype));
 }
 
+/* Addresses that are 0 stand for none. */
+static PyObject *group_exchange_rows(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    tsh_group *group = group_of(self);
+    size_t in_counts[TSH_MAX_RANKS], out_counts[TSH_MAX_RANKS];
+    if (!takes("exchange_rows", num_args, 13) || !sizes(args[8], group->num_ranks, in_counts) ||
+        !sizes(args[9], group->num_ranks, out_counts) || !prepare(group, args + 11)) {
+        return NULL;
+    }
+    tsh_rows rows = {.out = address(args[0]),
+                     .num_out_rows = PyLong_AsSize_t(args[1]),
+                     .in = address(args[2]),
+                     .row_bytes = PyLong_AsSize_t(args[3]),
+                     .sent = (const int64_t *)address(args[4]),
+                     .is_sum = integer(args[5]) != 0,
+                     .received = (const int64_t *)address(args[6]),
+                     .weights = (const float *)address(args[7])};
+    int dtype = (int)integer(args[10]);
+    if (!PyErr_Occurred() && (rows.row_bytes == 0 || rows.row_bytes > tsh_max_row_bytes(group))) {
+        PyErr_Format(PyExc_ValueError, "a row of %zu bytes does not fit a slot", rows.row_bytes);
+    }
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    RUN(tsh_exchange_rows(group, &rows, in_counts, out_counts, dtype));
+}
+
+static PyObject *group_max_row_bytes(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromSize_t(tsh_max_row_bytes(group_of(self)));
+}
+
 static PyObject *receipt_tuple(const tsh_receipt *receipt) {
     return Py_BuildValue("(KiiK)", (unsigned long long)receipt->id, receipt->status, receipt->peer,
                          (unsigned long long)receipt->bytes);
@@ -403,9 +434,12 @@ static PyMethodDef group_methods[] = {
     FAST(gather, "gather(outs, address, bytes, dtype, root, timeout_ns, is_background) -> status"),
     FAST(scatter, "scatter(address, ins, bytes, dtype, root, timeout_ns, is_background) -> status"),
     FAST(all_to_all, "all_to_all(outs, out_bytes, ins, in_bytes, dtype, timeout_ns, is_background) -> status"),
+    FAST(exchange_rows, "exchange_rows(out, num_out_rows, source, row_bytes, sent, is_sum, received, weights, "
+                        "in_counts, out_counts, dtype, timeout_ns, is_background) -> status"),
     FAST(send, "send(id, address, bytes, peer, tag, timeout_ns) -> receipt, None or -status"),
     FAST(receive, "receive(id, address, bytes, peer, tag, timeout_ns) -> receipt, None or -status"),
     FAST(progress, "progress(is_background, patience_ns) -> receipts or -status"),
+    {"max_row_bytes", group_max_row_bytes, METH_NOARGS, "The longest row that exchange_rows takes."},
     {"join", group_join, METH_NOARGS, "Show the others that this rank is here."},
     {"leave", group_leave, METH_NOARGS, "Show the others that this rank will not come again."},
     {"poison", group_poison, METH_VARARGS, "poison(status, subject, text): release everybody; the first one counts."},
