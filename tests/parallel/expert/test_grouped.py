@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torsh_distributed.parallel.expert import layer as layer_module
-from torsh_distributed.parallel.expert.grouped import Segment, grouped_linear, segmented_linear, segments_of
+from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear, segments_of
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
@@ -44,7 +44,8 @@ def test_the_grouped_product_is_the_segmented_one() -> None:
     counts = [4, 0, 7]
     rows, weight, bias = torch.randn(11, 8), torch.randn(3, 8, 16), torch.randn(3, 16)
     leaves = [[value.clone().requires_grad_() for value in (rows, weight, bias)] for _ in range(2)]
-    grouped = grouped_linear(*leaves[0], torch.tensor(counts))
+    sizes = torch.tensor(counts)
+    grouped = grouped_linear(*leaves[0], sizes, ends_of(sizes))
     segmented = segmented_linear(*leaves[1], segments_of([counts]))
     torch.testing.assert_close(grouped, segmented)
     grouped.square().sum().backward()

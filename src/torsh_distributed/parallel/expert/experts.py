@@ -12,7 +12,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.expert.grouped import Segment, grouped_linear, segmented_linear
+from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
@@ -100,8 +100,9 @@ class Experts(nn.Module):
         """
         up, up_bias, down, down_bias = self._weights(rows.dtype)
         if isinstance(where, Tensor):
-            hidden = self._activate(grouped_linear(rows, up, up_bias, where))
-            return grouped_linear(hidden, down, down_bias, where)
+            ends = ends_of(where)
+            hidden = self._activate(grouped_linear(rows, up, up_bias, where, ends))
+            return grouped_linear(hidden, down, down_bias, where, ends)
         hidden = self._activate(segmented_linear(rows, up, up_bias, where))
         return segmented_linear(hidden, down, down_bias, where)
 

@@ -43,13 +43,21 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
     return _grouped_mm is not None and rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """`segmented_linear` in one kernel, for rows sorted by expert. counts: (experts,) rows of each, on their device."""
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, ends: Tensor) -> Tensor:
+    """`segmented_linear` in one kernel, for rows sorted by expert.
+
+    counts: (experts,) rows of each, on their device; ends: (experts,) int32, where each one's end (`ends_of`).
+    """
     assert _grouped_mm is not None, "asked for by can_group"
-    out: Tensor = _grouped_mm(rows, weight, offs=counts.cumsum(dim=0, dtype=torch.int32))
+    out: Tensor = _grouped_mm(rows, weight, offs=ends)
     if bias is not None:
         out = out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
     return out
+
+
+def ends_of(counts: Tensor) -> Tensor:
+    """Where the rows of each expert end; the same for all products over these rows."""
+    return counts.cumsum(dim=0, dtype=torch.int32)
 
 
 def segmented_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:

@@ -127,7 +127,10 @@ class MoELayer(nn.Module):
 
     def _layout(self, decision: RoutingDecision) -> RowLayout:
         """Rows sorted by slot: by rank, then by place there. Dropped choices come last in order, and have no row."""
-        order = self._slots(decision.experts).flatten().argsort(stable=True)
+        slots = self._slots(decision.experts).flatten()
+        if slots.is_cuda and self.config.num_experts < 2**8:
+            slots = slots.to(torch.uint8)  # sorted there byte by byte: one pass in place of eight
+        order = slots.argsort(stable=True)
         if not decision.is_dropless:
             order = order[: int(decision.sends[self._data_rank].sum())]
         num_choices, num_tokens = decision.experts.shape

@@ -91,9 +91,11 @@ class ExpertRouter(nn.Module):
         capacity = capacity_of(num_tokens, self.config)
         admission = admit(everyone, capacity, reroute=self.config.overflow == "reroute")
         settled, is_rerouted = settle(experts, admission, rank=rank, num_experts=self.config.num_experts)
+        num_rerouted = torch.zeros((), dtype=torch.int64)
         if admission.fallback is not None:
             weights = torch.where(is_rerouted, weights / 2, weights)
-        return self._decide(scores, settled, weights, everyone, admission, num_tokens, is_rerouted.sum())
+            num_rerouted = is_rerouted.sum()
+        return self._decide(scores, settled, weights, everyone, admission, num_tokens, num_rerouted)
 
     def _choose(self, scores: Scores) -> tuple[Tensor, Tensor]:
         """(choices, tokens) experts, best first, and their weights."""
@@ -147,8 +149,8 @@ class ExpertRouter(nn.Module):
         demand = counts.sum(dim=(0, 1))
         num_mine = max(len(probabilities), 1)
         # Linear in this rank's probabilities, given the demand of all: parts of ranks add up to the loss of the batch.
-        share = demand.to(probabilities) / max(num_tokens * config.num_experts_per_token, 1)
-        balance = config.num_experts * (probabilities.sum(dim=0) / num_mine * share).sum()
+        factor = config.num_experts / (num_mine * max(num_tokens * config.num_experts_per_token, 1))
+        balance = (probabilities.sum(dim=0) @ demand.to(probabilities)) * factor
         return RoutingDecision(
             experts=experts,
             weights=weights,

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define TSH_CACHE_LINE 64
+#define TSH_ROWS_AHEAD 2 /* how far ahead rows are fetched that lie anywhere */
 
 typedef struct {
     const tsh_rows *rows;
@@ -26,11 +27,15 @@ static const char *row_for(const tsh_exchange_state *state, int rank, size_t row
     return state->rows->in + place * state->rows->row_bytes;
 }
 
-/* Copy a row while the next one is fetched: rows lie anywhere, and the hardware's own prefetch starts anew at each. */
-static void copy_row(char *restrict to, const char *restrict from, const char *next, size_t row_bytes) {
+static const char *later_row(const tsh_exchange_state *state, int rank, size_t row, size_t end) {
+    return row_for(state, rank, row + TSH_ROWS_AHEAD < end ? row + TSH_ROWS_AHEAD : row);
+}
+
+/* Copy a row while a later one is fetched: rows lie anywhere, and the hardware's own prefetch starts anew at each. */
+static void copy_row(char *restrict to, const char *restrict from, const char *later, size_t row_bytes) {
     size_t at = 0;
     for (; at + TSH_CACHE_LINE <= row_bytes; at += TSH_CACHE_LINE) {
-        __builtin_prefetch(next + at);
+        __builtin_prefetch(later + at);
         memcpy(to + at, from + at, TSH_CACHE_LINE);
     }
     memcpy(to + at, from + at, row_bytes - at);
@@ -47,7 +52,7 @@ static void put_rows(tsh_group *group, const tsh_move *move, size_t index, uint6
         char *to = slot_of(group, group->rank, step) + (size_t)rank * move->chunk;
         size_t row = at.start / row_bytes, end = row + at.length / row_bytes;
         for (; row < end; row++, to += row_bytes) {
-            copy_row(to, row_for(state, rank, row), row_for(state, rank, row + (row + 1 < end)), row_bytes);
+            copy_row(to, row_for(state, rank, row), later_row(state, rank, row, end), row_bytes);
         }
     }
 }
@@ -82,6 +87,9 @@ static void take_rows(tsh_group *group, const tsh_move *move, size_t index, uint
         int rank = (group->rank + turn) % group->num_ranks;
         bool is_own = rank == group->rank;
         tsh_span at = chunk_of(move->out_bytes[rank], move->chunk, index);
+        if (at.length == 0) {
+            continue; /* an empty tensor has no address */
+        }
         const char *slot = slot_of(group, rank, step) + (size_t)group->rank * move->chunk;
         char *out = rows->out + state->first_received[rank] * row_bytes + at.start;
         if (!rows->is_sum && !is_own) {
@@ -94,7 +102,7 @@ static void take_rows(tsh_group *group, const tsh_move *move, size_t index, uint
             if (rows->is_sum) {
                 sum_row(state, rank, row, from);
             } else {
-                copy_row(out, from, row_for(state, rank, row + (row + 1 < end)), row_bytes);
+                copy_row(out, from, later_row(state, rank, row, end), row_bytes);
             }
         }
     }
