@@ -17,7 +17,7 @@ from tests.parallel.reference import BATCH, batches, build
 from torsh_distributed import events
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel.layout import MeshLayout
-from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TrainingConfig
+from torsh_distributed.plan import DistributedConfig, MeshConfig, PipelineConfig, Plan, TrainingConfig
 from torsh_distributed.train import EfficiencyMeter, EfficiencyReport, Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss
 
@@ -126,6 +126,22 @@ def test_slow_ranks_are_waited_for_along_their_axis_alone(world: World) -> None:
         # What the machine's other load costs is waited for by all alike.
         assert mean[axis, False] - mean[axis, True] > 0.7 * PAUSE_S
         assert abs(mean[other, False] - mean[other, True]) < 0.3 * PAUSE_S
+
+
+RATE_GBPS = 0.003
+
+
+def measure_limited() -> tuple[float, float]:
+    """Seconds a step waits for dp, and those that its gradients take at the rate they are held to."""
+    report = measured(engine_of(MeshConfig(dp=2), distributed=DistributedConfig(rate_limit_gbps=RATE_GBPS)))
+    [axis] = report.mean.axes.values()
+    return axis.wait_s, axis.num_bytes * 8 / (RATE_GBPS * 1e9)
+
+
+def test_gradients_that_travel_in_another_thread_are_waited_for_in_this_one(world: World) -> None:
+    for wait_s, travel_s in world.run(measure_limited, num_ranks=2, backend="torsh", timeout_s=60):
+        assert travel_s > 0.2
+        assert wait_s > 0.3 * travel_s, "backward is over long before they are there"
 
 
 def measure_on_gloo() -> None:
