@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
-from torsh_distributed import events
 from torsh_distributed.comm.backends import operations
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
@@ -35,6 +34,7 @@ from torsh_distributed.comm.backends.staging import (
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Rows
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
+from torsh_distributed.events import WaitEvent, wanted
 
 _STRIDED = torch.strided
 _Options = TypeVar("_Options")
@@ -83,7 +83,7 @@ class TorshProcessGroup(GroupLifecycle):
         """
         if opts.asyncOp or self._refusal is not None or self._coalesced is not None or len(tensors) != 1:
             return False
-        if events.wanted(events.WaitEvent):
+        if wanted(WaitEvent):
             return False
         tensor = tensors[0]
         fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
