@@ -168,6 +168,7 @@ if _TYPE_CHECKING:
         plan_batch_size,
         scale_learning_rate,
     )
+    from torsh_distributed.train.efficiency import EfficiencyMeter, EfficiencyReport
 
 __version__ = _version("torsh-distributed")
 
@@ -242,6 +243,8 @@ _HOMES = {
     "parallelize": "torsh_distributed.train",
     "plan_batch_size": "torsh_distributed.train",
     "scale_learning_rate": "torsh_distributed.train",
+    "EfficiencyMeter": "torsh_distributed.train.efficiency",
+    "EfficiencyReport": "torsh_distributed.train.efficiency",
 }
 
 __all__ = [
