@@ -273,6 +273,8 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "DistributedSamplerWrapper",
+    "EfficiencyMeter",
+    "EfficiencyReport",
     "ElasticAveragingSGD",
     "ElasticConfig",
     "Engine",
