@@ -171,6 +171,10 @@ class GradientSync:
     def _launch(self, parcel: _Parcel) -> Future[Tensor]:
         if self._compressor is not None:
             return self._start_compressed(parcel, self._compressor)
+        if self._group.size() == 1:  # it is the mean already
+            alone: Future[Tensor] = Future(devices=self._devices)
+            alone.set_result(parcel.buffer)
+            return alone
         try:
             return self._start_sum(parcel)
         except TorshError as error:  # refused at once: a group that was aborted
