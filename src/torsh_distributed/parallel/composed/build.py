@@ -12,7 +12,8 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
-from torsh_distributed.parallel.composed.strategy import Composed, Context, PipelineStages
+from torsh_distributed.parallel.composed.pipelined import PipelineStages
+from torsh_distributed.parallel.composed.strategy import Composed, Context
 from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.data import DataParallel
 from torsh_distributed.parallel.mesh import Mesh
