@@ -7,13 +7,14 @@ of the chosen layers changes. Random state is kept, so that dropout drops the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torsh_distributed.comm.collectives import all_reduce
@@ -101,17 +102,22 @@ class _Recomputed:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What is around the first forward, and around the second."""
+        # Autograd's engine runs without them, and attention by a ring is one.
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
         if not self._keeps_costly:
-            return nullcontext(), self._buffers_put_back()
+            return nullcontext(), self._as_before(modes, nullcontext())
         first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # untyped in torch
-        return first, self._buffers_put_back(second)
+        return first, self._as_before(modes, second)
 
     @contextmanager
-    def _buffers_put_back(self, inner: AbstractContextManager[Any] | None = None) -> Iterator[None]:
-        """Running means and the like must not see a batch twice."""
+    def _as_before(self, modes: list[TorchFunctionMode], inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """In the modes of the first forward; running means and the like must not see a batch twice."""
         before = [buffer.clone() for buffer in self._layer.buffers()]
         try:
-            with inner or nullcontext():
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                stack.enter_context(inner)
                 yield
         finally:
             for buffer, value in zip(self._layer.buffers(), before, strict=True):
