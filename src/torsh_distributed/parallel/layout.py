@@ -24,6 +24,9 @@ DATA_AXES = ("dp", "shard", "ep")
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """Along these ranks hold the same parameters (or shards of them) and see different tokens: gradients are averaged."""
 
+REPLICA_AXES = tuple(axis for axis in GRADIENT_AXES if axis != "ep")
+"""Along these ranks hold the same experts, or shards of them; along `ep` others."""
+
 
 @dataclass(frozen=True)
 class MeshLayout:

@@ -104,6 +104,18 @@ class Mesh:
             return self.device_mesh[used]
         return DeviceMesh.from_group(self.group(), self.device_type, mesh_dim_names=(axes[-1],))
 
+    def grid(self, outer: tuple[str, ...], inner: str) -> DeviceMesh:
+        """torch's view in two dimensions: the ranks along all of `outer` as one, then those along `inner`.
+
+        For replicas of shards, where several axes replicate. One dimension alone where none of `outer` is used.
+        """
+        if self.layout.degree(*outer) == 1:
+            return self.slice(inner)
+        rows = [self.layout.group_ranks(member, inner) for member in self.layout.group_ranks(self.rank, *outer)]
+        ranks = torch.tensor([[self._ranks[one] for one in row] for row in rows], dtype=torch.int)
+        groups = [self.group(*outer), self.group(inner)]
+        return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("replica", inner))
+
 
 def _group_over(members: list[int]) -> dist.ProcessGroup:
     """A group over `members`, ranks of the world, all of which call this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from typing_extensions import override
 from torsh_distributed.comm import process_group
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.policy import stream_of
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel import whole_state
 from torsh_distributed.parallel.grad_norm import clip_grad_norm
+from torsh_distributed.parallel.layout import GRADIENT_AXES
 from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.model_check import check_same_model
@@ -44,6 +46,17 @@ from torsh_distributed.plan.precision import MixedPrecisionConfig
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Modules whose parameters differ between some of the replicas, as spread experts do: sharded over other ranks."""
+
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh
+    """The ranks that hold the same parameters: to shard over, or replicas × shards."""
+    divisor: int
+    """What summed gradients are divided by: the parts of the batch, also those that no rank of `mesh` has."""
+
+
 class FullyShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded; called like the model itself.
 
@@ -51,10 +64,11 @@ class FullyShardedDataParallel(nn.Module):
     model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta device
     gets its weights here, a piece at a time. `module` is the user's model, changed in place.
 
-    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`); left out, `group` or the
-    world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and backward.
-    `compression` sends gradients encoded: over the shard axis, or, where there are replicas, between them. `attach` the
-    optimizer where there is compression, or something that is not sharded.
+    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`, `ep`, `cp`); left out,
+    `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
+    backward. `compression` sends gradients encoded: over the shard axis, or, where there are replicas, between them.
+    `attach` the optimizer where there is compression, or something that is not sharded. `apart` are modules that are
+    sharded otherwise.
     """
 
     def __init__(
@@ -70,6 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         seed: int = 0,
         broadcast_buffers: bool = True,
         compression: CompressionConfig | None = None,
+        apart: Apart | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -79,16 +94,18 @@ class FullyShardedDataParallel(nn.Module):
         self.mesh = mesh or Mesh(MeshConfig(dp=1, shard=-1), device_type=device.type, group=group)
         self.compressor = _compressor(compression, self.mesh, seed)
         torch_mesh = _shard_mesh(self.mesh, has_compressor=self.compressor is not None)
-        self._group = self.mesh.data_group
+        self._group = self.mesh.group(*GRADIENT_AXES)
         check_same_model(module, self._group)
         materializer = None
         if is_on_meta(module):
             materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
         else:
-            broadcast_from_first([*module.parameters(), *module.buffers()], self._group)
+            differing = {id(param) for one in apart.modules for param in one.parameters()} if apart else set()
+            equal = [param for param in module.parameters() if id(param) not in differing]
+            broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
         replicated = _kept_whole(module, self.config)
-        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer, wrap_fn)
+        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer, wrap_fn, apart)
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -102,14 +119,18 @@ class FullyShardedDataParallel(nn.Module):
         replicated: set[str],
         materializer: Materializer | None,
         wrap_fn: WrapFn | None,
+        apart: Apart | None,
     ) -> None:
         """Apply `fully_shard` to every piece, innermost first, then to the model; make what is on meta right before."""
-        pieces = [*pieces_of(self.module, self.config, wrap_fn).values()]
+        done = apart.modules if apart else ()
+        pieces = [one for one in pieces_of(self.module, self.config, wrap_fn).values() if one not in done]
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
             reduce_dtype=_DTYPES.get(precision.reduce_dtype),
         )
         keeps_gathered = self.config.strategy == "shard_grad_op"
+        if apart is not None:
+            _shard_apart(apart, policy, keeps_gathered=keeps_gathered)
         for piece in [*reversed(pieces), self.module]:
             if materializer is not None:
                 materializer.make(piece)
@@ -254,6 +275,14 @@ class FullyShardedDataParallel(nn.Module):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
+def _shard_apart(apart: Apart, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
+    for module in apart.modules:
+        made = fully_shard(module, mesh=apart.mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+        made.set_gradient_divide_factor(apart.divisor)
+        # Not every backend can multiply on the way.
+        made.set_force_sum_reduction_for_comms(True)
+
+
 def _check_strategy(config: FsdpConfig) -> None:
     elsewhere = {
         "shard_optimizer": "parallelize() with mesh.shard above 1 builds replicas with a sharded optimizer",
@@ -276,21 +305,15 @@ def _compressor(config: CompressionConfig | None, mesh: Mesh, seed: int) -> Grad
 
 
 def _shard_mesh(mesh: Mesh, *, has_compressor: bool) -> DeviceMesh:
-    """The ranks to shard over, or replicas × shards; with a compressor it is that which sums over replicas."""
+    """The ranks to shard over, or replicas × shards; with a compressor it is that which sums over `dp`."""
     layout = mesh.layout
-    others = [axis for axis in ("ep", "cp") if layout.degree(axis) > 1]
-    if others:
-        raise FeatureNotAvailable(
-            f"sharding beside {' and '.join(others)} is not supported by this version yet",
-            hint=f"set mesh.{others[0]} = 1, or mesh.shard = 1",
-        )
-    if layout.degree("dp") > 1 and layout.degree("shard") == 1:
+    replicas = tuple(axis for axis in GRADIENT_AXES if axis != "shard")
+    if layout.degree(*replicas) > 1 and layout.degree("shard") == 1:
         raise InvalidArgument(
             f"there is nothing to shard over: {layout.config.equation}",
             hint="set mesh.shard to the number of ranks that share the model's state",
         )
-    is_hybrid = layout.degree("dp") > 1 and not has_compressor
-    return mesh.slice("dp", "shard") if is_hybrid else mesh.slice("shard")
+    return mesh.grid(tuple(axis for axis in replicas if axis != "dp" or not has_compressor), "shard")
 
 
 def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:

@@ -25,7 +25,7 @@ class Sharded(Strategy):
         self.wrapped = wrapped
         self._mesh = wrapped.mesh
         # The sum over replicas of shards has no slot in FSDP2 to be timed in, and a GPU's work is not seen from here.
-        self._is_timed = self._mesh.layout.degree("dp") == 1 and self._mesh.device_type == "cpu"
+        self._is_timed = self._mesh.layout.degree("dp", "ep", "cp") == 1 and self._mesh.device_type == "cpu"
 
     @property
     @override
