@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.train.demos.gpt import CharGPT, next_character_loss
+from tests.parallel.expert.dense import DenseExperts
+from torsh_distributed.parallel.expert.layer import auxiliary_loss
+from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.train.demos.gpt import Block, CharGPT, next_character_loss
+from torsh_distributed.train.demos.moe import with_experts
 
 FOLDER = Path(__file__).parents[1] / "golden"
 STEPS = 20
@@ -31,6 +35,24 @@ def gpt() -> nn.Module:
 def mlp() -> nn.Module:
     torch.manual_seed(12)
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+EXPERTS = ExpertParallelismConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.5, router_z_loss_coeff=0.05)
+
+
+def moe() -> nn.Module:
+    model = gpt()
+    assert isinstance(model, CharGPT)
+    return with_experts(model, EXPERTS)
+
+
+def moe_written_out() -> nn.Module:
+    """The same model and weights, with layers in which every expert computes every token."""
+    model = moe()
+    for block in model.get_submodule("blocks").children():
+        assert isinstance(block, Block)
+        block.feed_forward = DenseExperts(block.feed_forward, EXPERTS)  # type: ignore[assignment]  # was a Sequential
+    return model
 
 
 class Odd(nn.Module):
@@ -84,7 +106,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[Batch], Callable[[Tensor, 
     "gpt": (gpt, _text(29), next_character_loss),
     "mlp": (mlp, _points(), functional.cross_entropy),
     "odd": (odd, _text(13), next_character_loss),
+    "moe": (moe, _text(29), next_character_loss),
+    "moe_microbatches": (moe, _text(29), next_character_loss),
 }
+MICROBATCHES = {"moe_microbatches": 2}
+"""Into how many a batch is cut, where that matters: the balance loss is a product of means, so of each microbatch."""
+
+
+def loss_of(name: str, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a parallel run, with the auxiliary ones of a model with experts."""
+    loss_fn = MODELS[name][2]
+    return lambda outputs, targets: loss_fn(outputs, targets) + auxiliary_loss(model)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -99,16 +131,24 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train_alone(name: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, in one process."""
     make, batches, loss_fn = MODELS[name]
-    model = make()
+    model = moe_written_out() if make is moe else make()
     optimizer = make_optimizer(model)
+    num_pieces = MICROBATCHES.get(name, 1)
     found = []
     for inputs, targets in batches:
-        loss = loss_fn(model(inputs), targets)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        total = 0.0
+        for piece, wanted in zip(inputs.chunk(num_pieces), targets.chunk(num_pieces), strict=True):
+            loss = loss_fn(model(piece), wanted)
+            for layer in model.modules():
+                if isinstance(layer, DenseExperts):
+                    loss = loss + layer.auxiliary_loss
+            loss = loss / num_pieces
+            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            total += loss.item()
         norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
         optimizer.step()
-        found.append((loss.item(), norm.item()))
+        found.append((total, norm.item()))
     return found
 
 

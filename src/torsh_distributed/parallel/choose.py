@@ -26,12 +26,13 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
 
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
     """
-    if plan.mesh.tp * plan.mesh.pp * plan.mesh.cp > 1:
+    mesh = plan.mesh
+    if mesh.tp * mesh.pp * mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1):
         # Here, not above: it takes a second to import, and most plans do not ask for it.
         from torsh_distributed.parallel.composed import composed_strategy
 
-        why = "the plan splits the model itself (mesh.tp, mesh.pp or mesh.cp)"
-        refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
+        why = "the plan splits the model itself (mesh.tp, mesh.pp, mesh.cp, or mesh.ep with mesh.shard)"
+        refuse_gradient_options(plan, why=why, reduces=mesh.shard > 1)
         if is_on_meta(model):
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan)
@@ -50,14 +51,14 @@ def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | Non
     if plan.mesh.shard == 1:
         return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
-    mesh = Mesh(plan.mesh, device_type=device.type)
+    laid_out = Mesh(mesh, device_type=device.type)
     if not shards_params:
-        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh, **gradient_options(plan))
+        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=laid_out, **gradient_options(plan))
     _refuse_bucket_settings(plan)
     wrapped = FullyShardedDataParallel(
         model,
         plan.fsdp,
-        mesh=mesh,
+        mesh=laid_out,
         precision=plan.precision,
         param_init_fn=param_init_fn,
         seed=plan.training.seed,

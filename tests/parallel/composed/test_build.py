@@ -22,7 +22,7 @@ from torsh_distributed.plan import (
 @pytest.mark.parametrize(
     ("degrees", "sections", "message"),
     [
-        ({"tp": 2, "ep": 2}, {}, "mesh.ep does not go together with tp 2"),
+        ({"tp": 2, "ep": 2}, {}, "mesh.ep 2 is for models with experts, and this one has none"),
         ({"pp": 2, "shard": 2}, {}, "mesh.shard with mesh.pp does not go together with pp 2"),
         ({"tp": 2, "shard": 2}, {"fsdp": FsdpConfig(strategy="shard_optimizer")}, "fsdp.strategy = shard_optimizer"),
         ({"pp": 2}, {"compress": CompressionConfig(method="topk")}, "compress with mesh.pp"),
@@ -43,3 +43,5 @@ def test_axes_and_settings_that_clash_are_refused(
 
 def test_replicas_and_shards_alone_are_not_composed() -> None:
     assert not is_composed(Plan(dp=2, shard=2))
+    assert not is_composed(Plan(dp=2, ep=2))
+    assert is_composed(Plan(dp=1, shard=2, ep=2))

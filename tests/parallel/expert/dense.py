@@ -6,15 +6,20 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
+
+from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 
 class Reference:
     """Takes the whole layer's parameters by name (`router.gate.experts.weight`, `experts.up`, …) as leaves."""
 
     def __init__(self, params: Mapping[str, Tensor], num_experts_per_token: int, *, normalize: bool = False) -> None:
-        self.params = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+        self.params: dict[str, Tensor] = {
+            name: nn.Parameter(value.detach().clone(), requires_grad=True) for name, value in params.items()
+        }
         self.k = num_experts_per_token
         self.normalize = normalize
         self.balance_loss = self.z_loss = torch.zeros(())
@@ -39,6 +44,26 @@ class Reference:
         self.balance_loss = num_experts * (fraction * probabilities.mean(dim=0)).sum()
         self.z_loss = logits.logsumexp(dim=1).square().mean()
         return out
+
+
+class DenseExperts(nn.Module):
+    """`Reference` as a layer of a model, with the weights of `layer`."""
+
+    def __init__(self, layer: nn.Module, config: ExpertParallelismConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._reference = Reference(dict(layer.named_parameters()), config.num_experts_per_token)
+        self._held = nn.ParameterList(self._reference.params.values())
+
+    @property
+    def auxiliary_loss(self) -> Tensor:
+        """Of the last forward."""
+        balance, z_loss = self._reference.balance_loss, self._reference.z_loss
+        return self.config.load_balance_loss_coeff * balance + self.config.router_z_loss_coeff * z_loss
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._reference(hidden.flatten(0, 1)).view_as(hidden)
 
 
 def admitted(

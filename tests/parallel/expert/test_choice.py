@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,7 +14,8 @@ from tests.bed.world import World
 from tests.parallel.expert.test_strategy import batches, build, one_process
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.expert.layer import auxiliary_loss
+from torsh_distributed.parallel.expert.choice import check_experts
+from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.parallel.expert.strategy import ExpertDataParallel
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.expert import ExpertParallelismConfig
@@ -32,6 +34,17 @@ def engine_for(mesh: dict[str, int], config: ExpertParallelismConfig = CONFIG, *
     training = {"steps": 6, "gradient_clipping": 0.5}
     plan = Plan(mesh=mesh, expert=config, training=training, **sections)  # type: ignore[arg-type]
     return parallelize(model, optimizer, plan, loss_fn=loss_fn)
+
+
+def engine_with(
+    config: ExpertParallelismConfig, mesh: dict[str, int], group: dist.ProcessGroup | None = None
+) -> Engine:
+    """As `engine_for`, with layers as the config says, or built with a group."""
+    model, _ = build(config)
+    if group is not None:
+        model.blocks[0].feed_forward = MoELayer(16, 32, config, group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return parallelize(model, optimizer, Plan(mesh=mesh), loss_fn=gpt.next_character_loss)  # type: ignore[arg-type]
 
 
 def loader() -> DataLoader[Any]:
@@ -95,6 +108,9 @@ def refusals() -> list[str]:
         lambda: engine_for({"ep": 2}, CONFIG.replace(capacity_factor=2.0)),
         lambda: engine_for({"ep": 1, "shard": 2}, fsdp={"strategy": "shard_optimizer"}),
         lambda: engine_for({"ep": 2}, offload={"enabled": True}),
+        lambda: engine_with(CONFIG.replace(overflow="drop"), {"cp": 2}),
+        lambda: engine_with(CONFIG.replace(router_jitter=0.1), {"tp": 2}),
+        lambda: engine_with(CONFIG, {"pp": 2}, group=dist.group.WORLD),
     ):
         with pytest.raises(ConfigurationError) as caught:
             attempt()
@@ -108,9 +124,31 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             "mesh.ep 2 is for models with experts, and this one has none",
             "expert.router_jitter is for models with experts, and this one has none",
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
-            (
-                "dp 1 × shard 2 × tp 1 × pp 1 = 2: experts spread over ep, or a sharded optimizer, "
-                "do not go with mesh.shard yet"
-            ),
+            "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not go with experts yet",
             "offload.enabled does not go with experts yet",
+            (
+                "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: who finds room goes by the order of "
+                "tokens, and no rank has them in the order of the batch"
+            ),
+            (
+                "blocks.0.feed_forward: expert.router_jitter 0.1 with mesh.tp 2: ranks that compute the same tokens "
+                "would draw different numbers"
+            ),
+            ("blocks.0.feed_forward was built with a group, and dp 1 × tp 1 × pp 2 = 2 spreads its experts by itself"),
         ]
+
+
+@pytest.mark.parametrize(
+    ("config", "sections", "message"),
+    [
+        (CONFIG.replace(rebalance_threshold=0.3), {}, "rebalance_threshold moves whole experts, and those of blocks.0"),
+        (CONFIG.replace(num_experts=3), {}, "num_experts 3 does not spread evenly over mesh.ep 2"),
+        (CONFIG, {"fsdp": {"ignored_modules": ["blocks.*.feed_forward.experts"]}}, "fsdp.ignored_modules names the"),
+    ],
+)
+def test_what_does_not_go_with_sharded_experts_is_refused_without_ranks(
+    config: ExpertParallelismConfig, sections: dict[str, Any], message: str
+) -> None:
+    plan = Plan(mesh={"dp": 1, "shard": 2, "ep": 2}, **sections)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=message.replace(".", r"\.")):
+        check_experts(build(config)[0], plan)

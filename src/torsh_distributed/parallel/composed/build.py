@@ -15,7 +15,12 @@ from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipelined import PipelineStages
 from torsh_distributed.parallel.composed.strategy import Composed, Context
 from torsh_distributed.parallel.context import ContextParallel
-from torsh_distributed.parallel.data import DataParallel
+from torsh_distributed.parallel.data import DataParallel, refuse_gradient_options
+from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
+from torsh_distributed.parallel.expert.carried import CarriedLoss
+from torsh_distributed.parallel.expert.choice import check_experts
+from torsh_distributed.parallel.expert.spreading import experts_apart, spread_experts
+from torsh_distributed.parallel.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stages_of_rank
@@ -28,16 +33,20 @@ from torsh_distributed.plan import Plan
 
 
 def is_composed(plan: Plan) -> bool:
-    """Whether the plan uses an axis that splits the model itself, or its sequences."""
-    return plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.mesh.cp > 1
+    """Whether the plan splits the model itself or its sequences, or shards what differs between ranks."""
+    mesh = plan.mesh
+    return mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
 
 
 def composed_strategy(model: nn.Module, plan: Plan) -> Strategy:
-    """Spread `model` over a mesh with tensor, pipeline or context axes; every rank calls this.
+    """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
     Everything that can be refused is refused first, on every rank alike: nothing has been changed or sent then.
     """
     _refuse(plan)
+    if check_experts(model, plan):
+        why = "the model has experts, whose gradients travel by another way"
+        refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
     tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp) if plan.mesh.pp > 1 else None
     if stages is not None:
@@ -53,6 +62,7 @@ def composed_strategy(model: nn.Module, plan: Plan) -> Strategy:
     if tensors is not None:
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         contexts = (partial(tensor_parallel_context, tensors),)
+    spread_experts(model, mesh)
     # Ranks of one stage choose alike what they recompute; other stages are other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     checkpoint_activations(model, plan.activation, group=peers)
@@ -86,11 +96,14 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 mesh=mesh,
                 precision=plan.precision,
                 broadcast_buffers=plan.ddp.broadcast_buffers,
+                apart=experts_apart(model, mesh),
             )
         )
-    if plan.mesh.dp * plan.mesh.cp == 1:
+    if mesh.layout.degree(*GRADIENT_AXES) == 1:
         return None
-    return DataParallel(model, plan.ddp, plan.distributed, group=mesh.group("dp", "cp"))
+    if moe_layers(model):
+        return ExpertDataParallel(model, plan.ddp, plan.distributed, mesh=mesh)
+    return DataParallel(model, plan.ddp, plan.distributed, group=mesh.group(*GRADIENT_AXES))
 
 
 def _pipelined(
@@ -100,9 +113,17 @@ def _pipelined(
     context = contexts[0] if contexts else nullcontext
     is_split = plan.mesh.tp > 1 and plan.tensor.sequence_parallel
     wrap = sequence_edges(stages, mesh.slice("tp")) if is_split else None
+    carried = CarriedLoss(len(stages.stages)) if moe_layers(model) else None
+    if carried is not None:
+        wrap = carried.around(wrap)
     return PipelineStages(
         lambda loss_fn: PipelineParallel(
-            stages, plan.pipeline, group=group, loss_fn=loss_fn, wrap=wrap, context=context
+            stages,
+            plan.pipeline,
+            group=group,
+            loss_fn=carried.adding(loss_fn) if carried else loss_fn,
+            wrap=wrap,
+            context=context,
         ),
         model,
         mesh,
@@ -112,10 +133,9 @@ def _pipelined(
 
 def _refuse(plan: Plan) -> None:
     """What these axes do not go together with yet."""
-    split = [axis for axis in ("tp", "pp", "cp") if plan.mesh.degrees[axis] > 1]
+    split = [axis for axis in ("ep", "tp", "pp", "cp") if plan.mesh.degrees[axis] > 1]
     named = " × ".join(f"{axis} {plan.mesh.degrees[axis]}" for axis in split)
     clashes = [
-        ("mesh.ep", plan.mesh.ep > 1, "set mesh.ep = 1"),
         ("mesh.shard with mesh.pp", plan.mesh.shard > 1 and plan.mesh.pp > 1, "use mesh.dp in place of mesh.shard"),
         (
             "fsdp.strategy = shard_optimizer",

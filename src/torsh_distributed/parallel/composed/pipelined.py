@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.composed.strategy import OnMesh
-from torsh_distributed.parallel.layout import GRADIENT_AXES
+from torsh_distributed.parallel.expert.gradients import SpreadGradients
+from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.expert.strategy import balance_load
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel
-from torsh_distributed.parallel.replicas import ReplicatedGradients
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
 
@@ -43,7 +45,11 @@ class PipelineStages(OnMesh):
                 self._places.setdefault(name, self.pipe.stage_of[stage.index])
         super().__init__(mesh, whole_model, device=device)
         self._params = [param for param in self.pipe.module.parameters() if param.requires_grad]
-        self._averaged = ReplicatedGradients(self._params, mesh.group(*GRADIENT_AXES))
+        self._averaged = SpreadGradients(self._params, [param for _, param in spread_params(self.model).values()], mesh)
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        balance_load(self.model, optimizer)
 
     @property
     @override
@@ -96,7 +102,6 @@ class PipelineStages(OnMesh):
             param.grad = scaled if param.grad is None else param.grad.add_(scaled)
         if self._is_last:
             self._averaged.average()
-            self._averaged.forget()
 
     def _call_loss(self, output: Any, targets: Any) -> Tensor:
         assert self._loss_fn is not None, "loss() sets it"

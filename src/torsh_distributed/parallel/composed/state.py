@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.expert.layer import MoELayer
+from torsh_distributed.parallel.expert.stacks import check_stacked, cut_stack, gather_stack
 from torsh_distributed.parallel.tensor.cut import Cut
 from torsh_distributed.parallel.whole_state import named_params, part_of, plain_name, whole
 
@@ -36,10 +38,15 @@ class Spread:
     """Name to the pipeline rank that has the tensor."""
     names: Mapping[str, str]
     """Another name of a shared parameter to its first one."""
+    experts: Mapping[str, MoELayer]
+    """Name to layer of stacks of which this rank holds its experts."""
 
     def joined(self, name: str, value: Tensor) -> Tensor:
-        """All of a tensor of which ranks along tp hold pieces; every rank of the axis calls this."""
+        """All of a tensor of which ranks along tp or ep hold pieces; every rank of the axis calls this."""
         held = whole(value.detach())
+        layer = self.experts.get(name)
+        if layer is not None:
+            return gather_stack(held, layer)
         cut = self.cuts.get(name)
         if cut is None or self.tp.size() == 1:
             return held
@@ -47,6 +54,9 @@ class Spread:
 
     def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
         """What this rank keeps of a whole tensor."""
+        layer = self.experts.get(name)
+        if layer is not None:
+            value = cut_stack(value, layer)
         cut = self.cuts.get(name)
         if cut is not None and self.tp.size() > 1:
             value = cut.part(value, rank=self.tp.rank(), size=self.tp.size())
@@ -118,6 +128,8 @@ def _states(
     mine: dict[str, dict[str, Any]] = {}
     for param, values in optimizer.state.items():
         name = names[id(param)]
+        if name in spread.experts:
+            check_stacked(param, optimizer)
         mine[name] = {
             key: spread.joined(name, value) if isinstance(value, Tensor) and value.dim() else value
             for key, value in values.items()

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.parallel.composed import state
 from torsh_distributed.parallel.composed.norm import clip_over_mesh
+from torsh_distributed.parallel.expert.stacks import spread_params
 from torsh_distributed.parallel.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.mesh import Mesh
@@ -43,6 +44,7 @@ class OnMesh(Strategy):
             mesh.group("pp"),
             self._owner,
             self._names(),
+            {name: layer for name, (layer, _) in spread_params(whole_model).items()},
         )
 
     @property
@@ -76,7 +78,8 @@ class OnMesh(Strategy):
 
     def _num_copies(self, name: str, is_sharded: bool) -> int:
         """How many ranks hold the same piece of a gradient."""
-        axes = ["dp", "cp", *([] if is_sharded else ["shard"]), *([] if name in self._cuts else ["tp"])]
+        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._spread.experts, "pp": True}
+        axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
         return self._mesh.layout.degree(*axes) * self._num_tied(name)
 
     def _num_tied(self, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
 from torsh_distributed.parallel.expert.stats import RoutingStats
 from torsh_distributed.plan.expert import ExpertParallelismConfig
+
+carried_loss: ContextVar[Tensor | None] = ContextVar("carried_loss", default=None)
+"""In a pipeline, while the loss is computed: the auxiliary losses of all stages, which other ranks may hold."""
 
 
 class MoELayer(nn.Module):
@@ -242,6 +246,9 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """The sum of the auxiliary losses of a model's last forward: add it to the loss. 0 for a model without experts."""
+    carried = carried_loss.get()
+    if carried is not None:
+        return carried
     losses = [layer.auxiliary_loss for layer in moe_layers(model).values()]
     return torch.stack(losses).sum() if losses else torch.zeros(())
 

@@ -70,17 +70,22 @@ def stacked_state(layer: MoELayer, param: nn.Parameter, optimizer: Optimizer) ->
 
     Raises InvalidArgument for a tensor that is neither: it could not be moved or kept.
     """
+    check_stacked(param, optimizer)
     for key, value in optimizer.state.get(param, {}).items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            continue
-        if value.shape[0] != param.shape[0]:
+        if isinstance(value, Tensor) and value.dim():
+            yield key, value
+
+
+def check_stacked(param: Tensor, optimizer: Optimizer) -> None:
+    """Raise InvalidArgument if the optimizer keeps a tensor for a stack that does not say which part is whose."""
+    for key, value in optimizer.state.get(param, {}).items():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] != param.shape[0]:
             raise InvalidArgument(
                 f"{type(optimizer).__name__} keeps {key} in a shape that does not say which part is whose expert",
                 hint="use an optimizer whose state has the shape of the parameter, such as AdamW",
                 shape=tuple(value.shape),
                 num_experts_here=param.shape[0],
             )
-        yield key, value
 
 
 def gather_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torsh_distributed.parallel.expert.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.expert.stacks import cut_stack, cut_state, gather_state, spread_params
 from torsh_distributed.parallel.intervals import covered_s
+from torsh_distributed.parallel.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import BucketConfig
@@ -33,16 +34,16 @@ class ExpertDataParallel(DataParallel):
     """Experts spread over `ep`, everything else the same on every rank that has a part of the batch.
 
     A step equals that of one process on the whole batch. Gradients of experts are sums over the ranks of `ep` already,
-    which is what backward through the exchange brings home: they are added over the replicas of the expert (`dp`,
-    `shard`) and divided by the number of parts of the batch. All others are averaged over every part by DDP.
+    which is what backward through the exchange brings home: they are added over the replicas of the expert (`dp`, `cp`)
+    and divided by the number of parts of the batch. All others are averaged over every part by DDP.
     """
 
     def __init__(
         self, model: nn.Module, config: BucketConfig, distributed: DistributedConfig | None = None, *, mesh: Mesh
     ) -> None:
         self._ep = mesh.group("ep")
-        replicas = mesh.group("dp", "shard")
-        data = mesh.data_group
+        replicas = mesh.group(*REPLICA_AXES)
+        data = mesh.group(*GRADIENT_AXES)
         _spread(model, ep=self._ep, replicas=replicas, data=data)
         spread = spread_params(model)
         self._experts = [param for _, param in spread.values()]
@@ -70,8 +71,7 @@ class ExpertDataParallel(DataParallel):
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.dim() and len(value) != len(param):
                     optimizer.state[param][key] = cut_stack(value, layer).clone()
-        if any(layer.config.rebalance_threshold is not None for layer in moe_layers(self.unwrapped).values()):
-            self._balancer = LoadBalancer(moe_layers(self.unwrapped), optimizer)
+        self._balancer = balance_load(self.unwrapped, optimizer)
 
     @override
     @contextmanager
@@ -131,6 +131,14 @@ class ExpertDataParallel(DataParallel):
             with events.waiting("average gradients", self._replicas):
                 future.wait()
             self._intervals.append((started, time.monotonic()))
+
+
+def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
+    """Move experts after the optimizer's steps where layers ask for it; every rank that holds the model calls this."""
+    layers = moe_layers(model)
+    if all(layer.config.rebalance_threshold is None for layer in layers.values()):
+        return None
+    return LoadBalancer(layers, optimizer)
 
 
 def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGroup, data: dist.ProcessGroup) -> None:

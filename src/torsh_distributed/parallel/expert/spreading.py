@@ -1,0 +1,84 @@
+"""Experts on a mesh with further axes: which ranks hold what, over which ranks a batch is counted and sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
+
+from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
+from torsh_distributed.parallel.layout import GRADIENT_AXES, REPLICA_AXES
+from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.sharded import Apart
+
+
+def spread_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Leave each rank its experts, in place, and let layers count over all ranks that share a batch.
+
+    Every rank calls this, with equal weights. A rank's tokens are its own along `cp` too; ranks along `tp` have the
+    same ones, and compute the layer alike. Layers in pipeline stages of other ranks are left alone.
+    """
+    for layer in moe_layers(model).values():
+        if layer.experts.up.device.type == "meta":
+            continue
+        layer.spread(mesh.group("ep"), mesh.group(*GRADIENT_AXES))
+        if mesh.layout.degree("tp") > 1:
+            _take_whole(layer, mesh.slice("tp"))
+
+
+def experts_apart(model: nn.Module, mesh: Mesh) -> Apart | None:
+    """How FSDP2 shards experts that are spread; None where every rank has all of them, and they are like the rest."""
+    spread = tuple(layer.experts for layer in moe_layers(model).values() if layer.group is not None)
+    if not spread:
+        return None
+    replicas = tuple(axis for axis in REPLICA_AXES if axis != "shard")
+    return Apart(spread, mesh.grid(replicas, "shard"), divisor=mesh.layout.degree(*GRADIENT_AXES))
+
+
+def _take_whole(layer: MoELayer, mesh: DeviceMesh) -> None:
+    """Let the layer take tokens that are split over `mesh`, as sequence parallelism has them, and give them back so."""
+    split: list[DTensor] = []
+
+    def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        (tokens,) = inputs
+        split.clear()
+        if not isinstance(tokens, DTensor):
+            return None
+        split.append(tokens)
+        return (tokens.redistribute(placements=[Replicate()]).to_local(),)
+
+    def cut(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        assert layer.decision is not None, "forward made it"
+        loss = plain_gradient(layer.decision.auxiliary_loss)
+        layer.decision = dataclasses.replace(layer.decision, auxiliary_loss=loss)
+        if not split:
+            return None
+        placements = split.pop().placements
+        return DTensor.from_local(out, mesh, [Replicate()], run_check=False).redistribute(placements=placements)
+
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(cut)
+
+
+def plain_gradient(value: Tensor) -> Tensor:
+    """The value as it is; its gradient is a plain tensor, also where it is added to a loss from split logits."""
+    out: Tensor = _Plain.apply(value)  # type: ignore[no-untyped-call]  # untyped in torch
+    return out
+
+
+class _Plain(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0]
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -1,0 +1,183 @@
+"""Experts together with every other axis: twenty steps give the losses and gradient norms in tests/golden.
+
+Those are of one process in which every expert computes every token, with plain torch operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.bed.world import World
+from tests.parallel.golden import BATCH, CLIP, MICROBATCHES, MODELS, STEPS, golden, loss_of, make_optimizer, moe
+from torsh_distributed import events
+from torsh_distributed.parallel.shard_records import local_part
+from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.train import Engine, parallelize
+
+SPLIT = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+TWO = PipelineConfig(num_microbatches=2)
+INTERLEAVED = PipelineConfig(schedule="interleaved_one_f_one_b", stages_per_rank=2, num_microbatches=2)
+ZERO_BUBBLE = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=2)
+FEW = 4
+AGAIN = {"strategy": "uniform", "every_n_layers": 1}
+WHOLE, PIECES = "moe", "moe_microbatches"
+
+
+def plan_of(mesh: MeshConfig, pipeline: PipelineConfig = TWO, **sections: Any) -> Plan:
+    options = sections.pop("training", {})
+    training = TrainingConfig(steps=STEPS, batch_size=BATCH, gradient_clipping=CLIP, **options)
+    return Plan(mesh=mesh, training=training, pipeline=pipeline, **sections)
+
+
+def engine_of(plan: Plan) -> Engine:
+    model = moe()
+    return parallelize(model, make_optimizer(model), plan, loss_fn=loss_of(WHOLE, model))
+
+
+def part(rows: Tensor, engine: Engine, num_pieces: int) -> Tensor:
+    """This rank's share of every microbatch."""
+    rank, degree = engine.strategy.data_rank, engine.strategy.data_degree
+    return torch.cat([piece.chunk(degree)[rank] for piece in rows.chunk(num_pieces)])
+
+
+def run(engine: Engine, name: str, first: int = 0, last: int = STEPS) -> list[tuple[float, float]]:
+    seen: list[events.StepEvent] = []
+    unsubscribe = events.subscribe(seen.append, events.StepEvent)
+    num_pieces = MICROBATCHES.get(name, 1)
+    losses = [
+        engine.step((part(inputs, engine, num_pieces), part(targets, engine, num_pieces)))
+        for inputs, targets in MODELS[name][1][first:last]
+    ]
+    unsubscribe()
+    return list(zip(losses, [one.grad_norm or 0.0 for one in seen], strict=True))
+
+
+Case = tuple[str, int, Plan]
+"""Which golden losses, for how many steps, and the plan that gives them."""
+
+
+def train_all(cases: list[Case]) -> list[list[tuple[float, float]]]:
+    return [run(engine_of(plan), name, 0, num_steps) for name, num_steps, plan in cases]
+
+
+def check(world: World, num_ranks: int, cases: list[Case]) -> None:
+    for results in world.run(train_all, cases, num_ranks=num_ranks, backend="torsh", timeout_s=100):
+        for (name, num_steps, plan), found in zip(cases, results, strict=True):
+            assert len(found) == num_steps
+            for step, (mine, expected) in enumerate(zip(found, golden(name), strict=False), start=1):
+                assert mine == pytest.approx(expected, abs=1e-4), (name, plan.mesh.equation, step)
+
+
+def test_each_axis_with_all_experts_on_every_rank(world: World) -> None:
+    check(
+        world,
+        2,
+        [
+            (WHOLE, STEPS, plan_of(MeshConfig(tp=2))),
+            (WHOLE, STEPS, plan_of(MeshConfig(cp=2))),
+            (PIECES, STEPS, plan_of(MeshConfig(pp=2))),
+            (WHOLE, FEW, plan_of(MeshConfig(tp=2), tensor=SPLIT)),
+            (PIECES, FEW, plan_of(MeshConfig(pp=2), INTERLEAVED)),
+            (PIECES, FEW, plan_of(MeshConfig(pp=2), ZERO_BUBBLE)),
+        ],
+    )
+
+
+def test_experts_beside_each_other_axis(world: World) -> None:
+    check(
+        world,
+        4,
+        [
+            (WHOLE, STEPS, plan_of(MeshConfig(dp=2, ep=2))),
+            (WHOLE, STEPS, plan_of(MeshConfig(dp=1, ep=2, shard=2))),
+            (WHOLE, STEPS, plan_of(MeshConfig(ep=2, tp=2))),
+            (WHOLE, STEPS, plan_of(MeshConfig(ep=2, cp=2))),
+            (PIECES, STEPS, plan_of(MeshConfig(ep=2, pp=2))),
+        ],
+    )
+
+
+def test_settings_of_other_axes_and_of_training_go_with_experts(world: World) -> None:
+    """Gradient accumulation cuts a batch as the microbatches of a pipeline do."""
+    twice = {"gradient_accumulation": 2}
+    check(
+        world,
+        4,
+        [
+            (PIECES, FEW, plan_of(MeshConfig(dp=1, ep=2, shard=2), training=twice, activation=AGAIN)),
+            (WHOLE, FEW, plan_of(MeshConfig(dp=1, ep=2, shard=2), fsdp={"strategy": "shard_grad_op"})),
+            (PIECES, FEW, plan_of(MeshConfig(ep=2, tp=2), tensor=SPLIT, training=twice, activation=AGAIN)),
+            (PIECES, FEW, plan_of(MeshConfig(ep=2, cp=2), training=twice, activation=AGAIN)),
+            (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), ZERO_BUBBLE)),
+            (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), INTERLEAVED, activation=AGAIN)),
+        ],
+    )
+
+
+def test_three_axes(world: World) -> None:
+    check(
+        world,
+        8,
+        [
+            (WHOLE, FEW, plan_of(MeshConfig(dp=2, ep=2, shard=2))),
+            (WHOLE, FEW, plan_of(MeshConfig(dp=1, ep=2, shard=2, tp=2))),
+            (WHOLE, FEW, plan_of(MeshConfig(dp=2, ep=2, cp=2))),
+            (PIECES, FEW, plan_of(MeshConfig(dp=1, ep=2, tp=2, pp=2), tensor=SPLIT)),
+        ],
+    )
+
+
+def save_and_resume(plans: list[Plan]) -> list[list[tuple[float, float]]]:
+    """Two steps under each plan, two more under the next."""
+    states = []
+    for plan in plans:
+        engine = engine_of(plan)
+        run(engine, PIECES, 0, 2)
+        states.append(engine.state_dict())
+    found = []
+    for index, plan in enumerate(plans):
+        engine = engine_of(plan)
+        engine.load_state_dict(states[index - 1])
+        found.append(run(engine, PIECES, 2, 4))
+    return found
+
+
+def test_a_state_saved_at_one_layout_goes_on_at_another(world: World) -> None:
+    twice = {"gradient_accumulation": 2}
+    plans = [
+        plan_of(MeshConfig(dp=1, ep=2, shard=2), training=twice),
+        plan_of(MeshConfig(ep=2, pp=2)),
+        plan_of(MeshConfig(ep=2, tp=2), training=twice),
+        plan_of(MeshConfig(dp=4), training=twice),
+        plan_of(MeshConfig(ep=2, cp=2), training=twice),
+        plan_of(MeshConfig(ep=4), training=twice),
+    ]
+    for results in world.run(save_and_resume, plans, num_ranks=4, backend="torsh", timeout_s=100):
+        for index, found in enumerate(results):
+            for mine, expected in zip(found, golden(PIECES)[2:4], strict=True):
+                assert mine == pytest.approx(expected, abs=1e-4), plans[index].mesh.equation
+
+
+def held() -> tuple[float, float]:
+    """The share of all expert weights, and of all others, that this rank holds, with their optimizer state."""
+    engine = engine_of(plan_of(MeshConfig(dp=1, ep=2, shard=2)))
+    run(engine, WHOLE, 0, 1)
+    whole = {name: param.numel() for name, param in moe().named_parameters()}
+    mine = {True: 0, False: 0}
+    for name, param in engine.unwrapped.named_parameters():
+        state = engine.optimizer.state[param]
+        sizes = [local_part(one).numel() for one in (param, state["exp_avg"], state["exp_avg_sq"])]
+        assert len(set(sizes)) == 1
+        mine[".experts." in name and ".gate." not in name] += sizes[0]
+    experts = sum(count for name, count in whole.items() if ".experts." in name and ".gate." not in name)
+    return mine[True] / experts, mine[False] / (sum(whole.values()) - experts)
+
+
+def test_shards_save_memory_for_experts_and_for_the_rest(world: World) -> None:
+    for experts, others in world.run(held, num_ranks=4, backend="torsh"):
+        assert experts == 0.25
+        assert others == pytest.approx(0.5, abs=0.02)
