@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -235,10 +236,11 @@ class FullyShardedDataParallel(nn.Module):
         for name, param in whole_state.named_params(self.module).items():
             if isinstance(param, DTensor):
                 num_ranks, rank = param.device_mesh.size(-1), param.device_mesh.get_local_rank(-1)
-                rows = -(-param.shape[0] // num_ranks)
-                start = min(rank * rows, param.shape[0])
-                size = param.to_local().shape[0]
-                found.append(ShardInfo(name=name, dim=0, start=start, size=size, original_shape=tuple(param.shape)))
+                dim = next(one.dim for one in param.placements if isinstance(one, Shard))
+                rows = -(-param.shape[dim] // num_ranks)
+                start = min(rank * rows, param.shape[dim])
+                size = param.to_local().shape[dim]
+                found.append(ShardInfo(name=name, dim=dim, start=start, size=size, original_shape=tuple(param.shape)))
         return found
 
     def memory_stats(self, optimizer: Optimizer | None = None) -> MemoryStats:
@@ -277,10 +279,21 @@ class FullyShardedDataParallel(nn.Module):
 
 def _shard_apart(apart: Apart, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
     for module in apart.modules:
-        made = fully_shard(module, mesh=apart.mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+        made = fully_shard(
+            module,
+            mesh=apart.mesh,
+            reshard_after_forward=not keeps_gathered,
+            shard_placement_fn=partial(_evenly, num_shards=apart.mesh.size(-1)),
+            mp_policy=policy,
+        )
         made.set_gradient_divide_factor(apart.divisor)
         # Not every backend can multiply on the way.
         made.set_force_sum_reduction_for_comms(True)
+
+
+def _evenly(param: nn.Parameter, *, num_shards: int) -> Shard:
+    """Along the first dim that all ranks can have an equal part of: a few experts do not divide, but their rows do."""
+    return Shard(next((dim for dim, size in enumerate(param.shape) if size % num_shards == 0), 0))
 
 
 def _check_strategy(config: FsdpConfig) -> None:
