@@ -40,10 +40,10 @@ def mlp() -> nn.Module:
 EXPERTS = ExpertParallelismConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.5, router_z_loss_coeff=0.05)
 
 
-def moe() -> nn.Module:
+def moe(config: ExpertParallelismConfig = EXPERTS) -> nn.Module:
     model = gpt()
     assert isinstance(model, CharGPT)
-    return with_experts(model, EXPERTS)
+    return with_experts(model, config)
 
 
 def moe_written_out() -> nn.Module:

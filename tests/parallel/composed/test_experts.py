@@ -13,10 +13,28 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
-from tests.parallel.golden import BATCH, CLIP, MICROBATCHES, MODELS, STEPS, golden, loss_of, make_optimizer, moe
+from tests.parallel.golden import (
+    BATCH,
+    CLIP,
+    EXPERTS,
+    MICROBATCHES,
+    MODELS,
+    STEPS,
+    golden,
+    loss_of,
+    make_optimizer,
+    moe,
+)
 from torsh_distributed import events
 from torsh_distributed.parallel.shard_records import local_part
-from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.plan import (
+    ExpertParallelismConfig,
+    MeshConfig,
+    PipelineConfig,
+    Plan,
+    TensorParallelConfig,
+    TrainingConfig,
+)
 from torsh_distributed.train import Engine, parallelize
 
 SPLIT = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
@@ -34,8 +52,8 @@ def plan_of(mesh: MeshConfig, pipeline: PipelineConfig = TWO, **sections: Any) -
     return Plan(mesh=mesh, training=training, pipeline=pipeline, **sections)
 
 
-def engine_of(plan: Plan) -> Engine:
-    model = moe()
+def engine_of(plan: Plan, config: ExpertParallelismConfig = EXPERTS) -> Engine:
+    model = moe(config)
     return parallelize(model, make_optimizer(model), plan, loss_fn=loss_of(WHOLE, model))
 
 
@@ -158,11 +176,21 @@ def held(plan: Plan) -> tuple[float, float]:
     return mine[True] / experts, mine[False] / (sum(whole.values()) - experts)
 
 
-def look_at_states(plans: list[Plan]) -> tuple[tuple[float, float], list[list[tuple[float, float]]]]:
-    return held(plans[0]), save_and_resume(plans)
+def rebalanced(plan: Plan) -> tuple[int, list[tuple[float, float]]]:
+    """How many experts moved during four steps, of which each may move some, and what these steps gave."""
+    engine = engine_of(plan, EXPERTS.replace(rebalance_threshold=0.001, rebalance_cooldown_steps=1))
+    moves: list[events.RebalanceEvent] = []
+    unsubscribe = events.subscribe(moves.append, events.RebalanceEvent)
+    found = run(engine, PIECES, 0, 4)
+    unsubscribe()
+    return sum(move.num_moved for move in moves), found
 
 
-def test_states_are_shared_out_and_go_on_at_another_layout(world: World) -> None:
+def look_at_states(plans: list[Plan]) -> tuple[tuple[float, float], list[Any], list[list[tuple[float, float]]]]:
+    return held(plans[0]), [rebalanced(plan) for plan in plans[1:3]], save_and_resume(plans)
+
+
+def test_states_are_shared_out_move_with_experts_and_go_on_at_another_layout(world: World) -> None:
     plans = [
         plan_of(MeshConfig(dp=1, ep=2, shard=2), training=TWICE),
         plan_of(MeshConfig(ep=2, pp=2)),
@@ -171,8 +199,12 @@ def test_states_are_shared_out_and_go_on_at_another_layout(world: World) -> None
         plan_of(MeshConfig(ep=2, cp=2), training=TWICE),
         plan_of(MeshConfig(ep=4), training=TWICE),
     ]
-    for shares, results in world.run(look_at_states, plans, num_ranks=4, backend="torsh", timeout_s=200):
+    for shares, moves, results in world.run(look_at_states, plans, num_ranks=4, backend="torsh", timeout_s=200):
         assert shares == (0.25, pytest.approx(0.5, abs=0.02))
+        for num_moved, found in moves:
+            assert num_moved > 0
+            for mine, expected in zip(found, golden(PIECES)[:4], strict=True):
+                assert mine == pytest.approx(expected, abs=1e-4)
         for index, found in enumerate(results):
             for mine, expected in zip(found, golden(PIECES)[2:4], strict=True):
                 assert mine == pytest.approx(expected, abs=1e-4), plans[index].mesh.equation
