@@ -283,9 +283,25 @@ def test_the_drawing_shows_every_rank_once_within_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     settings = [word for axis, degree in mesh.items() for word in ("--set", f"mesh.{axis}={degree}")]
-    output = torsh_plan("show", *settings, "--world", str(world)).output
+    output = torsh_plan("show", *settings, "--world", str(world)).output.partition("schedule of")[0]
     assert "…" not in output
     assert sorted(int(rank) for rank in re.findall(r"(\d+)·", output)) == list(range(world))
+
+
+def test_the_drawing_has_the_schedule_of_a_pipeline_and_its_bubble(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[mesh]\ndp = 2\npp = 2\n[pipeline]\nnum_microbatches = 4\n")
+    result = torsh_plan("show", path, "--world", "4", "--png", tmp_path / "plan.png")
+    assert result.exit_code == 0, result.exception
+    about, first, second, legend = result.output.partition("schedule of ")[2].splitlines()[:4]
+    assert about.startswith("each of 2 pipelines: one_f_one_b, 1 stage on each rank along pp, 4 microbatches")
+    assert (first[:6], second[:6]) == ("rank 0", "rank 1")
+    assert "bubble 20.0%" in legend, "(p - 1) / (m + p - 1)"
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    alone = torsh_plan("show", "--set", "mesh.dp=2", "--world", "2", "--png", tmp_path / "mesh.png")
+    assert "schedule of" not in alone.output
+    assert (tmp_path / "mesh.png").stat().st_size < (tmp_path / "plan.png").stat().st_size
+    assert refusal("show", path, "--png", tmp_path / "x.png").startswith("--png draws a plan for a number of ranks")
 
 
 def test_show_takes_the_plan_of_the_environment_and_shows_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

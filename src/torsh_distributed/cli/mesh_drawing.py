@@ -16,7 +16,7 @@ _MAX_COLUMNS = 8
 
 def draw_mesh(layout: MeshLayout) -> Table:
     """Ranks as a grid: inner axes across, outer ones down. A cell is `rank·part`, its part of every batch."""
-    down, across = _split(layout)
+    down, across = split_axes(layout)
     columns = list(_places(layout, across))
     rows = [columns[start : start + _MAX_COLUMNS] for start in range(0, len(columns), _MAX_COLUMNS)]
     is_folded = len(rows) > 1
@@ -55,7 +55,7 @@ def describe_axes(plan: Plan, layout: MeshLayout) -> Iterator[str]:
         yield f"{axis:<6}{meanings[axis].format(n=layout.degree(axis))}"
 
 
-def _split(layout: MeshLayout) -> tuple[list[str], list[str]]:
+def split_axes(layout: MeshLayout) -> tuple[list[str], list[str]]:
     """Axes that go down and axes that go across: of the inner ones as many as fit the width, but never all of two."""
     down, across = list(layout.used_axes), list[str]()
     while down and (not across or (len(down) > 1 and layout.degree(down[-1], *across) <= _MAX_COLUMNS)):

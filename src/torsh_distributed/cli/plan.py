@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torsh_distributed.cli.mesh_drawing import describe_axes, draw_mesh
+from torsh_distributed.cli.plan_picture import draw_plan
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.layout import MeshLayout
 from torsh_distributed.plan import Plan
@@ -39,8 +40,16 @@ def show(
     assignments: Assignments = None,
     *,
     everything: Annotated[bool, typer.Option("--all", help="Also the keys at their defaults.")] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="With --world: mesh and schedule as a picture.")
+    ] = None,
 ) -> None:
-    """Print the keys of a plan: value, source, whether this version honours it; with --world, draw the mesh."""
+    """Print the keys of a plan: value, source, whether this version honours it.
+
+    With --world, draw the mesh and, where there is a pipeline, its schedule with the bubble.
+    """
+    if png is not None and world is None:
+        raise ConfigurationError("--png draws a plan for a number of ranks", hint="add --world N")
     plan = Plan.compose(file, environ=os.environ, command_line=assignments or ())
     rows = [row for row in plan.explain() if everything or row.source != "default"]
     console = Console()
@@ -50,12 +59,7 @@ def show(
     if hidden:
         console.print(f"{hidden} keys are at their defaults (--all shows them).")
     if world is not None:
-        layout = MeshLayout(plan.mesh.resolve(world))
-        if world > 1:
-            console.print(draw_mesh(layout), highlight=False)
-            for line in describe_axes(plan, layout):
-                console.print(line, highlight=False, soft_wrap=True)
-        console.print(_fit(plan, world), highlight=False, soft_wrap=True)
+        _show_on(plan, world, console, png)
 
 
 @app.command("validate")
@@ -94,6 +98,37 @@ def _table(rows: list[Row]) -> Table:
     for row in rows:
         table.add_row(row.key, escape(as_text(row.value)), escape(row.source), row.status)
     return table
+
+
+def _show_on(plan: Plan, world: int, console: Console, png: Path | None) -> None:
+    """The plan on `world` ranks: its mesh, the schedule of its pipeline, what a step takes."""
+    layout = MeshLayout(plan.mesh.resolve(world))
+    timeline = None
+    if world > 1:
+        console.print(draw_mesh(layout), highlight=False)
+        for line in describe_axes(plan, layout):
+            console.print(line, highlight=False, soft_wrap=True)
+    if layout.degree("pp") > 1:
+        # Here, not above: it takes a second to import.
+        from torsh_distributed.parallel.pipeline import compute_timeline, schedule_text
+
+        timeline = compute_timeline(plan.pipeline, layout.degree("pp"))
+        console.print(_schedule(plan, layout), highlight=False, soft_wrap=True)
+        console.print(schedule_text(timeline, width=min(100, console.width - 8)), soft_wrap=True)
+    console.print(_fit(plan, world), highlight=False, soft_wrap=True)
+    if png is not None:
+        drawn = draw_plan(layout, timeline, png, title=plan.pipeline.schedule)
+        console.print(f"drawn in {drawn}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _schedule(plan: Plan, layout: MeshLayout) -> str:
+    config, num_pipelines = plan.pipeline, layout.world_size // layout.degree("pp")
+    stages = "1 stage" if config.stages_per_rank == 1 else f"{config.stages_per_rank} stages"
+    whose = "the pipeline" if num_pipelines == 1 else f"each of {num_pipelines} pipelines"
+    return (
+        f"\nschedule of {whose}: {config.schedule}, {stages} on each rank along pp, {config.num_microbatches}"
+        " microbatches; computed for stages of equal cost"
+    )
 
 
 def _fit(plan: Plan, world_size: int) -> str:

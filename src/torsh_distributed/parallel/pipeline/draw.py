@@ -12,15 +12,19 @@ from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.parallel.pipeline.schedule import Action, Timeline
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#e8a33d", "W": "#72b7b2"}
-_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+_NAMES = {"F": "F forward", "B": "B backward", "I": "I backward, inputs", "W": "W backward, weights"}
 _STYLES = {"F": "on blue", "B": "on dark_orange3", "I": "on yellow4", "W": "on cyan4"}
 
 
 def schedule_text(timeline: Timeline, *, width: int = 100) -> Group:
-    """The schedule for a terminal, `width` characters wide: microbatch numbers on colours by kind; gaps are bubbles."""
+    """The schedule for a terminal, `width` characters wide.
+
+    A box has the action's kind and, where it fits, its microbatch, on the kind's colour; dots are bubbles.
+    """
     if not timeline.actions:
         return Group(Text("nothing was scheduled"))
     start = min(action.start for action in timeline.actions)
@@ -32,7 +36,8 @@ def schedule_text(timeline: Timeline, *, width: int = 100) -> Group:
             first, last = round((action.start - start) * scale), round((action.end - start) * scale)
             line.append("·" * max(0, first - place), style="dim")
             cells = max(0, last - max(first, place))
-            line.append(f"{action.microbatch:^{cells}}"[:cells], style=_STYLES[action.kind])
+            label = f"{action.kind}{action.microbatch}"
+            line.append(f"{label if len(label) <= cells else action.kind:^{cells}}"[:cells], style=_STYLES[action.kind])
             place = max(place, last)
         lines.append(line)
     legend = Text("        ")
@@ -58,7 +63,12 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
             "drawing a schedule needs matplotlib", hint='pip install "torsh-distributed[plot]"'
         ) from error
     figure = Figure(figsize=(12, 0.8 + 0.5 * timeline.num_ranks), layout="constrained")
-    axes = figure.subplots()
+    paint_schedule(figure.subplots(), timeline, title)
+    return figure
+
+
+def paint_schedule(axes: Axes, timeline: Timeline, title: str | None = None) -> None:
+    """Put the schedule into axes of matplotlib."""
     start = min((action.start for action in timeline.actions), default=0.0)
     for rank in range(timeline.num_ranks):
         for action in _of(timeline, rank):
@@ -78,7 +88,6 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.span or 1.0)
     axes.set_title(f"{title + ': ' if title else ''}bubble {timeline.bubble:.1%}", fontsize=10)
-    return figure
 
 
 def _of(timeline: Timeline, rank: int) -> list[Action]:
