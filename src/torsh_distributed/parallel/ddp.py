@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives import all_reduce, resolve_group
+from torsh_distributed.comm.collectives import resolve_group
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor, require_equal
@@ -24,7 +24,13 @@ from torsh_distributed.parallel.bucket_clock import OverlapStats
 from torsh_distributed.parallel.bucket_size import auto_bucket
 from torsh_distributed.parallel.buckets import bucket_reducer
 from torsh_distributed.parallel.consistency import GradientDifference, gradient_differences
-from torsh_distributed.parallel.gradient_sync import BucketInfo, GradientHook, GradientSync, average_bucket
+from torsh_distributed.parallel.gradient_sync import (
+    BucketInfo,
+    GradientHook,
+    GradientSync,
+    average_bucket,
+    gradients_held,
+)
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.whole_state import plain_name
 from torsh_distributed.plan import BucketConfig, CompressionConfig
@@ -37,9 +43,7 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 ReduceDtype = Literal["same", "fp32", "bf16", "fp16"]
-_DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+REDUCE_DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Compression = CompressionConfig | GradientCompressor | str | None
 """Settings, a method such as "powersgd:4", a compressor that is at work already, or nothing."""
@@ -86,7 +90,7 @@ class DistributedDataParallel(TorchDDP):
         device = check_one_device(module)
         _agree(config, compressor, reduce_dtype, chosen_group)
         if compressor is not None:
-            _refuse_what_cannot_be_compressed(module, reduce_dtype)
+            refuse_what_cannot_be_compressed(module, reduce_dtype)
         if config.auto_size:
             config = auto_bucket(config, group=chosen_group)
         is_mean = _can_divide_last(module, device, reduce_dtype)
@@ -115,7 +119,7 @@ class DistributedDataParallel(TorchDDP):
             reduce,
             is_mean=is_mean,
             device=device,
-            dtype=_DTYPES[reduce_dtype],
+            dtype=REDUCE_DTYPES[reduce_dtype],
             overlap=config.overlap,
             is_bucketed=config.enabled,
         )
@@ -138,7 +142,7 @@ class DistributedDataParallel(TorchDDP):
         """Compress from the next step on, or, with None, no longer; every rank calls this between steps."""
         compressor = _compressor(compression, 0)
         if compressor is not None:
-            _refuse_what_cannot_be_compressed(self.module, "same")
+            refuse_what_cannot_be_compressed(self.module, "same")
         self._gradient_sync.compress_with(compressor)
         return self
 
@@ -206,23 +210,7 @@ class DistributedDataParallel(TorchDDP):
         """
         if not self._gradient_sync.has_pending:
             return
-        params = list(self._trained.items())
-        held = torch.tensor([_kind(param.grad) for _, param in params], device=self.device)
-        all_reduce(held, "max", group=self.process_group)
-        sparse = [name for (name, _), kind in zip(params, held.tolist(), strict=True) if kind == _SPARSE]
-        if sparse:
-            raise InvalidArgument(
-                f"sparse gradients cannot be averaged by hand: {', '.join(sparse)}",
-                hint="build these modules with sparse=False, or let backward average: leave out no_sync()",
-                parameters=sparse,
-            )
-        gradients: dict[str, Tensor] = {}
-        # As backward would give them: the last layers first.
-        for (name, param), is_held in reversed(list(zip(params, held.tolist(), strict=True))):
-            if is_held:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                gradients[name] = param.grad
+        gradients = gradients_held(self._trained, self.process_group)
         self._gradient_sync.sync_now(gradients, max_bytes=int(self._settings.max_bucket_size_mb * 2**20))
         self.require_forward_param_sync = True  # as after a backward that averaged: buffers follow at the next forward
 
@@ -280,13 +268,6 @@ class DistributedDataParallel(TorchDDP):
         return gradient_differences({name: param.grad for name, param in self._trained.items()}, self.process_group)
 
 
-def _kind(gradient: Tensor | None) -> float:
-    """What ranks tell each other of a gradient; the largest number wins."""
-    if gradient is None:
-        return _NONE
-    return _DENSE if gradient.layout is torch.strided else _SPARSE
-
-
 def _compressor(compression: Compression, seed: int) -> GradientCompressor | None:
     if compression is None or isinstance(compression, GradientCompressor):
         return compression
@@ -306,7 +287,8 @@ def _agree(
     require_equal(all_gather_object(mine, group=group), list(mine), dist.get_process_group_ranks(group))
 
 
-def _refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:
+def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:
+    """Sparse gradients, and gradients that are to travel in two forms at once."""
     sparse = [name for name, part in _sparse_modules(module.named_modules())]
     if sparse:
         raise InvalidArgument(

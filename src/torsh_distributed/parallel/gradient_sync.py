@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future, collect_all
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed import events
+from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.compress.averaging import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.gradient import DENSE
 from torsh_distributed.compress.pipeline import Pipeline
-from torsh_distributed.errors import CommunicationError, TensorShapeMismatch, TorshError
+from torsh_distributed.errors import CommunicationError, InvalidArgument, TensorShapeMismatch, TorshError
 from torsh_distributed.parallel.bucket_clock import BucketClock
 from torsh_distributed.parallel.buckets import Reduce
+
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
 GradientHook = Callable[[str, Tensor], Tensor | None]
 """Given a parameter's name and this rank's gradient; what it returns takes the gradient's place."""
@@ -301,6 +304,40 @@ class GradientSync:
         summed = self._reduce(flat if self._dtype is None else flat.to(self._dtype)).wait()
         for tensor, part in zip(tensors, torch.split(summed, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def gradients_held(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The gradients that some rank of the group has, the last layers first, as backward would give them.
+
+    A rank without one takes part with zeros; where nobody has one it stays None, so that the optimizer leaves the
+    parameter alone. A sparse one on any rank is refused on all. Every rank of the group calls this.
+    """
+    if not params:
+        return {}
+    device = next(iter(params.values())).device
+    held = torch.tensor([_kind(param.grad) for param in params.values()], device=device)
+    all_reduce(held, "max", group=group)
+    sparse = [name for name, kind in zip(params, held.tolist(), strict=True) if kind == _SPARSE]
+    if sparse:
+        raise InvalidArgument(
+            f"sparse gradients cannot be averaged by hand: {', '.join(sparse)}",
+            hint="build these modules with sparse=False, or let backward average: leave out no_sync()",
+            parameters=sparse,
+        )
+    found: dict[str, Tensor] = {}
+    for (name, param), is_held in reversed(list(zip(params.items(), held.tolist(), strict=True))):
+        if is_held:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            found[name] = param.grad
+    return found
+
+
+def _kind(gradient: Tensor | None) -> float:
+    """What ranks tell each other of a gradient; the largest number wins."""
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout is torch.strided else _SPARSE
 
 
 def average_bucket(state: GradientSync, bucket: dist.GradBucket) -> Future[Tensor]:

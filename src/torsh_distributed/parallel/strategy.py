@@ -65,6 +65,9 @@ class Strategy(ABC):
         """
         return compute(model, batch, loss_fn)
 
+    def expect_scale(self, scale: float) -> None:  # noqa: B027 (most strategies run backward when it is called)
+        """The loss of the next forward will be multiplied by `scale` before backward: told before that forward."""
+
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around forward, and again around backward, of a microbatch: the last of a step brings gradients together."""

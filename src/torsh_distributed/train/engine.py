@@ -146,6 +146,7 @@ class Engine:
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
+        self.strategy.expect_scale(update.share * self._evenness * (self.precision.loss_scale or 1.0))
         with events.phase("forward"), self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
             return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 

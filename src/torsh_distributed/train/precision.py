@@ -68,11 +68,13 @@ class ScaledPrecision(Precision):
         self._scaler = _AgreeingScaler(
             device.type, init_scale=config.init_loss_scale, growth_interval=config.loss_scale_growth_interval
         )
+        # Read once a step: asking the scaler waits for the device.
+        self._loss_scale = float(self._scaler.get_scale())
 
     @property
     @override
     def loss_scale(self) -> float:
-        return float(self._scaler.get_scale())
+        return self._loss_scale
 
     @override
     def scaled(self, loss: Tensor) -> Tensor:
@@ -87,6 +89,7 @@ class ScaledPrecision(Precision):
     def update(self, optimizer: Optimizer) -> None:
         self._scaler.step(optimizer)  # does nothing after an overflow
         self._scaler.update()
+        self._loss_scale = float(self._scaler.get_scale())
         if self._scaler.has_overflow and self.loss_scale < 1:
             raise NonFiniteLoss(
                 "gradients overflow fp16 at every loss scale down to 1",
@@ -102,6 +105,7 @@ class ScaledPrecision(Precision):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(dict(state))
+            self._loss_scale = float(self._scaler.get_scale())
 
 
 class _AgreeingScaler(GradScaler):
