@@ -8,7 +8,6 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
     MixedPrecisionConfig,
-    PipelineConfig,
     Plan,
     TensorParallelConfig,
     TrainingConfig,
@@ -39,15 +38,15 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(pp=2, pipeline=PipelineConfig(balance="time"), precision=MixedPrecisionConfig(dtype="fp8"))
-    assert plan.unsupported() == ("pipeline.balance", "precision.dtype")
-    assert plan.explain()["pipeline.balance"].status == "not yet"
+    plan = Plan(precision=MixedPrecisionConfig(dtype="fp8"), checkpoint=CheckpointConfig(enabled=True))
+    assert plan.unsupported() == ("precision.dtype", "checkpoint.enabled")
+    assert plan.explain()["precision.dtype"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
-        "  pipeline.balance = time is not supported by this version yet (leave it at its default, auto)",
         "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
+        "  checkpoint.enabled = true is not supported by this version yet (leave it at its default, false)",
     ]
 
 

@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
         # Of the whole model: spread over ranks, each holds a part of them.
         num_params = sum(param.numel() for param in demo.model.parameters())
         device = process_group.device() if device_type == "cuda" else torch.device("cpu")
-        engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn)
+        example = _example(demo, plan, device)
+        engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn, example=example)
         meter = EfficiencyMeter(engine) if options.report else None
         report = _begin_report(demo, plan, num_params)
         for batch in engine.batches(demo.loader):
@@ -63,6 +64,17 @@ def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
     is_given = path is not None or "TORSH_PLAN" in os.environ
     plan = Plan.compose(path, environ=os.environ) if is_given else Plan(training=DEFAULTS[demo])
     return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
+
+
+def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor] | None:
+    """A microbatch of inputs, where the plan asks for measured layers."""
+    if plan.mesh.pp == 1 or plan.pipeline.balance != "time":
+        return None
+    inputs, _ = next(iter(demo.loader))
+    share = len(inputs) // (
+        plan.mesh.resolve(process_group.get_world_size()).data_degree * plan.pipeline.num_microbatches
+    )
+    return (inputs[: max(1, share)].to(device),)
 
 
 def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
@@ -21,21 +23,26 @@ from torsh_distributed.parallel.zero1 import ShardedOptimizer
 from torsh_distributed.plan import Plan
 
 
-def strategy_for(model: nn.Module, plan: Plan, *, param_init_fn: ParamInit | None = None) -> Strategy:
+def strategy_for(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    param_init_fn: ParamInit | None = None,
+    example: tuple[Any, ...] | None = None,
+) -> Strategy:
     """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
 
-    `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`.
+    `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`; `example` is a
+    microbatch of inputs, for `pipeline.balance = "time"`.
     """
     mesh = plan.mesh
     if mesh.tp * mesh.pp * mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1):
         # Here, not above: it takes a second to import, and most plans do not ask for it.
         from torsh_distributed.parallel.composed import composed_strategy
 
-        why = "the plan splits the model itself (mesh.tp, mesh.pp, mesh.cp, or mesh.ep with mesh.shard)"
-        refuse_gradient_options(plan, why=why, reduces=mesh.shard > 1)
         if is_on_meta(model):
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
-        return composed_strategy(model, plan)
+        return composed_strategy(model, plan, example=example)
     _checkpoint(model, plan)
     shards_params = plan.mesh.shard > 1 and plan.fsdp.strategy != "shard_optimizer"
     if is_on_meta(model) and not shards_params:

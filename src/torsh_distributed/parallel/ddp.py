@@ -93,7 +93,7 @@ class DistributedDataParallel(TorchDDP):
             refuse_what_cannot_be_compressed(module, reduce_dtype)
         if config.auto_size:
             config = auto_bucket(config, group=chosen_group)
-        is_mean = _can_divide_last(module, device, reduce_dtype)
+        is_mean = can_divide_last(module, device, reduce_dtype)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
         reduce = bucket_reducer(transport, chosen_group, device, op=op)
         super().__init__(
@@ -304,7 +304,7 @@ def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> No
         )
 
 
-def _can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: ReduceDtype) -> bool:
+def can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: ReduceDtype) -> bool:
     """Whether gradients may be added before they are divided, which saves a pass over them where the backend does both.
 
     Not halves, whose sum might be too large, and not sparse ones, which backends only add.

@@ -48,7 +48,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "pipeline.num_microbatches": None,
     "pipeline.schedule": None,
     "pipeline.stages_per_rank": None,
-    "pipeline.balance": ("auto", "parameters", "manual"),
+    "pipeline.balance": None,
     "pipeline.split_points": None,
     "activation.strategy": None,
     "activation.every_n_layers": None,

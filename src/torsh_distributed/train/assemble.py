@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +29,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     scheduler_fn: SchedulerFn | None = None,
     param_init_fn: ParamInit | None = None,
+    example: tuple[Any, ...] | None = None,
 ) -> Engine:
     """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
 
@@ -34,8 +37,9 @@ def parallelize(
     has its final parameters. `loss_fn(outputs, targets)` is called with the model's output and the second half of each
     `(inputs, targets)` batch; without it the model is called with the whole batch and must return the loss.
     `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
-    modules of a model on the meta device that have no `reset_parameters()`. Parameters and buffers become those of
-    rank 0. What the plan asks for and this version cannot do is refused here, before the first step.
+    modules of a model on the meta device that have no `reset_parameters()`. `example` is a microbatch of inputs to
+    measure layers on, where `pipeline.balance = "time"` asks for that. Parameters and buffers become those of rank 0.
+    What the plan asks for and this version cannot do is refused here, before the first step.
     """
     chosen = plan or Plan()
     if not process_group.is_initialized():
@@ -45,7 +49,7 @@ def parallelize(
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     cast_buffers(model, chosen.precision)
-    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn)
+    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
     return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -61,7 +61,10 @@ def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Modul
     params = named_params(spread)
     is_here = {id(param) for param in spread.parameters()}
     if getattr(spread, "is_part_of_model", False):
-        _drop_others(optimizer, held, is_here)
+        # A shared parameter may have another name here than in the whole model.
+        here: Mapping[str, str] = getattr(spread, "names_here", {})
+        params |= {name: params[own] for name, own in here.items() if own in params}
+        _drop_others(optimizer, held, is_here, params.keys())
     for group, names in zip(optimizer.param_groups, held, strict=True):
         for place, name in enumerate(names):
             assert name is not None, "prepare_optimizer refuses foreign parameters"
@@ -79,10 +82,16 @@ def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Modul
     return optimizer
 
 
-def _drop_others(optimizer: Optimizer, held: list[list[str | None]], is_here: set[int]) -> None:
+def _drop_others(
+    optimizer: Optimizer, held: list[list[str | None]], is_here: set[int], names_here: Collection[str]
+) -> None:
     """Forget the parameters that lie in pipeline stages of other ranks."""
     for group, names in zip(optimizer.param_groups, held, strict=True):
-        kept = [place for place, param in enumerate(group["params"]) if id(param) in is_here]
+        kept = [
+            place
+            for place, (name, param) in enumerate(zip(names, group["params"], strict=True))
+            if id(param) in is_here or name in names_here
+        ]
         for place, param in enumerate(group["params"]):
             if place not in kept:
                 optimizer.state.pop(param, None)

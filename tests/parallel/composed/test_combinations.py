@@ -90,7 +90,17 @@ def test_pairs_of_axes(world: World) -> None:
 
 
 def test_three_axes(world: World) -> None:
-    check(world, [("tied", plan_of(MeshConfig(dp=2, tp=2, pp=2), pipeline=PipelineConfig(num_microbatches=2)))], 8)
+    two = PipelineConfig(num_microbatches=2)
+    check(
+        world,
+        [
+            ("tied", plan_of(MeshConfig(dp=2, tp=2, pp=2), pipeline=two)),
+            ("gpt", plan_of(MeshConfig(dp=2, shard=2, pp=2), pipeline=two)),
+            ("gpt", plan_of(MeshConfig(dp=2, pp=2, cp=2), pipeline=two)),
+            ("tied", plan_of(MeshConfig(dp=2, shard=2, tp=2))),
+        ],
+        8,
+    )
 
 
 def save(plan: Plan) -> dict[str, Any]:

@@ -41,9 +41,10 @@ def train_all(cases: list[tuple[str, Plan]]) -> list[list[tuple[float, float]]]:
     [
         (2, [("odd", plan_of(MeshConfig(pp=2))), ("gpt", plan_of(MeshConfig(tp=2), tensor=SPLIT))]),
         (4, [("gpt", plan_of(MeshConfig(dp=2, pp=2))), ("gpt", plan_of(MeshConfig(dp=1, shard=2, tp=2)))]),
+        (4, [("odd", plan_of(MeshConfig(dp=1, shard=2, pp=2))), ("gpt", plan_of(MeshConfig(dp=1, pp=2, cp=2)))]),
         pytest.param(8, [("gpt", plan_of(MeshConfig(dp=2, tp=2, pp=2)))], marks=pytest.mark.slow),
     ],
-    ids=["two ranks", "four ranks", "eight ranks"],
+    ids=["two ranks", "four ranks", "four ranks, in stages", "eight ranks"],
 )
 def test_losses_and_norms_are_the_golden_ones(world: World, num_ranks: int, cases: list[tuple[str, Plan]]) -> None:
     for results in world.run(train_all, cases, num_ranks=num_ranks, backend="torsh", timeout_s=100):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.comm.objects import broadcast_object
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipelined import PipelineStages
+from torsh_distributed.parallel.composed.refusals import refuse
+from torsh_distributed.parallel.composed.stage_average import StageAverage
+from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.composed.strategy import Composed, Context
 from torsh_distributed.parallel.context import ContextParallel
-from torsh_distributed.parallel.data import DataParallel, refuse_gradient_options
+from torsh_distributed.parallel.context.parallel import require_positions
+from torsh_distributed.parallel.data import DataParallel, gradient_options, refuse_gradient_options
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.carried import CarriedLoss
 from torsh_distributed.parallel.expert.choice import check_experts
@@ -23,7 +29,8 @@ from torsh_distributed.parallel.expert.spreading import experts_apart, spread_ex
 from torsh_distributed.parallel.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
-from torsh_distributed.parallel.pipeline.schedule import planned_order, stages_of_rank
+from torsh_distributed.parallel.pipeline.runtime import Wrap
+from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank
 from torsh_distributed.parallel.replicas import broadcast_from_first
 from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded_strategy import Sharded
@@ -38,19 +45,20 @@ def is_composed(plan: Plan) -> bool:
     return mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
 
 
-def composed_strategy(model: nn.Module, plan: Plan) -> Strategy:
+def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
     Everything that can be refused is refused first, on every rank alike: nothing has been changed or sent then.
+    `example` is a microbatch of inputs, to measure layers on for `pipeline.balance = "time"`.
     """
-    _refuse(plan)
+    refuse(plan)
     if check_experts(model, plan):
         why = "the model has experts, whose gradients travel by another way"
         refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
     tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
-    stages = plan_stages(model, plan.pipeline, plan.mesh.pp) if plan.mesh.pp > 1 else None
-    if stages is not None:
-        planned_order(plan.pipeline, plan.mesh.pp)
+    stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
+    if plan.mesh.cp > 1:
+        require_positions(model, cp=plan.mesh.cp)
     device = check_one_device(model)
     mesh = Mesh(plan.mesh, device_type=device.type)
     world = dist.group.WORLD
@@ -58,23 +66,36 @@ def composed_strategy(model: nn.Module, plan: Plan) -> Strategy:
     broadcast_from_first([*model.parameters(), *model.buffers()], world)
     if stages is not None:
         stages.drop_others(_mine(plan, mesh))
-    contexts: tuple[Context, ...] = ()
+    splitting: Context = nullcontext
     if tensors is not None:
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
-        contexts = (partial(tensor_parallel_context, tensors),)
+        splitting = partial(tensor_parallel_context, tensors)
     spread_experts(model, mesh)
     # Ranks of one stage choose alike what they recompute; other stages are other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     checkpoint_activations(model, plan.activation, group=peers)
-    context = ContextParallel(model, mesh.group("cp")) if plan.mesh.cp > 1 else None
-    if context is not None:
-        contexts += (context.attending,)
     if stages is not None:
-        return _pipelined(model, plan, mesh, stages, contexts, device)
+        return _pipelined(model, plan, mesh, stages, splitting, device)
+    context = ContextParallel(model, mesh.group("cp")) if plan.mesh.cp > 1 else None
+    contexts = (splitting,) if context is None else (splitting, context.attending)
     inner = _inner(model, plan, mesh)
     return Composed(
         model, mesh, inner=inner, contexts=contexts, take_part=context.take if context else None, device=device
     )
+
+
+def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> StagePlan:
+    """The cut into stages, and that there is an order in which they can run."""
+    stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
+    planned_order(plan.pipeline, plan.mesh.pp)
+    if plan.mesh.shard > 1:
+        refuse_shared_on_one_rank(stages, stage_owners(plan.pipeline, plan.mesh.pp))
+    return stages
+
+
+def _as_on_first_rank(costs: list[float]) -> list[float]:
+    """Measured times differ; all ranks cut the model where the first one would."""
+    return list(broadcast_object(costs, 0))
 
 
 def _mine(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
@@ -95,7 +116,9 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 plan.fsdp,
                 mesh=mesh,
                 precision=plan.precision,
+                seed=plan.training.seed,
                 broadcast_buffers=plan.ddp.broadcast_buffers,
+                compression=plan.compress,
                 apart=experts_apart(model, mesh),
             )
         )
@@ -103,61 +126,41 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
         return None
     if moe_layers(model):
         return ExpertDataParallel(model, plan.ddp, plan.distributed, mesh=mesh)
-    return DataParallel(model, plan.ddp, plan.distributed, group=mesh.group(*GRADIENT_AXES))
+    group = mesh.group(*GRADIENT_AXES)
+    return DataParallel(model, plan.ddp, plan.distributed, group=group, **gradient_options(plan))
 
 
 def _pipelined(
-    model: nn.Module, plan: Plan, mesh: Mesh, stages: StagePlan, contexts: tuple[Context, ...], device: torch.device
+    model: nn.Module, plan: Plan, mesh: Mesh, stages: StagePlan, splitting: Context, device: torch.device
 ) -> PipelineStages:
-    group = mesh.group("pp")
-    context = contexts[0] if contexts else nullcontext
-    is_split = plan.mesh.tp > 1 and plan.tensor.sequence_parallel
-    wrap = sequence_edges(stages, mesh.slice("tp")) if is_split else None
+    wraps: list[Wrap] = []
+    if plan.mesh.tp > 1 and plan.tensor.sequence_parallel:
+        wraps.append(sequence_edges(stages, mesh.slice("tp")))
     carried = CarriedLoss(len(stages.stages)) if moe_layers(model) else None
     if carried is not None:
-        wrap = carried.around(wrap)
+        wraps.append(carried.around(None))
+    shards = StageShards(model, plan, mesh) if plan.mesh.shard > 1 else None
+    if shards is not None:
+        wraps.append(shards.shard)
+    pipe = PipelineParallel(
+        stages, plan.pipeline, group=mesh.group("pp"), wrap=partial(_wrapped, wraps), context=splitting
+    )
+    context = None
+    if plan.mesh.cp > 1:
+        context = ContextParallel(nn.ModuleList(pipe.built.values()), mesh.group("cp"), is_part=True)
     return PipelineStages(
-        lambda loss_fn: PipelineParallel(
-            stages,
-            plan.pipeline,
-            group=group,
-            loss_fn=carried.adding(loss_fn) if carried else loss_fn,
-            wrap=wrap,
-            context=context,
-        ),
+        pipe,
         model,
         mesh,
+        average=StageAverage(pipe.module, plan, mesh, device),
+        shards=shards,
+        context=context,
+        adding=carried.adding if carried is not None else None,
         device=device,
     )
 
 
-def _refuse(plan: Plan) -> None:
-    """What these axes do not go together with yet."""
-    split = [axis for axis in ("ep", "tp", "pp", "cp") if plan.mesh.degrees[axis] > 1]
-    named = " × ".join(f"{axis} {plan.mesh.degrees[axis]}" for axis in split)
-    clashes = [
-        ("mesh.shard with mesh.pp", plan.mesh.shard > 1 and plan.mesh.pp > 1, "use mesh.dp in place of mesh.shard"),
-        (
-            "fsdp.strategy = shard_optimizer",
-            plan.mesh.shard > 1 and plan.fsdp.strategy == "shard_optimizer",
-            "shard parameters too: fsdp.strategy = full_shard",
-        ),
-        ("offload", plan.offload.enabled, "set offload.enabled = false"),
-        ("compress with mesh.pp", plan.compress.method != "none" and plan.mesh.pp > 1, "set compress.method = none"),
-        (
-            "distributed.algorithm, deterministic or rate_limit_gbps with mesh.pp",
-            plan.mesh.pp > 1
-            and (
-                plan.distributed.algorithm != "backend"
-                or plan.distributed.deterministic
-                or plan.distributed.rate_limit_gbps is not None
-            ),
-            "leave them out",
-        ),
-        ("precision.dtype = fp16 with mesh.pp", plan.mesh.pp > 1 and plan.precision.dtype == "fp16", "use bf16"),
-        ('pipeline.balance = "time"', plan.mesh.pp > 1 and plan.pipeline.balance == "time", 'use balance = "auto"'),
-        ("mesh.pp with mesh.cp", plan.mesh.pp > 1 and plan.mesh.cp > 1, "set one of them to 1"),
-    ]
-    for what, is_wanted, hint in clashes:
-        if is_wanted:
-            raise ConfigurationError(f"{what} does not go together with {named} in this version", hint=hint)
+def _wrapped(wraps: Sequence[Wrap], index: int, stage: nn.Module) -> nn.Module:
+    for wrap in wraps:
+        stage = wrap(index, stage)
+    return stage

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.composed.stage_average import StageAverage
+from torsh_distributed.parallel.composed.stage_shards import StageShards
 from torsh_distributed.parallel.composed.strategy import OnMesh
-from torsh_distributed.parallel.expert.gradients import SpreadGradients
-from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.expert.strategy import balance_load
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel
@@ -22,34 +24,36 @@ from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
 
 class PipelineStages(OnMesh):
-    """A model in stages over pp, each split over tp and replicated over dp.
+    """A model in stages over pp, each split over tp and cp, sharded over shard and replicated over dp.
 
-    Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out,
-    scaled as the loss is. So the Engine drives a pipeline as it drives anything else.
+    Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out.
+    They are scaled as the loss will be from the start: the Engine says so before (`expect_scale`). So it drives a
+    pipeline as it drives anything else. `adding` makes a loss that counts what stages carried along.
     """
 
     def __init__(
         self,
-        make: Callable[[LossFn], PipelineParallel],
+        pipe: PipelineParallel,
         whole_model: nn.Module,
         mesh: Mesh,
         *,
+        average: StageAverage,
+        shards: StageShards | None = None,
+        context: ContextParallel | None = None,
+        adding: Callable[[LossFn], LossFn] | None = None,
         device: torch.device,
     ) -> None:
+        self.pipe = pipe
+        self._average, self._shards, self._context = average, shards, context
+        self._adding = adding
         self._is_last = True
-        self._loss_fn: LossFn | None = None
-        self.pipe = make(self._call_loss)
+        self._scale = 1.0
         self._places: dict[str, int] = {}
-        for stage in self.pipe.plan.stages:
+        for stage in pipe.plan.stages:
             for name in (*stage.layers, *stage.direct):
-                self._places.setdefault(name, self.pipe.stage_of[stage.index])
+                self._places.setdefault(name, pipe.stage_of[stage.index])
         super().__init__(mesh, whole_model, device=device)
-        self._params = [param for param in self.pipe.module.parameters() if param.requires_grad]
-        self._averaged = SpreadGradients(self._params, [param for _, param in spread_params(self.model).values()], mesh)
-
-    @override
-    def attach(self, optimizer: Optimizer) -> None:
-        balance_load(self.model, optimizer)
+        self._params = [param for param in pipe.module.parameters() if param.requires_grad]
 
     @property
     @override
@@ -71,41 +75,78 @@ class PipelineStages(OnMesh):
         yield
 
     @override
+    def expect_scale(self, scale: float) -> None:
+        self._scale = scale
+
+    @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
         if loss_fn is None:
             raise InvalidArgument(
                 "a pipeline needs a loss_fn: only its last stage sees the output",
                 hint="parallelize(model, optimizer, plan, loss_fn=loss_fn), with batches of (inputs, targets)",
             )
-        self._loss_fn = loss_fn
-        inputs, targets = batch
-        if not torch.is_grad_enabled():
+        self.pipe.loss_fn = loss_fn if self._adding is None else self._adding(loss_fn)
+        inputs, targets = batch if self._context is None else self._context.take(batch)
+        with nullcontext() if self._context is None else self._context.attending():
+            if torch.is_grad_enabled():
+                return self._run(inputs, targets)
             return self.pipe.evaluate(inputs, targets)
+
+    def _run(self, inputs: Any, targets: Any) -> Tensor:
+        """The schedule, with its gradients kept aside until backward is asked for."""
         before = [param.grad for param in self._params]
         for param in self._params:
             param.grad = None
-        value = self.pipe.step(inputs, targets)
+        value = self.pipe.step(inputs, targets, scale=self._scale)
         found = [param.grad for param in self._params]
         for param, grad in zip(self._params, before, strict=True):
             param.grad = grad
         start = torch.ones((), device=value.device, requires_grad=True)
-        out: Tensor = _HandOut.apply(start, value, self, found)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _HandOut.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
-    def hand_out(self, grads: list[Tensor | None], scale: Tensor) -> None:
-        """Add a schedule's gradients, times `scale`, to the parameters'; average them if the step is complete."""
-        factor = float(scale)
+    def hand_out(self, grads: list[Tensor | None], factor: float) -> None:
+        """Add a schedule's gradients, times `factor`, to the parameters'; average them if the step is complete."""
         for param, grad in zip(self._params, grads, strict=True):
             if grad is None:
                 continue
-            scaled = grad if factor == 1.0 else grad.mul_(factor)
+            scaled = grad if math.isclose(factor, 1.0, rel_tol=1e-6) else grad.mul_(factor)
             param.grad = scaled if param.grad is None else param.grad.add_(scaled)
         if self._is_last:
-            self._averaged.average()
+            self._average.average()
 
-    def _call_loss(self, output: Any, targets: Any) -> Tensor:
-        assert self._loss_fn is not None, "loss() sets it"
-        return self._loss_fn(output, targets)
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        balance_load(self.model, optimizer)
+        if self._shards is not None:
+            self._shards.attach(optimizer)
+
+    @override
+    def rescale(self, factor: float) -> None:
+        if self._average.compressor is not None:
+            self._average.compressor.rescale(factor)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._average.state_dict() if self._shards is None else self._shards.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        (self._average if self._shards is None else self._shards).load_state_dict(state)
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._reshard()
+        return super().whole_state(optimizer)
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+        self._reshard()
+        super().load_whole_state(optimizer, state_)
+
+    def _reshard(self) -> None:
+        if self._shards is not None:
+            self._shards.reshard()
 
     @override
     def take_comm_s(self) -> float | None:
@@ -134,12 +175,15 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, start: Tensor, value: Tensor, owner: PipelineStages, grads: list[Tensor | None]) -> Tensor:
-        ctx.owner, ctx.grads = owner, grads
+    def forward(
+        ctx: Any, start: Tensor, value: Tensor, owner: PipelineStages, grads: list[Tensor | None], scale: float
+    ) -> Tensor:
+        ctx.owner, ctx.grads, ctx.scale = owner, grads, scale
         return value.clone()
 
     @staticmethod
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
-        ctx.owner.hand_out(ctx.grads, scales[0])
-        return None, None, None, None
+        # What was announced is in the gradients already.
+        ctx.owner.hand_out(ctx.grads, float(scales[0]) / ctx.scale)
+        return None, None, None, None, None

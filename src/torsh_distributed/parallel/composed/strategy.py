@@ -179,6 +179,20 @@ class Composed(OnMesh):
         return None if self._inner is None else self._inner.take_comm_s()
 
     @override
+    def rescale(self, factor: float) -> None:
+        if self._inner is not None:
+            self._inner.rescale(factor)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._inner is None else self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_: Mapping[str, Any]) -> None:
+        if self._inner is not None:
+            self._inner.load_state_dict(state_)
+
+    @override
     def clip_grad_norm(self, max_norm: float) -> float:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.average_replicated()

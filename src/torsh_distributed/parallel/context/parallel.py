@@ -36,22 +36,24 @@ class ContextParallel:
             loss = loss_fn(model(part_inputs), part_targets)
             loss.backward()
 
-    The mean of the ranks' losses and gradients is that of the whole sequence.
+    The mean of the ranks' losses and gradients is that of the whole sequence. `is_part` says that `model` is a stage of
+    one that `require_positions` was asked about: its positions may lie in another stage.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, tables: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        tables: tuple[str, ...] | None = None,
+        is_part: bool = False,
+    ) -> None:
         self.group = group
+        if tables is None and not is_part:
+            require_positions(model, cp=group.size())
         self._tables = _find_tables(model, tables)
-        embeddings = [module for name, module in model.named_modules() if is_position_table(name, module)]
-        if not self._tables and not embeddings and tables is None:
-            raise ConfigurationError(
-                f"mesh.cp {group.size()}: the model has no table of positions that is known",
-                hint="name the buffers with a row for each position: ContextParallel(model, group, tables=(…)); an"
-                " empty tuple says that the model has none",
-                looked_for=TABLES,
-            )
         self._hooks: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._to_positions) for module in embeddings
+            module.register_forward_pre_hook(self._to_positions) for module in _position_embeddings(model)
         ]
         self._is_inside = False
         self._length: int | None = None
@@ -178,6 +180,21 @@ def _attend(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (one.repeat_interleave(repeats, dim=-3) for one in (key, value))
     return ring_attention(query, key, value, group=group, is_causal=is_causal, scale=scale)
+
+
+def require_positions(model: nn.Module, *, cp: int) -> None:
+    """Raise ConfigurationError unless a table of positions is found in the model."""
+    if not _find_tables(model, None) and not _position_embeddings(model):
+        raise ConfigurationError(
+            f"mesh.cp {cp}: the model has no table of positions that is known",
+            hint="name the buffers with a row for each position: ContextParallel(model, group, tables=(…)); an"
+            " empty tuple says that the model has none",
+            looked_for=TABLES,
+        )
+
+
+def _position_embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if is_position_table(name, module)]
 
 
 def _find_tables(model: nn.Module, names: tuple[str, ...] | None) -> list[tuple[nn.Module, str]]:

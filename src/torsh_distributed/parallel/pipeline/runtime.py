@@ -22,6 +22,7 @@ from torsh_distributed.parallel.pipeline.schedule import (
     Timeline,
     compute_timeline,
     make_schedule,
+    stage_owners,
     stages_of_rank,
 )
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
@@ -61,16 +62,20 @@ class PipelineParallel:
                 f" but the model was cut into {len(self.plan.stages)}",
                 hint="split the model into as many, or change pipeline.stages_per_rank",
             )
-        self.stage_of = _owners(config.schedule, group.size(), num_stages)
+        self.stage_of = stage_owners(config, group.size())
         self.mine = stages_of_rank(config.schedule, group.rank(), num_ranks=group.size(), num_stages=num_stages)
         self.plan.drop_others(self.mine)
-        built = {index: self.plan.build(index) for index in self.mine}
-        self.module = LocalStages(built, self._run_everywhere)
-        self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
-        self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in built.items()}
+        self.built = {index: self.plan.build(index) for index in self.mine}
+        """This rank's stages as they were cut, by index; `stage_modules` are what runs in their place."""
+        self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in self.built.items()}
+        for index, stage in self.built.items():
+            self.plan.adopt(index, stage)
         self.stopwatch = Stopwatch(group.rank())
-        self.tied = TiedGradients(self.plan, self.stage_of, built, group)
-        self._loss_fn = loss_fn
+        self.tied = TiedGradients(self.plan, self.stage_of, self.built, group)
+        self.module = LocalStages(self.built, self._run_everywhere, names_here=self.tied.names_here)
+        self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
+        self.loss_fn = loss_fn
+        self._scale = 1.0
         self._schedule: Any = None
         self._measured: Timeline | None = None
 
@@ -84,19 +89,21 @@ class PipelineParallel:
         """Whether this rank computes the loss."""
         return len(self.plan.stages) - 1 in self.mine
 
-    def step(self, inputs: Any, targets: Any) -> Tensor:
+    def step(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
         """Forward and backward of a batch; adds to the gradients; returns the mean loss, on every rank.
 
         Every rank of the group passes the same batch (what it does not need may be empty tensors of the same length).
+        Gradients are `scale` times those of the loss, from the last stage on: so fp16 keeps small ones above zero.
         """
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             raise InvalidArgument("a pipeline trains with a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
         arguments = self._arguments(inputs)
         self._check_batch(arguments)
         if self._schedule is None:
-            self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._loss)
+            self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._microbatch_loss)
         losses: list[Tensor] = []
         self.stopwatch.take()
+        self._scale = scale
         with events.phase("schedule"):
             with self._context():
                 self._schedule.step(
@@ -107,18 +114,18 @@ class PipelineParallel:
                 )
             self._measured = None
             # Whoever is done before the others has nothing to do until here: it is the last part of the bubble.
-            loss = self._share_loss(torch.stack(losses).detach().sum() if self.is_last else None)
+            loss = self._share_loss(torch.stack(losses).detach().sum() / scale if self.is_last else None)
         self.tied.sum()
         return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch of any size, on every rank, without gradients."""
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             raise InvalidArgument("evaluating needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
         out = self.forward(inputs)
         with self._context():
-            loss = self._loss(out, targets) * self.config.num_microbatches if self.is_last else None
+            loss = self._loss(out, targets) if self.is_last else None
         return self._share_loss(loss)
 
     @torch.no_grad()
@@ -169,11 +176,17 @@ class PipelineParallel:
             for index, module in self.stage_modules.items()
         ]
 
+    def _microbatch_loss(self, output: Any, target: Any) -> Tensor:
+        """A microbatch's share of the loss, scaled."""
+        return self._loss(output, target) * (self._scale / self.config.num_microbatches)
+
     def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self._loss_fn is not None, "step() checks it"
-        loss = self._loss_fn(output, target) / self.config.num_microbatches
+        assert self.loss_fn is not None, "step() and evaluate() check it"
+        loss = self.loss_fn(output, target)
         # From split logits it comes as a DTensor, equal on all ranks.
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        # In fp16 it would not survive scaling.
+        return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
         names = self.plan.inputs
@@ -215,9 +228,13 @@ class LocalStages(nn.Module):
     is_part_of_model = True
     """Parameters of the model that are not here lie on other ranks."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], run: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, stages: Mapping[int, nn.Module], run: Callable[..., Tensor], *, names_here: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self._run = run
+        self.names_here = names_here
+        """The names a shared parameter has in the model to the one it has here."""
         for stage in stages.values():
             _merge(self, stage)
 
@@ -232,10 +249,22 @@ class LocalStages(nn.Module):
         return self._run(*inputs)
 
 
-def plan_stages(model: nn.Module, config: PipelineConfig, num_ranks: int) -> StagePlan:
-    """The stages that a plan's `pipeline` section asks for; no process group is needed."""
+def plan_stages(
+    model: nn.Module,
+    config: PipelineConfig,
+    num_ranks: int,
+    *,
+    example: tuple[Any, ...] | None = None,
+    agree: Callable[[list[float]], list[float]] | None = None,
+) -> StagePlan:
+    """The stages that a plan's `pipeline` section asks for; `example` and `agree` are for `balance = "time"`."""
     return split_into_stages(
-        model, num_ranks * config.stages_per_rank, balance=config.balance, split_points=config.split_points
+        model,
+        num_ranks * config.stages_per_rank,
+        balance=config.balance,
+        split_points=config.split_points,
+        example=example,
+        agree=agree if config.balance == "time" else None,
     )
 
 
@@ -252,15 +281,6 @@ def _merge(into: nn.Module, module: nn.Module) -> None:
         into.register_parameter(name, param)
     for name, buffer in module.named_buffers(recurse=False):
         into.register_buffer(name, buffer)
-
-
-def _owners(schedule: str, num_ranks: int, num_stages: int) -> dict[int, int]:
-    """Stage to the rank of the group that holds it."""
-    return {
-        stage: rank
-        for rank in range(num_ranks)
-        for stage in stages_of_rank(schedule, rank, num_ranks=num_ranks, num_stages=num_stages)
-    }
 
 
 def _timeline(gathered: Sequence[Sequence[Any]]) -> Timeline:

@@ -25,6 +25,9 @@ CLASSES: Mapping[str, str] = {
 V_SHAPED = ("zbv_zero_bubble", "dual_pipe_v")
 """Schedules that lead down the ranks and up again: the first rank holds the first stage and the last."""
 
+SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
+"""Schedules that compute gradients of inputs and of weights at different times."""
+
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; its two halves: gradients of the input, gradients of the weights."""
 
@@ -83,6 +86,16 @@ def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int)
     if schedule in V_SHAPED:
         return (rank, num_stages - 1 - rank)
     return tuple(range(rank, num_stages, num_ranks))
+
+
+def stage_owners(config: PipelineConfig, num_ranks: int) -> dict[int, int]:
+    """Stage to the pipeline rank that holds it."""
+    num_stages = num_ranks * config.stages_per_rank
+    return {
+        stage: rank
+        for rank in range(num_ranks)
+        for stage in stages_of_rank(config.schedule, rank, num_ranks=num_ranks, num_stages=num_stages)
+    }
 
 
 def compute_timeline(config: PipelineConfig, num_ranks: int, *, costs: Mapping[str, float] = DEFAULT_COSTS) -> Timeline:

@@ -73,6 +73,14 @@ class StagePlan:
                 if name not in kept:
                     _to_meta(self.model.get_submodule(name))
 
+    def adopt(self, index: int, built: nn.Module) -> None:
+        """Let the model's own forward read what a built stage reads: its parameters may have become shards."""
+        for name in self.stages[index].direct:
+            value = operator.attrgetter(name)(built)
+            if isinstance(value, nn.Parameter):
+                owner, _, last = name.rpartition(".")
+                self.model.get_submodule(owner).register_parameter(last, value)
+
     def names(self, index: int) -> set[str]:
         """Names of the parameters and buffers of a stage."""
         return set(self.build(index).state_dict())

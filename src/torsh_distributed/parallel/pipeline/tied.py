@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torsh_distributed.comm.abort import remember_connections
 from torsh_distributed.comm.collectives import all_reduce
@@ -33,10 +34,15 @@ class TiedGradients:
         """Name of a shared parameter of this rank to the number of ranks that hold a copy."""
         self.names: dict[str, str] = {}
         """Every name of a shared parameter to the name of its first use."""
+        self.names_here: dict[str, str] = {}
+        """Every name of a shared parameter of which this rank holds a copy to the name it has here."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for uses in plan.tied:
             ranks = tuple(sorted({stage_of[stage] for stage, _ in uses}))
             self.names.update({name: uses[0][1] for _, name in uses})
+            here = next((name for stage, name in uses if stage in built), None)
+            if here is not None:
+                self.names_here.update({name: here for _, name in uses})
             if len(ranks) == 1 or group.rank() not in ranks:
                 continue
             if ranks not in made:
@@ -46,14 +52,24 @@ class TiedGradients:
             self._shared.append((param, made[ranks]))
             self.copies.update({name: len(ranks) for stage, name in uses if stage in built})
             # Copies start equal: the first holder's values.
-            dist.broadcast(param.data, group=made[ranks], group_src=0)
+            held = _held(param.data)
+            if held.numel():
+                dist.broadcast(held, group=made[ranks], group_src=0)
 
     @torch.no_grad()
     def sum(self) -> None:
         """Sum now; the ranks that hold a copy call this."""
         for param, group in self._shared:
             grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
-            param.grad = all_reduce(grad, group=group)
+            held = _held(grad)
+            if held.numel():
+                all_reduce(held, group=group)
+            param.grad = grad
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """What this rank has of it: sharded copies are cut alike, so that the holders of one shard talk to each other."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,0 +1,95 @@
+"""Stages of a pipeline whose parameters are sharded over ranks that hold the same stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.expert.spreading import experts_apart
+from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.pipeline import StagePlan
+from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+from torsh_distributed.parallel.wrapping import ignored_modules, pieces_of
+from torsh_distributed.plan import Plan
+
+
+class StageShards:
+    """Shards each stage with FSDP2, by itself; torch's schedules gather before it works and reduce after its last
+    backward.
+
+    What the plan says about pieces is about the whole model, so it is looked up there: a pattern need not match in
+    every stage. Made once the model's layers are what they will be, in place of the whole model's sharding.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        self._plan, self._mesh = plan, mesh
+        self._pieces = {id(module) for module in pieces_of(model, plan.fsdp).values()}
+        self._ignored = {id(module) for module in ignored_modules(model, plan.fsdp.ignored_modules).values()}
+        self.parts: dict[int, FullyShardedDataParallel] = {}
+        """This rank's stages by index."""
+
+    def shard(self, index: int, stage: nn.Module) -> nn.Module:
+        """Shard a stage in place; the ranks of the same stage call this."""
+        ignored = tuple(name for name, module in stage.named_modules() if id(module) in self._ignored)
+        self.parts[index] = FullyShardedDataParallel(
+            stage,
+            self._plan.fsdp.replace(ignored_modules=ignored),
+            mesh=self._mesh,
+            precision=self._plan.precision,
+            wrap_fn=lambda _, module: id(module) in self._pieces,
+            seed=self._plan.training.seed,
+            # As in a pipeline of replicas: each computes with its own.
+            broadcast_buffers=False,
+            compression=self._plan.compress,
+            apart=experts_apart(stage, self._mesh),
+        )
+        return stage
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Count the optimizer's steps for compression."""
+        for part in self.parts.values():
+            if part.compressor is not None:
+                optimizer.register_step_post_hook(partial(_count_step, part.compressor))
+
+    def reshard(self) -> None:
+        """Free what was left gathered, as after evaluation."""
+        for part in self.parts.values():
+            part.reshard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What compression left out so far, by stage."""
+        return {
+            str(index): part.compressor.state_dict()
+            for index, part in self.parts.items()
+            if part.compressor is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        for index, part in self.parts.items():
+            if part.compressor is not None and str(index) in state:
+                part.compressor.load_state_dict(state[str(index)])
+
+
+def _count_step(compressor: GradientCompressor, *_: object) -> None:
+    compressor.step()
+
+
+def refuse_shared_on_one_rank(stages: StagePlan, stage_of: Mapping[int, int]) -> None:
+    """A parameter of two stages of one rank would become two shards of it, which drift apart."""
+    for uses in stages.tied:
+        ranks = {stage: stage_of[stage] for stage, _ in uses}
+        if len(set(ranks.values())) < len(ranks):
+            first, second = (next(name for stage, name in uses if stage == one) for one in list(ranks)[:2])
+            raise ConfigurationError(
+                f"{first} and {second} are one parameter of two stages on one rank, which mesh.shard cannot keep one",
+                hint="choose a schedule that puts them on different ranks, such as one_f_one_b; or use mesh.dp in"
+                " place of mesh.shard, or do not tie them",
+                stages=sorted(ranks),
+            )
