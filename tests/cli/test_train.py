@@ -21,7 +21,10 @@ def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
 
 def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text("[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\ngradient_accumulation = 2\n")
+    # A pipeline by measured time: the demo gives its first inputs to measure on.
+    pipeline = '[mesh]\ndp = 1\npp = 2\n[pipeline]\nnum_microbatches = 2\nbalance = "time"\n'
+    training = "[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\ngradient_accumulation = 2\n"
+    plan.write_text(pipeline + training)
     done = torsh("train", "--demo", "gpt", "--plan", str(plan), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "batch 8" in done.stdout
