@@ -317,7 +317,9 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # torch._dynamo: the first optimizer step of a process imports it, which takes over a second.
-    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torsh_distributed"):
+    # The strategies are in files that data-parallel jobs never import: half a second for each rank.
+    ours = ("torsh_distributed", "torsh_distributed.train", "torsh_distributed.parallel.composed")
+    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours):
         importlib.import_module(module)
     zygote = os.getpid()
     while True:

@@ -49,13 +49,16 @@ def run(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
     return [value for pair in zip(out, norms, strict=True) for value in pair]
 
 
-def train_all(cases: list[tuple[str, Plan]]) -> list[list[float]]:
-    return [run(engine_of(kind, plan, is_function=number % 2 == 1)) for number, (kind, plan) in enumerate(cases)]
+def train_all(cases: list[tuple[str, Plan]], num_steps: int) -> list[list[float]]:
+    return [
+        run(engine_of(kind, plan, is_function=number % 2 == 1), 0, num_steps)
+        for number, (kind, plan) in enumerate(cases)
+    ]
 
 
-def check(world: World, cases: list[tuple[str, Plan]], num_ranks: int, backend: str = "torsh") -> None:
-    expected = {kind: train_alone(kind, num_steps=STEPS, clip=CLIP, num_layers=4) for kind, _ in cases}
-    for results in world.run(train_all, cases, num_ranks=num_ranks, backend=backend, timeout_s=90):
+def check(world: World, cases: list[tuple[str, Plan]], num_ranks: int, num_steps: int = STEPS) -> None:
+    expected = {kind: train_alone(kind, num_steps=num_steps, clip=CLIP, num_layers=4) for kind, _ in cases}
+    for results in world.run(train_all, cases, num_steps, num_ranks=num_ranks, backend="torsh", timeout_s=90):
         for (kind, plan), values in zip(cases, results, strict=True):
             assert values == pytest.approx(expected[kind], abs=1e-4, rel=1e-4), (kind, plan.mesh.equation)
 
@@ -100,6 +103,7 @@ def test_three_axes(world: World) -> None:
             ("tied", plan_of(MeshConfig(dp=2, shard=2, tp=2))),
         ],
         8,
+        num_steps=2,
     )
 
 
