@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.bed.world import World
 from tests.parallel.composed.test_combinations import (
@@ -21,7 +22,7 @@ from tests.parallel.composed.test_combinations import (
     plan_of,
     run,
 )
-from tests.parallel.reference import batches, build, train_alone
+from tests.parallel.reference import LENGTH, VOCABULARY, batches, build, train_alone
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.composed import PipelineStages
 from torsh_distributed.plan import (
@@ -96,6 +97,51 @@ def test_state_of_sharded_stages_goes_on_at_other_layouts(world: World) -> None:
     for results in world.run(save_and_resume, plans, num_ranks=4, backend="torsh", timeout_s=90):
         for values in results:
             assert values == pytest.approx(reference("tied")[2 * 2 :], abs=1e-4, rel=1e-4)
+
+
+class Direct(nn.Module):
+    """Its own forward reads parameters, in the first stage and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.token = nn.Embedding(VOCABULARY, 16)
+        self.place = nn.Parameter(torch.randn(LENGTH, 16))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(VOCABULARY))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.token(ids) + self.place
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden) + self.bias
+
+
+def train_direct() -> tuple[list[float], dict[str, Tensor], bool]:
+    model = Direct()
+    plan = plan_of(MeshConfig(dp=1, shard=2, pp=2), pipeline=TWO)
+    engine = parallelize(model, torch.optim.AdamW(model.parameters(), lr=5e-3), plan, loss_fn=next_character_loss)
+    values = run(engine, 0, 2)
+    is_sharded = all(isinstance(param, DTensor) for param in engine.unwrapped.parameters())
+    return values, engine.state_dict()["model"], is_sharded
+
+
+def test_parameters_that_the_model_reads_itself_are_sharded_with_its_stages(world: World) -> None:
+    model = Direct()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    expected = []
+    for inputs, targets in batches(STEPS)[:2]:
+        optimizer.zero_grad()
+        loss = next_character_loss(model(inputs), targets)
+        loss.backward()
+        expected += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()]
+        optimizer.step()
+    for values, state, is_sharded in world.run(train_direct, num_ranks=4, backend="torsh", timeout_s=60):
+        assert values == pytest.approx(expected, abs=1e-4)
+        assert is_sharded
+        for name, param in model.state_dict().items():
+            torch.testing.assert_close(state[name], param, atol=1e-4, rtol=0)
 
 
 # --- low precision ------------------------------------------------------------------------------------------------
