@@ -151,8 +151,11 @@ def _gate_of(plan: Plan, key: str) -> str | None:
 
 
 def _gate_of_buckets(plan: Plan, key: str) -> str | None:
-    """Buckets are for whole gradients on replicas: shards, pages and stages send theirs in pieces of their own."""
-    if plan.mesh.pp > 1:
+    """Buckets are for whole gradients on replicas: shards and pages send theirs in pieces of their own.
+
+    Stages of a pipeline fill buckets too, but once their backward is over, so that only the size means something.
+    """
+    if plan.mesh.pp > 1 and key not in ("ddp.enabled", "ddp.max_bucket_size_mb"):
         return "mesh.pp"
     if key == "ddp.broadcast_buffers" or plan.mesh.ep > 1:
         return None
