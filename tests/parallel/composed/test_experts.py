@@ -124,6 +124,7 @@ def test_experts_beside_each_other_axis_and_its_settings(world: World) -> None:
             (PIECES, FEW, plan_of(MeshConfig(ep=2, tp=2), tensor=SPLIT, training=TWICE, activation=AGAIN)),
             (PIECES, FEW, plan_of(MeshConfig(ep=2, cp=2), training=TWICE, activation=AGAIN)),
             (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), ZERO_BUBBLE)),
+            (PIECES, FEW, plan_of(MeshConfig(dp=1, shard=2, pp=2), INTERLEAVED)),
             (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), INTERLEAVED, activation=AGAIN)),
         ],
     )

@@ -67,6 +67,7 @@ def test_stages_share_sequences(world: World) -> None:
         [
             ("llama", plan_of(shared, pipeline=TWO, activation=RECOMPUTED)),
             ("tied", plan_of(shared, pipeline=INTERLEAVED, training={"gradient_accumulation": 2})),
+            ("llama", plan_of(MeshConfig(dp=1, shard=2, cp=2))),
         ],
         4,
     )
