@@ -141,6 +141,8 @@ def test_three_axes(world: World) -> None:
             (WHOLE, FEW, plan_of(MeshConfig(dp=1, ep=2, shard=2, tp=2))),
             (WHOLE, FEW, plan_of(MeshConfig(dp=2, ep=2, cp=2))),
             (PIECES, FEW, plan_of(MeshConfig(dp=1, ep=2, tp=2, pp=2), tensor=SPLIT)),
+            (PIECES, FEW, plan_of(MeshConfig(dp=1, ep=2, shard=2, pp=2))),
+            (PIECES, FEW, plan_of(MeshConfig(dp=1, ep=2, cp=2, pp=2))),
         ],
     )
 

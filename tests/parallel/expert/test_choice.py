@@ -108,6 +108,7 @@ def refusals() -> list[str]:
         lambda: engine_for({"ep": 2}, CONFIG.replace(capacity_factor=2.0)),
         lambda: engine_for({"ep": 1, "shard": 2}, fsdp={"strategy": "shard_optimizer"}),
         lambda: engine_for({"ep": 2}, offload={"enabled": True}),
+        lambda: engine_for({"cp": 2}, compress={"method": "topk"}),
         lambda: engine_with(CONFIG.replace(overflow="drop"), {"cp": 2}),
         lambda: engine_with(CONFIG.replace(router_jitter=0.1), {"tp": 2}),
         lambda: engine_with(CONFIG, {"pp": 2}, group=dist.group.WORLD),
@@ -126,6 +127,10 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
             "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not go with experts yet",
             "offload.enabled does not go with experts yet",
+            (
+                "compress.method = 'topk' is for plain data parallelism: the model has experts, "
+                "whose gradients travel by another way"
+            ),
             (
                 "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: who finds room goes by the order of "
                 "tokens, and no rank has them in the order of the batch"

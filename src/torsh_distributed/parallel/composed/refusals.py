@@ -50,5 +50,10 @@ def _of_gradients(plan: Plan) -> Iterator[Clash]:
     hint = "leave it out, or add replicas: mesh.dp above 1; no gradients are averaged here"
     yield names, of_buckets and is_alone, hint
     yield f"compress.method = {plan.compress.method}", plan.compress.method != "none" and is_alone, hint
+    yield (
+        f"compress.method = {plan.compress.method} with mesh.shard",
+        plan.compress.method != "none" and plan.mesh.shard > 1 and plan.mesh.cp > 1,
+        "leave one of the two out, or use mesh.dp in place of mesh.shard",
+    )
     reduce_dtype = plan.precision.reduce_dtype
     yield f"precision.reduce_dtype = {reduce_dtype}", reduce_dtype != "same" and is_alone, hint
