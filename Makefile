@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 
-.PHONY: train test lint docs bench benchcheck clean help
+.PHONY: train test matrix lint docs bench benchcheck clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
@@ -25,6 +25,9 @@ train: $(READY) ## set up and train a small GPT on two local workers
 
 test: $(READY) ## set up and run every test this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+matrix: $(READY) ## the long form of the tables of combinations, which `make test` has in short
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, layer contracts
 	$(BIN)/ruff check .

@@ -108,8 +108,11 @@ def test_the_loss_scale_may_change_under_compression(world: World, feedback: str
 
 def refuse() -> None:
     for plan, text in (
-        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "the plan splits the model itself"),
-        ({"precision": {"reduce_dtype": "bf16"}, "mesh": {"tp": 2}}, "precision.reduce_dtype = 'bf16' is for plain"),
+        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "does not go together with tp 2"),
+        (
+            {"precision": {"reduce_dtype": "bf16"}, "mesh": {"tp": 2}},
+            "precision.reduce_dtype = bf16 does not go together",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=text):
             engine(plan)

@@ -109,6 +109,7 @@ def test_each_axis_with_all_experts_on_every_rank(world: World) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_experts_beside_each_other_axis_and_its_settings(world: World) -> None:
     check(
         world,
@@ -130,7 +131,7 @@ def test_experts_beside_each_other_axis_and_its_settings(world: World) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_three_axes(world: World) -> None:
     check(
         world,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.bed.world import World
 from tests.parallel.reference import batches, build, train_alone
@@ -101,3 +102,37 @@ def refuse() -> None:
 
 def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
     world.run(refuse, num_ranks=2)
+
+
+class Counting(nn.Module):
+    """Keeps count of the rows that passed through it, as a batch norm keeps their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.num_rows: Tensor
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_rows += len(x)
+        return functional.dropout(self.linear(x), 0.5)
+
+
+def count_rows() -> list[int]:
+    group = dist.group.WORLD
+    assert group is not None
+    config = PipelineConfig(schedule="one_f_one_b", num_microbatches=2)
+    model = nn.Sequential(Counting(), Counting())
+    pipe = PipelineParallel(model, config, group=group, loss_fn=functional.mse_loss)
+    torch.manual_seed(0)
+    pipe.step(torch.ones(6, 4), torch.ones(6, 4))
+    drawn = float(torch.rand(()))
+    torch.manual_seed(0)
+    for _ in range(2):
+        functional.dropout(torch.ones(3, 4), 0.5)
+    assert drawn == float(torch.rand(())), "random numbers were drawn for the microbatches alone"
+    return [int(buffer) for buffer in pipe.module.buffers()]
+
+
+def test_finding_out_shapes_leaves_no_trace_in_the_stages(world: World) -> None:
+    assert world.run(count_rows) == [[6], [6]]

@@ -19,6 +19,7 @@ from torsh_distributed.parallel.expert.grouped import can_group, segments_of
 from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
 from torsh_distributed.parallel.expert.stats import RoutingStats
+from torsh_distributed.parallel.probing import is_probing
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 carried_loss: ContextVar[Tensor | None] = ContextVar("carried_loss", default=None)
@@ -184,6 +185,8 @@ class MoELayer(nn.Module):
         return [everyone.index(rank) for rank in dist.get_process_group_ranks(self.group)]
 
     def _observe(self, decision: RoutingDecision) -> None:
+        if is_probing():
+            return
         if self.training and self.config.rebalance_threshold is not None:
             total = max(int(decision.demand.sum()), 1)
             now = [count / total for count in decision.demand.tolist()]

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
+from torsh_distributed.parallel.probing import probing
 
 
 @dataclass
@@ -27,11 +28,24 @@ class Stopwatch:
 
 
 class TimedStage(PipelineStage):
-    """Torch's stage; every forward and backward of a microbatch is noted with its time."""
+    """Torch's stage; every forward and backward of a microbatch is noted with its time.
+
+    Before the first step torch finds out shapes by a forward on whatever lies in memory: that leaves no trace here.
+    """
 
     def __init__(self, *args: Any, stopwatch: Stopwatch, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stopwatch = stopwatch
+
+    # The probe of torch 2.13, and that of torch 2.11; each has only one of them.
+    @override
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with probing(self.submod):
+            return super()._forward_metadata_inference(*args, **kwargs)
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with probing(self.submod):
+            return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]  # not in torch 2.13
 
     @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

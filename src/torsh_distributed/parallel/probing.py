@@ -1,0 +1,33 @@
+"""Forwards that only find out shapes: what they compute is worth nothing, and must leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_num_probes = 0
+
+
+def is_probing() -> bool:
+    """Whether the present forward is a probe: modules that learn from what passes through them look away then."""
+    return _num_probes > 0
+
+
+@contextmanager
+def probing(module: nn.Module) -> Iterator[None]:
+    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, and the random numbers of the
+    host are afterwards as before."""
+    global _num_probes
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    _num_probes += 1
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        _num_probes -= 1
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
