@@ -159,6 +159,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Links that work in the repository are made to work on the site."""
     if page.file.src_uri == "benchmarks.md":
         return markdown.replace("](../benchmarks/results/", "](benchmarks/")
+    if page.file.src_uri.startswith("guides/"):
+        return markdown.replace("](../../benchmarks/results/", "](../benchmarks/")
     if page.file.src_uri in ADOPTED:
         return markdown.replace("](docs/", "](")
     return markdown
