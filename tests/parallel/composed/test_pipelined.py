@@ -89,6 +89,7 @@ def save_and_resume(plans: list[Plan]) -> list[list[float]]:
     return out
 
 
+@pytest.mark.matrix
 def test_state_of_sharded_stages_goes_on_at_other_layouts(world: World) -> None:
     plans = [
         plan_of(MeshConfig(dp=1, shard=2, pp=2), pipeline=TWO),
