@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.bed.world import World
 from tests.parallel.models import build, data, flat, steps_of_one_process
@@ -22,7 +23,11 @@ COMPRESS = {"method": "topk:0.1", "warmup_steps": 1, "skip_below_numel": 100, "s
 def engine(plan: dict[str, Any]) -> Engine:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return parallelize(model, optimizer, Plan.from_dict(plan), loss_fn=nn.functional.mse_loss)
+    return parallelize(model, optimizer, Plan.from_dict(plan), loss_fn=_loss)
+
+
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs.float(), targets)  # shards in fp16 give halves
 
 
 def steps(trained: Engine, count: int) -> list[Tensor]:
@@ -31,8 +36,14 @@ def steps(trained: Engine, count: int) -> list[Tensor]:
     found = []
     for _ in range(count):
         trained.step((points[rank::size], targets[rank::size]))
-        found.append(flat(trained.unwrapped))
+        found.append(_whole(trained.unwrapped))
     return found
+
+
+def _whole(model: nn.Module) -> Tensor:
+    """All parameters one after the other, also where ranks hold shards of them."""
+    values = (param.full_tensor() if isinstance(param, DTensor) else param for param in model.parameters())
+    return torch.cat([value.detach().flatten() for value in values])
 
 
 def train_as_planned(plans: list[dict[str, Any]]) -> list[tuple[list[Tensor], Any]]:
@@ -89,21 +100,24 @@ def test_training_under_compression_resumes_with_the_same_bits(world: World, fee
     world.run(resume, feedback, timeout_s=60)
 
 
-def train_in_half(feedback: str) -> None:
+def train_in_half(feedback: str, mesh: dict[str, int]) -> None:
     """A loss scale that doubles every second step changes nothing: what was left out is scaled with it."""
     ends = []
     for interval in (2, 1000):
-        precision = {"dtype": "fp16", "init_loss_scale": 64.0, "loss_scale_growth_interval": interval}
-        trained = engine({"compress": {**COMPRESS, "error_feedback": feedback}, "precision": precision})
+        precision: dict[str, Any] = {"dtype": "fp16", "init_loss_scale": 64.0, "loss_scale_growth_interval": interval}
+        if mesh:  # shards are computed with in fp16: the norm's means must follow
+            precision["buffer_dtype"] = "fp16"
+        compress = {**COMPRESS, "error_feedback": feedback}
+        trained = engine({"compress": compress, "precision": precision, "mesh": mesh})
         ends.append(steps(trained, 8)[-1])
         assert trained.precision.loss_scale == (1024.0 if interval == 2 else 64.0)
     start = flat(build())
     assert float((ends[0] - ends[1]).norm()) < 0.02 * float((ends[0] - start).norm())
 
 
-@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
-def test_the_loss_scale_may_change_under_compression(world: World, feedback: str) -> None:
-    world.run(train_in_half, feedback, timeout_s=60)
+@pytest.mark.parametrize(("feedback", "mesh"), [("ef14", {}), ("ef21", {}), ("ef14", {"dp": 1, "shard": 2})])
+def test_the_loss_scale_may_change_under_compression(world: World, feedback: str, mesh: dict[str, int]) -> None:
+    world.run(train_in_half, feedback, mesh, timeout_s=60)
 
 
 def refuse() -> None:

@@ -87,6 +87,11 @@ class Sharded(Strategy):
         super().load_whole_state(optimizer, state)
 
     @override
+    def rescale(self, factor: float) -> None:
+        if self.wrapped.compressor is not None:
+            self.wrapped.compressor.rescale(factor)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         compressor = self.wrapped.compressor
         return {} if compressor is None else {"compressor": compressor.state_dict()}

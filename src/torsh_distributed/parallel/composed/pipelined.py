@@ -125,6 +125,8 @@ class PipelineStages(OnMesh):
     def rescale(self, factor: float) -> None:
         if self._average.compressor is not None:
             self._average.compressor.rescale(factor)
+        if self._shards is not None:
+            self._shards.rescale(factor)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -135,15 +137,6 @@ class PipelineStages(OnMesh):
         (self._average if self._shards is None else self._shards).load_state_dict(state)
 
     @override
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()
-        return super().whole_state(optimizer)
-
-    @override
-    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
-        self._reshard()
-        super().load_whole_state(optimizer, state_)
-
     def _reshard(self) -> None:
         if self._shards is not None:
             self._shards.reshard()

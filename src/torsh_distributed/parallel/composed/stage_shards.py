@@ -62,6 +62,12 @@ class StageShards:
         for part in self.parts.values():
             part.reshard()
 
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on."""
+        for part in self.parts.values():
+            if part.compressor is not None:
+                part.compressor.rescale(factor)
+
     def state_dict(self) -> dict[str, Any]:
         """What compression left out so far, by stage."""
         return {

@@ -91,8 +91,12 @@ class OnMesh(Strategy):
     def _names(self) -> Mapping[str, str]:
         return {}
 
+    def _reshard(self) -> None:
+        """Free what was left gathered, as after evaluation."""
+
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._reshard()
         return {
             "model": state.model_state(self._spread),
             "optimizer": state.optimizer_state(self._spread, self.unwrapped, optimizer),
@@ -100,6 +104,7 @@ class OnMesh(Strategy):
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+        self._reshard()
         state.load_model_state(self._spread, state_["model"])
         state.load_optimizer_state(self._spread, self.unwrapped, optimizer, state_["optimizer"])
 
@@ -199,15 +204,6 @@ class Composed(OnMesh):
         return super().clip_grad_norm(max_norm)
 
     @override
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()
-        return super().whole_state(optimizer)
-
-    @override
-    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
-        self._reshard()
-        super().load_whole_state(optimizer, state_)
-
     def _reshard(self) -> None:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.reshard()
