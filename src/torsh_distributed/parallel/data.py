@@ -14,7 +14,7 @@ from typing_extensions import Unpack, override
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mean import mean_over
-from torsh_distributed.parallel.strategy import PendingMean, Strategy
+from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import BucketConfig, Plan
 from torsh_distributed.plan.distributed import DistributedConfig
 
@@ -85,13 +85,13 @@ class DataParallel(Strategy):
         return nullcontext() if is_last else self._ddp.no_sync()
 
     @override
-    def mean_loss(self, loss: Tensor) -> PendingMean:
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
         return mean_over(loss, self._group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         # After backward every rank holds the same averaged gradients: the local norm is the norm.
-        return float(nn.utils.clip_grad_norm_(self._ddp.parameters(), max_norm))
+        return nn.utils.clip_grad_norm_(self._ddp.parameters(), max_norm)
 
     @override
     def take_comm_s(self) -> float | None:

@@ -12,7 +12,7 @@ from torsh_distributed.comm.collectives import all_reduce
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float | None) -> float:
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm` (None only measures); returns it as it was.
 
     Every rank calls this with the same parameters; sharded gradients are summed over the ranks that hold the rest, and
@@ -34,14 +34,14 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float | None) -> float:
                 all_reduce(square, group=grads[0].device_mesh.get_group(axis))
         squares.append(square)
     if not squares:
-        return 0.0
+        return torch.zeros(())
     norm = torch.stack(squares).sum().sqrt()
     if max_norm is not None:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for tensors in (local, *([grad.to_local() for grad in grads] for grads in by_place.values())):
             if tensors:
                 torch._foreach_mul_(tensors, scale.to(tensors[0].device))
-    return float(norm)
+    return norm
 
 
 def _square(grads: list[Tensor]) -> Tensor:

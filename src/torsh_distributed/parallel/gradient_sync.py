@@ -51,8 +51,9 @@ class _Parcel:
     index: int
     is_last: bool
     buffer: Tensor
-    names: list[str]
+    names: tuple[str, ...]
     gradients: list[Tensor]
+    """Views of the buffer; empty where only the whole of it is needed."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +95,7 @@ class GradientSync:
         self._travelling: list[Future[Tensor]] = []
         self._watched = -1
         self._infos: dict[int, BucketInfo] = {}
+        self._layout: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self.is_bucketed = is_bucketed
         self.has_pending = False
         """Whether backward left gradients that have not been averaged yet."""
@@ -128,15 +130,18 @@ class GradientSync:
     def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket that is complete on this rank; the future is its buffer, which never fails."""
         self._watch_backward()
+        # On a GPU this runs while the device waits for kernels: views nobody looks at are not made.
+        is_whole = self.is_bucketed and not self._hooks and self._compressor is None
         parcel = _Parcel(
             bucket.index(),
             bucket.is_last(),
             bucket.buffer(),
-            [self._names[id(param)] for param in bucket.parameters()],
-            bucket.gradients(),
+            self._names_in(bucket),
+            [] if is_whole else bucket.gradients(),
         )
         self._note(parcel)
-        self._call_hooks(parcel.names, parcel.gradients)
+        if self._hooks:
+            self._call_hooks(parcel.names, parcel.gradients)
         if self._overlap:
             return self._awaited(self._launch(parcel))
         whole: Future[Tensor] = self._awaited(Future(devices=self._devices))
@@ -147,10 +152,19 @@ class GradientSync:
                 self._launch(each).then(_forward_to(result))
         return whole
 
+    def _names_in(self, bucket: dist.GradBucket) -> tuple[str, ...]:
+        ids = tuple(map(id, bucket.parameters()))
+        known = self._layout.get(bucket.index())
+        if known is None or known[0] != ids:  # DDP packs anew after its first backward
+            known = self._layout[bucket.index()] = (ids, tuple(self._names[one] for one in ids))
+        return known[1]
+
     def _note(self, parcel: _Parcel) -> None:
-        self._infos[parcel.index] = BucketInfo(
-            index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=tuple(parcel.names)
-        )
+        info = self._infos.get(parcel.index)
+        if info is None or info.parameter_names is not parcel.names:
+            self._infos[parcel.index] = BucketInfo(
+                index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=parcel.names
+            )
         if parcel.is_last:
             self._infos = {index: info for index, info in self._infos.items() if index <= parcel.index}
             self.clock.note_ready()

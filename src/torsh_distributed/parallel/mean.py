@@ -9,18 +9,19 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.comm.work import Work
-from torsh_distributed.parallel.strategy import PendingMean
+from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.strategy import PendingNumber
 
 
-def mean_over(value: Tensor, group: dist.ProcessGroup) -> PendingMean:
+def mean_over(value: Tensor, group: dist.ProcessGroup) -> PendingNumber:
     """Start averaging a scalar over the group; every rank of it calls this. `value` is left as it is.
 
     On our own CPU backends it travels when it is waited for: a small synchronous sum there costs less than waking the
     thread that would do it meanwhile.
     """
     sent = value.detach().float() / group.size()
-    if group.size() == 1 and not sent.is_cuda:
-        return _KnownMean(sent)
+    if group.size() == 1:
+        return HostValue(sent)
     if not sent.is_cuda and dist.get_backend(group) in _QUICK_BACKENDS:
         return _LateMean(sent, group)
     work = all_reduce(sent, group=group, async_op=True)
@@ -30,16 +31,7 @@ def mean_over(value: Tensor, group: dist.ProcessGroup) -> PendingMean:
 _QUICK_BACKENDS = ("torsh", "shm")
 
 
-class _KnownMean(PendingMean):
-    def __init__(self, mean: Tensor) -> None:
-        self._mean = mean
-
-    @override
-    def wait(self) -> float:
-        return float(self._mean)
-
-
-class _LateMean(PendingMean):
+class _LateMean(PendingNumber):
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._sent = sent
         self._group = group
@@ -49,7 +41,7 @@ class _LateMean(PendingMean):
         return float(all_reduce(self._sent, group=self._group))
 
 
-class _StartedMean(PendingMean):
+class _StartedMean(PendingNumber):
     def __init__(self, work: Work[Tensor]) -> None:
         self._work = work
 
@@ -58,20 +50,16 @@ class _StartedMean(PendingMean):
         return float(self._work.wait())
 
 
-class _CudaMean(PendingMean):
+class _CudaMean(PendingNumber):
     """Copied to the host beside the computation: reading it does not wait for kernels queued later."""
 
     def __init__(self, work: Work[Tensor], sent: Tensor) -> None:
-        self._host = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
         aside = torch.cuda.Stream(sent.device)  # type: ignore[no-untyped-call]  # untyped in torch
         aside.wait_stream(torch.cuda.current_stream(sent.device))
         with torch.cuda.stream(aside):
-            self._host.copy_(work.wait(), non_blocking=True)
+            self._mean = HostValue(work.wait())
             sent.record_stream(aside)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            self._arrived.record(aside)
 
     @override
     def wait(self) -> float:
-        self._arrived.synchronize()
-        return float(self._host)
+        return self._mean.wait()

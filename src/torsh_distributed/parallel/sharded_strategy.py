@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.sharded import FullyShardedDataParallel
-from torsh_distributed.parallel.strategy import PendingMean, Strategy
+from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class Sharded(Strategy):
             self.wrapped.set_gradient_sync(True)
 
     @override
-    def mean_loss(self, loss: Tensor) -> PendingMean:
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
         return mean_over(loss, self._mesh.data_group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         return self.wrapped.clip_grad_norm(max_norm)
 
     @override

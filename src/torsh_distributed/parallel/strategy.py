@@ -73,12 +73,15 @@ class Strategy(ABC):
         """Around forward, and again around backward, of a microbatch: the last of a step brings gradients together."""
 
     @abstractmethod
-    def mean_loss(self, loss: Tensor) -> PendingMean:
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
         """Start averaging a scalar over the parts of the batch; every rank calls this at the same point of a step."""
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns it as it was."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
+
+        A scalar, as in torch: on a GPU nobody waits for it here.
+        """
 
     @abstractmethod
     def take_comm_s(self) -> float | None:
@@ -111,12 +114,12 @@ class Strategy(ABC):
         whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
 
 
-class PendingMean(ABC):
-    """A mean on its way: it travels while backward computes."""
+class PendingNumber(ABC):
+    """A number on its way: it travels while the device computes."""
 
     @abstractmethod
     def wait(self) -> float:
-        """The mean, once it has arrived."""
+        """The number, once it has arrived."""
 
 
 def check_one_device(model: nn.Module) -> torch.device:

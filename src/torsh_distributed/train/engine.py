@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ from torsh_distributed import events
 from torsh_distributed.comm import process_group
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
-from torsh_distributed.parallel.strategy import PendingMean, Strategy
+from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
+from torsh_distributed.train.guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
@@ -34,7 +37,7 @@ class _Update:
 
     started: float = field(default_factory=time.monotonic)
     losses: list[Tensor] = field(default_factory=list)
-    mean: PendingMean | None = None
+    mean: PendingNumber | None = None
     num_samples: int | None = None
     share: float = 1.0
     """What the present microbatch is of this rank's batch."""
@@ -183,11 +186,12 @@ class Engine:
                 if scale is None:
                     self._require_finite("the loss", loss, update)
                 is_done = self.precision.unscale(self.optimizer)
-                if is_done and self.plan.training.gradient_clipping is not None:
-                    grad_norm = self.strategy.clip_grad_norm(self.plan.training.gradient_clipping)
-                    self._require_finite("the norm of the gradient", grad_norm)
-                with self.learning_rate.updating(self.num_steps) as rate:
+                with (
+                    self._clipped(clip=is_done, is_scaled=scale is not None) as norm,
+                    self.learning_rate.updating(self.num_steps) as rate,
+                ):
                     self.precision.update(self.optimizer)
+                grad_norm = self._finite_norm(norm)
             finally:
                 self.optimizer.zero_grad(set_to_none=True)
         new_scale = self.precision.loss_scale
@@ -292,6 +296,29 @@ class Engine:
 
     def _place(self) -> list[int]:
         return [process_group.get_rank(), process_group.get_world_size()]
+
+    @contextmanager
+    def _clipped(self, *, clip: bool, is_scaled: bool) -> Iterator[HostValue | None]:
+        """Around the update: gradients clipped as the plan says, and no update if they are not finite; the norm."""
+        max_norm = self.plan.training.gradient_clipping
+        if max_norm is None or not clip:
+            yield None
+            return
+        total = self.strategy.clip_grad_norm(max_norm)
+        norm = HostValue(total)
+        if not is_scaled and decides_on_device(self.optimizer, total):
+            with only_if_finite(self.optimizer, total):
+                yield norm
+        else:
+            self._finite_norm(norm)
+            yield norm
+
+    def _finite_norm(self, norm: HostValue | None) -> float | None:
+        if norm is None:
+            return None
+        value = norm.wait()
+        self._require_finite("the norm of the gradient", value)
+        return value
 
     def _require_finite(self, what: str, value: float, update: _Update | None = None) -> None:
         """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""

@@ -20,7 +20,7 @@ def clip_over_mesh(
     copies: Callable[[str, bool], int],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> float:
+) -> Tensor:
     """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
 
     Each rank adds up the squares of what it holds, divided by the number of ranks that hold the same: the sum over the
@@ -37,4 +37,4 @@ def clip_over_mesh(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for held in local:
         held.mul_(scale.to(held.dtype))
-    return float(norm)
+    return norm

@@ -19,7 +19,7 @@ from torsh_distributed.parallel.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.parallel.sharded_strategy import Sharded
-from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingMean, Strategy
+from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import param_cuts
 from torsh_distributed.parallel.whole_state import named_params, plain_name
 
@@ -63,11 +63,11 @@ class OnMesh(Strategy):
         return True
 
     @override
-    def mean_loss(self, loss: Tensor) -> PendingMean:
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
         return mean_over(loss, self._mesh.group(*GRADIENT_AXES))
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         return clip_over_mesh(
             named_params(self.unwrapped).items(),
             max_norm,
@@ -198,7 +198,7 @@ class Composed(OnMesh):
             self._inner.load_state_dict(state_)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.average_replicated()
         return super().clip_grad_norm(max_norm)

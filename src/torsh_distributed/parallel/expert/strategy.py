@@ -84,7 +84,7 @@ class ExpertDataParallel(DataParallel):
             self._is_last = True
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
         experts = [param.grad for param in self._experts if param.grad is not None]
         held = {id(grad) for grad in experts}
         others = [param.grad for param in self.unwrapped.parameters() if param.grad is not None]
@@ -94,7 +94,7 @@ class ExpertDataParallel(DataParallel):
         shared = nn.utils.get_total_norm(others).double().square()
         norm = (all_reduce(spread, group=self._ep) + shared.to(spread.device)).sqrt()
         nn.utils.clip_grads_with_norm_(self.unwrapped.parameters(), max_norm, norm)
-        return float(norm)
+        return norm
 
     @override
     def take_comm_s(self) -> float | None:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from torsh_distributed import events
 from torsh_distributed.comm.collectives import broadcast
 from torsh_distributed.parallel.buckets import bucket_reducer
+from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.offload.adam import require_adam
 from torsh_distributed.parallel.offload.forecast import Forecast
@@ -44,7 +45,7 @@ from torsh_distributed.parallel.offload.tiers import Ledger
 from torsh_distributed.parallel.offload.together import together
 from torsh_distributed.parallel.offload.units import Unit, build_units
 from torsh_distributed.parallel.replicas import broadcast_from_first
-from torsh_distributed.parallel.strategy import PendingMean, Strategy, check_one_device
+from torsh_distributed.parallel.strategy import PendingNumber, Strategy, check_one_device
 from torsh_distributed.plan.distributed import DistributedConfig
 from torsh_distributed.plan.offload import OffloadConfig
 
@@ -157,14 +158,14 @@ class PagedDataParallel(Strategy):
         return self._accumulating(is_last)
 
     @override
-    def mean_loss(self, loss: Tensor) -> PendingMean:
-        return _Value(loss) if self._group is None else mean_over(loss, self._group)
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
+        return HostValue(loss.detach()) if self._group is None else mean_over(loss, self._group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> float:
-        norm = float(self._gradients.norm())
-        if norm > max_norm and self._optimizer is not None:
-            self._optimizer.divide_grads((norm + 1e-6) / max_norm)
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm = self._gradients.norm()
+        if float(norm) > max_norm and self._optimizer is not None:
+            self._optimizer.divide_grads((float(norm) + 1e-6) / max_norm)
         return norm
 
     @override
@@ -269,17 +270,6 @@ class PagedDataParallel(Strategy):
     def _after_step(self) -> None:
         self._ladder.relieve()
         self._pager.end_step()
-
-
-class _Value(PendingMean):
-    """The mean over one rank."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value.detach()
-
-    @override
-    def wait(self) -> float:
-        return float(self._value)
 
 
 def _guess(units: Sequence[Unit]) -> list[int]:
