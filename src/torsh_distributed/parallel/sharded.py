@@ -149,9 +149,9 @@ class FullyShardedDataParallel(nn.Module):
             )
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
-        self._fill_slots(mesh.size(-1))
+        self._fill_slots(mesh.size(-1), mesh.get_group(mesh.ndim - 1))
 
-    def _fill_slots(self, num_shards: int) -> None:
+    def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""
         method, compressor = self.config.gather_codec, self.compressor
         has_replicas = self.mesh.layout.degree("dp") > 1
@@ -167,14 +167,14 @@ class FullyShardedDataParallel(nn.Module):
             ]
             stream = stream_of([name])
             gathering = EncodedAllGather(method, stream, self.tally) if method != "none" else None
-            piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally))
+            piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally, group))
             if compressor is not None and not has_replicas:
                 piece.set_custom_reduce_scatter(CompressedReduceScatter(name, segments, compressor, self.tally))
                 continue
-            piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally))
+            piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally, group))
             if compressor is not None:
-                group = self.mesh.group("dp")
-                piece.set_all_reduce_hook(replica_average(name, segments, compressor, group, self.tally))
+                replicas = self.mesh.group("dp")
+                piece.set_all_reduce_hook(replica_average(name, segments, compressor, replicas, self.tally))
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class FullyShardedDataParallel(nn.Module):
         """Average the gradients of what is not sharded, unless that was done since the last step."""
         self._replicated.average()
 
-    def clip_grad_norm(self, max_norm: float | None) -> float:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most this norm over the whole model (None: only measure it); returns the norm."""
         self.average_replicated()
         return clip_grad_norm(self.module.parameters(), max_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -14,10 +15,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.common import common_buffer
 
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_CPU = torch.device("cpu")
 
 
 class CommTally:
@@ -71,10 +76,16 @@ class Empty:
 
 
 class TalliedAllGather(Empty, AllGather):
-    """FSDP2's own all-gather, counted."""
+    """FSDP2's own all-gather, counted; on one node of CPUs into memory that the ranks share, without a copy."""
 
-    def __init__(self, tally: CommTally) -> None:
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
         self._tally = tally
+        self._group = group
+
+    @override
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "gathered") if device == _CPU else None
+        return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override
     def __call__(
@@ -88,10 +99,21 @@ class TalliedAllGather(Empty, AllGather):
 
 
 class TalliedReduceScatter(Empty, ReduceScatter):
-    """FSDP2's own reduce-scatter, counted."""
+    """FSDP2's own reduce-scatter, counted; on one node of CPUs out of memory that the ranks share."""
 
-    def __init__(self, tally: CommTally) -> None:
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
         self._tally = tally
+        self._group = group
+        self._has_source = False
+
+    @override
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # FSDP2 asks for the source, then for the output, which becomes the gradient and stays.
+        is_source, self._has_source = not self._has_source, not self._has_source
+        shared = None
+        if is_source and device == _CPU:
+            shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "scattered")
+        return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override
     def __call__(
@@ -102,6 +124,7 @@ class TalliedReduceScatter(Empty, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._has_source = False
         started = time.monotonic()
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         self._tally.add_reduction(started, num_bytes=input_tensor.nbytes)

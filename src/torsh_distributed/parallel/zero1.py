@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from torsh_distributed.comm.common import common_buffer
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data import DataParallel, GradientOptions
 from torsh_distributed.parallel.mesh import Mesh
@@ -71,18 +72,27 @@ class ShardedOptimizerState:
     def _gather_rows(self) -> None:
         """Bring the rows that each rank updated into every replica, in messages of about 25 MB of one dtype."""
         trained = {param: shard for param, shard in self._shards.items() if param.requires_grad}
-        group, num_ranks = self._mesh.get_group(), self._mesh.size()
+        group, num_ranks, rank = self._mesh.get_group(), self._mesh.size(), self._mesh.get_local_rank()
         for params in batches(list(trained)):
             lengths = [_rows_per_rank(param, num_ranks) * param[0].numel() for param in params]
-            mine = params[0].new_zeros(sum(lengths))
-            for param, part in zip(params, torch.split(mine, lengths), strict=True):
+            everyone = self._buffer(num_ranks * sum(lengths), params[0])
+            by_rank = [torch.split(part, lengths) for part in everyone.view(num_ranks, -1)]
+            for param, part in zip(params, by_rank[rank], strict=True):
                 local = _local(trained[param]).reshape(-1)
                 part[: local.numel()] = local
-            everyone = mine.new_empty(num_ranks * mine.numel())
-            gather(everyone, mine, group=group)
-            columns = torch.split(everyone.view(num_ranks, -1), lengths, dim=1)
-            for param, column in zip(params, columns, strict=True):
-                param.copy_(column.reshape(-1)[: param.numel()].view_as(param))
+            gather(everyone, everyone.view(num_ranks, -1)[rank], group=group)
+            for owner, parts in enumerate(by_rank):
+                if owner == rank:
+                    continue  # its rows are where they belong
+                for param, part in zip(params, parts, strict=True):
+                    count = _rows_per_rank(param, num_ranks)
+                    rows = param[owner * count : (owner + 1) * count]
+                    rows.copy_(part[: rows.numel()].view(rows.shape))
+
+    def _buffer(self, numel: int, like: Tensor) -> Tensor:
+        """In memory that the ranks of a node share, where there is some: nothing is copied on the way then."""
+        shared = common_buffer(numel, like.dtype, self._mesh.get_group(), "gathered") if like.is_cpu else None
+        return like.new_empty(numel) if shared is None else shared
 
     @staticmethod
     def _exchange(optimizer: Optimizer, new_for: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -8,10 +8,10 @@ unpacks its options, checks its tensors on this rank, before anything is sent, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,22 @@ from torsh_distributed.comm.backends.staging import (
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Rows
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, CommonUse, Rows
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 from torsh_distributed.events import WaitEvent, wanted
 
 _STRIDED = torch.strided
 _Options = TypeVar("_Options")
+
+
+class _TimedOptions(Protocol):
+    """What the options of c10d's collectives have in common."""
+
+    asyncOp: bool  # noqa: N815 - c10d's name
+    timeout: timedelta
+
+
 _ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
@@ -81,21 +90,26 @@ class TorshProcessGroup(GroupLifecycle):
 
         Does nothing and returns False for anything else.
         """
-        if opts.asyncOp or self._refusal is not None or self._coalesced is not None or len(tensors) != 1:
-            return False
-        if wanted(WaitEvent):
+        if len(tensors) != 1:
             return False
         tensor = tensors[0]
         fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
-        if fold is None or not tensor.is_cpu or tensor.layout is not _STRIDED or not tensor.is_contiguous():
+        if fold is None or not _is_plain(tensor):
             return False
-        if opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
+        return self._run_at_once("all_reduce", opts, fold, tensor)
+
+    def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
+        """Run `body(*tensors, call)` in this thread if nothing is before it; whether it ran."""
+        if opts.asyncOp or self._refusal is not None or self._coalesced is not None:
+            return False
+        if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
             return False
         call = self._call_at_once  # only ever used by who has the turn
+        call.operation = operation
         call.timeout_ns = self._timeout_ns
         call.sequence = self._sequence = self._sequence + 1
         try:
-            fold(tensor, call)
+            body(*tensors, call)
         except BaseException as error:
             self._note_failure(error)
             raise
@@ -158,7 +172,24 @@ class TorshProcessGroup(GroupLifecycle):
         self, output: Tensor, source: Tensor, opts: dist.ReduceScatterOptions | None = None
     ) -> dist.Work:
         """Fold a tensor over all ranks and keep this rank's equal part."""
+        if opts is not None and self._reduce_scatter_at_once(output, source, opts):
+            return self._finished
         return self.reduce_scatter_single_coalesced([output], [source], opts, name="reduce_scatter_single")
+
+    def _reduce_scatter_at_once(self, output: Tensor, source: Tensor, opts: dist.ReduceScatterOptions) -> bool:
+        """The short way, as for all-reduce."""
+        key, numel = (hash(opts.reduceOp), output.dtype), output.numel()
+        if source.dtype != output.dtype or source.numel() != numel * self._wire.num_ranks or numel == 0:
+            return False
+        if not _is_plain(output) or not _is_plain(source):
+            return False
+        fold = self._direct_scatter.get(key)
+        if fold is None:
+            op = parse_reduction(opts.reduceOp, output.dtype)
+            if factor_of(opts.reduceOp) is not None or not self._wire.supports(op, output.dtype):
+                return False
+            fold = self._direct_scatter[key] = self._wire.scatter_folder(op, output.dtype)
+        return self._run_at_once("reduce_scatter_single", opts, fold, output, source)
 
     @override
     def reduce_scatter_single_coalesced(
@@ -230,7 +261,18 @@ class TorshProcessGroup(GroupLifecycle):
     @override
     def all_gather_single(self, output: Tensor, source: Tensor, opts: AllgatherOptions | None = None) -> dist.Work:
         """Gather every rank's tensor into one, one after the other."""
+        if opts is not None and self._all_gather_at_once(output, source, opts):
+            return self._finished
         return self.all_gather_single_coalesced([output], [source], opts, name="all_gather_single")
+
+    def _all_gather_at_once(self, output: Tensor, source: Tensor, opts: AllgatherOptions) -> bool:
+        """The short way, as for all-reduce."""
+        numel = source.numel()
+        if source.dtype != output.dtype or output.numel() != numel * self._wire.num_ranks or numel == 0:
+            return False
+        if not _is_plain(output) or not _is_plain(source):
+            return False
+        return self._run_at_once("all_gather_single", opts, self._wire.all_gather_flat, output, source)
 
     @override
     def all_gather_single_coalesced(
@@ -328,6 +370,13 @@ class TorshProcessGroup(GroupLifecycle):
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
+    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+        """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
+
+        Every rank asks for the same sizes in the same order; whether it gets one may differ from rank to rank.
+        """
+        return self._wire.common_buffer(numel, dtype, use)
+
     def takes_rows(self, source: Tensor) -> bool:
         """Whether `exchange_rows` is for rows like these, (rows, …); the same on every rank."""
         row_bytes = math.prod(source.shape[1:]) * source.element_size()
@@ -422,6 +471,11 @@ class TorshProcessGroup(GroupLifecycle):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a wire can take it as it lies, and nothing has to be checked with more than these looks."""
+    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_conj()
 
 
 def _one_by_one(bodies: Sequence[partial[None]], call: Call) -> None:

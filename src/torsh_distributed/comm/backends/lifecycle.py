@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, Wire
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
 from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
@@ -65,6 +65,7 @@ class GroupLifecycle(dist.ProcessGroup):
         self._sequence = 0
         # By pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
         self._direct: dict[tuple[int, torch.dtype], Folder] = {}
+        self._direct_scatter: dict[tuple[int, torch.dtype], ScatterFolder] = {}
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
         self._call_at_once = Call("all_reduce", self._timeout_ns)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +37,15 @@ class Call:
         self.is_background = False
 
 
+CommonUse = Literal["gathered", "scattered"]
+"""What a common buffer is for: the output of an all_gather whose source is a part of it, or the sources, one after the
+other, of a reduce_scatter."""
+
 Folder = Callable[[Tensor, Call], None]
 """An all-reduce of which reduction and dtype are settled."""
+
+ScatterFolder = Callable[[Tensor, Tensor, Call], None]
+"""A reduce-scatter of which they are: the output, and the sources for all ranks in one tensor."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,28 @@ class Wire(ABC):
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
         """Fill `output` with the fold of everybody's sources[this rank]; sizes may differ from rank to rank."""
 
+    def all_gather_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
+        """`all_gather` of equal sizes into one tensor, one after the other; neither is empty."""
+        self.all_gather(torch.split(output.detach().view(-1), source.numel()), source, call)
+
+    def scatter_folder(self, op: ReduceOp, dtype: torch.dtype) -> ScatterFolder:
+        """`reduce_scatter` of equal sizes out of one tensor, for a pair that the wire supports; not of empty ones."""
+
+        def reduce_scatter(output: Tensor, source: Tensor, call: Call) -> None:
+            self.reduce_scatter(output, torch.split(source.detach().view(-1), output.numel()), op, call)
+
+        return reduce_scatter
+
     @abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
         """Fill outputs[r] with rank r's sources[this rank]; sizes may differ from pair to pair."""
+
+    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+        """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
+
+        Every rank asks for the same sizes in the same order. It lasts until nothing refers to it.
+        """
+        return None
 
     def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
         """Whether `exchange_rows` is for rows like these; the same on every rank."""

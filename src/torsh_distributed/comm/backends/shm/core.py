@@ -134,8 +134,11 @@ class Core(Protocol):
         """The ranks that have not come to where this rank waits."""
 
 
-class RowCore(Core, Protocol):
-    """The compiled core alone: rows that are gathered and added up on their way."""
+class NativeCore(Core, Protocol):
+    """The compiled core alone: rows gathered and added up on their way, tensors that lie in the segment."""
+
+    def common(self, use: int, num_bytes: int, /) -> Any | None:
+        """A writable buffer in the segment, given back when nothing refers to it; None if there is no room now."""
 
     def exchange_rows(
         self,

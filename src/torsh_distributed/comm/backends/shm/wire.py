@@ -10,15 +10,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
-from torsh_distributed.comm.backends.shm.core import Core, RowCore
+from torsh_distributed.comm.backends.shm.core import Core, NativeCore
 from torsh_distributed.comm.backends.shm.failures import Failures
 from torsh_distributed.comm.backends.shm.mailroom import Mailroom
 from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import Call, Folder, Rows, Wire
+from torsh_distributed.comm.backends.wire import Call, CommonUse, Folder, Rows, ScatterFolder, Wire
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 
 _CLOSE_TIMEOUT_S = 5.0
+_COMMON_USES: dict[CommonUse, int] = {"gathered": 0, "scattered": 1}
 
 
 class ShmWire(Wire):
@@ -30,7 +31,7 @@ class ShmWire(Wire):
         self.rank = rank
         self.num_ranks = num_ranks
         self._core = core
-        self._row_core = cast("RowCore", core) if hasattr(core, "exchange_rows") else None
+        self._native = cast("NativeCore", core) if hasattr(core, "exchange_rows") else None
         self._segment = segment
         self._failures = Failures(core, rank)
         self._mailroom = Mailroom(core, self._failures)
@@ -107,6 +108,44 @@ class ShmWire(Wire):
             self._failures.raise_for(status, call)
 
     @override
+    def all_gather_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
+        size = source.nbytes
+        status = self._core.all_gather(
+            self._addresses_from(output.data_ptr(), size),
+            (size,) * self.num_ranks,
+            source.data_ptr(),
+            _dtype(source),
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
+    @override
+    def scatter_folder(self, op: ReduceOp, dtype: torch.dtype) -> ScatterFolder:
+        fold, raise_for = self._core.reduce_scatter, self._failures.raise_for
+        dtype_code, reduction = FOLDS[op, dtype]
+
+        def reduce_scatter(output: Tensor, source: Tensor, call: Call) -> None:
+            status = fold(
+                output.data_ptr(),
+                self._addresses_from(source.data_ptr(), output.nbytes),
+                (output.numel(),) * self.num_ranks,
+                dtype_code,
+                reduction,
+                call.timeout_ns,
+                call.is_background,
+            )
+            if status:
+                raise_for(status, call)
+
+        return reduce_scatter
+
+    def _addresses_from(self, first: int, size: int) -> tuple[int, ...]:
+        """Of one part per rank, one after the other: less work than a tensor for each."""
+        return tuple(range(first, first + size * self.num_ranks, size))
+
+    @override
     def gather(self, outputs: Sequence[Tensor] | None, source: Tensor, root: int, call: Call) -> None:
         status = self._core.gather(
             None if outputs is None else _addresses(outputs),
@@ -149,14 +188,21 @@ class ShmWire(Wire):
             self._failures.raise_for(status, call)
 
     @override
+    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+        if self._native is None:
+            return None
+        memory = self._native.common(_COMMON_USES[use], numel * dtype.itemsize)
+        return None if memory is None else torch.frombuffer(memory, dtype=dtype)
+
+    @override
     def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
-        core = self._row_core
+        core = self._native
         return core is not None and dtype == torch.float32 and 0 < row_bytes <= core.max_row_bytes()
 
     @override
     def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows, call: Call) -> None:
-        assert self._row_core is not None, "asked for by takes_rows"
-        status = self._row_core.exchange_rows(
+        assert self._native is not None, "asked for by takes_rows"
+        status = self._native.exchange_rows(
             output.data_ptr(),
             len(output),
             source.data_ptr(),

@@ -42,15 +42,34 @@ static size_t units_per_slot(const tsh_group *group, size_t shares, size_t unit)
 static tsh_signature signature(tsh_operation operation, int dtype, int reduction, int root, size_t amount) {
     uint64_t kind = (uint64_t)operation | (uint64_t)(uint8_t)dtype << 8 | (uint64_t)(uint8_t)reduction << 16 |
                     (uint64_t)(root + 1) << 32;
-    return (tsh_signature){kind, amount};
+    return (tsh_signature){kind, amount, 0};
+}
+
+/* After the first meeting: whether some rank, or every rank, was called with a common buffer, of the same number. */
+static bool some_in_common(const tsh_group *group) {
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        if (tsh_signature_of(group, rank)->common != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool all_in_common(const tsh_group *group, uint64_t number) {
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        if (tsh_signature_of(group, rank)->common != number) {
+            return false;
+        }
+    }
+    return true;
 }
 
 int tsh_barrier(tsh_group *group) { return tsh_meet_as(group, signature(TSH_BARRIER, 0, 0, -1, 0)); }
 
-/* The meeting at the end of a turn: none after the last; in the first, signatures are shown. */
+/* The meeting at the end of a turn: none after the last; in the first, signatures are shown, unless they were. */
 static int meet_in_turn(tsh_group *group, size_t turn, size_t last, const tsh_signature *mine) {
     if (turn == 0) {
-        return tsh_meet_as(group, *mine);
+        return mine != NULL ? tsh_meet_as(group, *mine) : tsh_meet(group);
     }
     return turn < last ? tsh_meet(group) : TSH_OK;
 }
@@ -152,16 +171,43 @@ int tsh_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fol
     return numel == 0 ? tsh_meet_as(group, mine) : reduce_chunks(group, buffer, numel, fold, root, mine);
 }
 
-/* `in` has one part per rank, of numels[rank] elements; `out` becomes the fold of everybody's part for this rank. */
-int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_t *numels, const tsh_fold *fold) {
-    size_t size = fold->element_bytes, total = 0, longest = 0;
+static size_t longest_of(const tsh_group *group, const size_t *lengths, size_t *total) {
+    size_t longest = 0;
+    *total = 0;
     for (int rank = 0; rank < group->num_ranks; rank++) {
-        total += numels[rank];
-        longest = numels[rank] > longest ? numels[rank] : longest;
+        *total += lengths[rank];
+        longest = lengths[rank] > longest ? lengths[rank] : longest;
     }
+    return longest;
+}
+
+/* The number of the common buffer that these parts, one after the other and of equal length, fill; else 0. */
+static uint64_t common_of(const tsh_group *group, tsh_common_use use, char *const *parts, size_t bytes,
+                          const char *start) {
+    uint64_t number = tsh_common_number(group, use, parts[0]);
+    for (int rank = 0; rank < group->num_ranks && number != 0; rank++) {
+        number = parts[rank] == parts[0] + (size_t)rank * bytes ? number : 0;
+    }
+    return number != 0 && parts[0] == start ? number : 0;
+}
+
+/* Everybody's parts lie in the segment: fold them from there. Nobody writes there again before all ranks let go. */
+static void fold_common(tsh_group *group, char *out, uint64_t number, size_t numel, const tsh_fold *fold) {
+    const char *from[TSH_MAX_RANKS];
+    size_t bytes = numel * fold->element_bytes;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        from[rank] = tsh_common_start(group, TSH_SCATTERED, number) +
+                     ((size_t)rank * (size_t)group->num_ranks + (size_t)group->rank) * bytes;
+    }
+    fold_inputs(group, fold, out, from, numel);
+}
+
+/* With `shown` NULL: signatures were compared already. */
+static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, const size_t *numels, size_t longest,
+                                 const tsh_fold *fold, const tsh_signature *shown) {
+    size_t size = fold->element_bytes;
     size_t chunk = units_per_slot(group, (size_t)group->num_ranks, size), num = num_chunks(longest, chunk);
     uint64_t step = group->step + 1;
-    tsh_signature mine = signature(TSH_REDUCE_SCATTER, fold->dtype, fold->reduction, -1, total * size);
     for (size_t turn = 0; turn <= num; turn++) {
         for (int rank = 0; turn < num && rank < group->num_ranks; rank++) {
             tsh_span at = chunk_of(numels[rank], chunk, turn);
@@ -179,11 +225,37 @@ int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_
             from[group->rank] = in[group->rank] + at.start * size;
             fold_inputs(group, fold, out + at.start * size, from, at.length);
         }
-        int status = meet_in_turn(group, turn, num, &mine);
+        int status = meet_in_turn(group, turn, num, shown);
         if (status != TSH_OK) {
             return status;
         }
+        if (turn == 0 && shown != NULL && some_in_common(group)) {
+            return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL); /* as those begin who have one */
+        }
     }
+    return TSH_OK;
+}
+
+/* `in` has one part per rank, of numels[rank] elements; `out` becomes the fold of everybody's part for this rank. */
+int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_t *numels, const tsh_fold *fold) {
+    size_t total, longest = longest_of(group, numels, &total), bytes = total * fold->element_bytes;
+    tsh_signature mine = signature(TSH_REDUCE_SCATTER, fold->dtype, fold->reduction, -1, bytes);
+    uint64_t number = tsh_common_number(group, TSH_SCATTERED, in[0]);
+    if (number != 0 && longest * (size_t)group->num_ranks == total) {
+        const char *start = tsh_common_start(group, TSH_SCATTERED, number) + (size_t)group->rank * bytes;
+        mine.common = common_of(group, TSH_SCATTERED, in, longest * fold->element_bytes, start);
+    }
+    if (mine.common == 0) {
+        return reduce_scatter_chunks(group, out, in, numels, longest, fold, &mine);
+    }
+    int status = tsh_meet_as(group, mine);
+    if (status != TSH_OK) {
+        return status;
+    }
+    if (!all_in_common(group, mine.common)) {
+        return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL);
+    }
+    fold_common(group, out, mine.common, longest, fold);
     return TSH_OK;
 }
 
@@ -200,6 +272,9 @@ static int move_chunks(tsh_group *group, const tsh_move *move, size_t num, const
         int status = meet_in_turn(group, turn, num, mine);
         if (status != TSH_OK) {
             return status;
+        }
+        if (turn == 0 && mine != NULL && some_in_common(group)) {
+            return move_chunks(group, move, num, NULL); /* as those begin who have one */
         }
     }
     return TSH_OK;
@@ -223,16 +298,23 @@ static void take_all(tsh_group *group, const tsh_move *move, size_t index, uint6
 }
 
 int tsh_all_gather(tsh_group *group, char *const *out, const size_t *bytes, const char *in, int dtype) {
-    size_t total = 0, longest = 0;
-    for (int rank = 0; rank < group->num_ranks; rank++) {
-        total += bytes[rank];
-        longest = bytes[rank] > longest ? bytes[rank] : longest;
-    }
+    size_t total, longest = longest_of(group, bytes, &total);
     char *own = (char *)in;
     tsh_move move = {.put = put_own, .take = take_all, .out = out, .out_bytes = bytes, .in = &own,
                      .in_bytes = &bytes[group->rank], .chunk = group->slot_bytes, .root = -1};
     tsh_signature mine = signature(TSH_ALL_GATHER, dtype, 0, -1, total);
-    return move_chunks(group, &move, num_chunks(longest, move.chunk), &mine);
+    uint64_t number = tsh_common_number(group, TSH_GATHERED, out[0]);
+    if (number != 0 && in == out[group->rank] && longest * (size_t)group->num_ranks == total) {
+        mine.common = common_of(group, TSH_GATHERED, out, longest, tsh_common_start(group, TSH_GATHERED, number));
+    }
+    if (mine.common == 0) {
+        return move_chunks(group, &move, num_chunks(longest, move.chunk), &mine);
+    }
+    int status = tsh_meet_as(group, mine);
+    if (status != TSH_OK || all_in_common(group, mine.common)) {
+        return status; /* everybody wrote into the one buffer that all have: it is complete */
+    }
+    return move_chunks(group, &move, num_chunks(longest, move.chunk), NULL);
 }
 
 /* `out` has one tensor per rank on the root and is NULL elsewhere. */

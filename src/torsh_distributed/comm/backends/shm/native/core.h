@@ -9,6 +9,7 @@
  *     channels   num_ranks x num_ranks ring positions, for point-to-point
  *     slots      two per rank, then two for results: the data of collectives
  *     rings      num_ranks x num_ranks, for point-to-point; given memory at the first message of a pair
+ *     common     slots for tensors that lie in the segment; given memory when they are asked for
  *
  * Note on steps. Every collective is a sequence of steps; a step ends when all ranks have met. What a rank writes
  * before meeting number s goes to the slots of parity s & 1 and is read by others after meeting s and before meeting
@@ -36,6 +37,8 @@
 #define TSH_PAGE 4096
 #define TSH_TEXT_BYTES 512
 #define TSH_MAX_RANKS 4096
+#define TSH_COMMON_SLOTS 4                       /* buffers of a use that may live at a time */
+#define TSH_COMMON_BYTES ((size_t)256 << 20)     /* the largest of them, all ranks together; address space at first */
 #define TSH_NANOSECONDS 1000000000LL
 #define TSH_SLICE_NS (TSH_NANOSECONDS / 10) /* how often a sleeper looks whether its peers live */
 
@@ -68,7 +71,23 @@ typedef enum {
 typedef struct {
     uint64_t kind; /* operation | dtype << 8 | reduction << 16 | (root + 1) << 32 */
     uint64_t amount; /* bytes, by the operation's own measure */
+    uint64_t common; /* the number of the common buffer it was called with, or 0; ranks may differ in this */
 } tsh_signature;
+
+/* What common buffers are for: to be gathered, or to be reduced and scattered. */
+typedef enum {
+    TSH_GATHERED,
+    TSH_SCATTERED,
+    TSH_COMMON_USES,
+} tsh_common_use;
+
+/* One rank's common buffers of a use, by slot. */
+typedef struct {
+    uint64_t count;                     /* how many were asked for */
+    uint64_t live[TSH_COMMON_SLOTS];    /* the one that lies there now, or 0 */
+    uint64_t skipped[TSH_COMMON_SLOTS]; /* the last that was refused */
+    size_t backed[TSH_COMMON_SLOTS];    /* bytes known to have memory */
+} tsh_common;
 
 /* The first failure, kept for all: who saw it, whom it concerns, and words for people. */
 typedef struct {
@@ -95,6 +114,7 @@ typedef struct {
     int32_t pid;
     _Alignas(TSH_LINE) _Atomic uint32_t bell; /* rung for point-to-point: data came, or room was made */
     _Atomic uint32_t sleepers;
+    _Atomic uint64_t common_done[TSH_COMMON_USES][TSH_COMMON_SLOTS]; /* this rank has let go of all up to that one */
 } tsh_rank_line;
 
 typedef struct {
@@ -114,6 +134,8 @@ typedef struct {
     tsh_channel *channels;
     char *slots;
     char *rings;
+    char *common;
+    tsh_common commons[TSH_COMMON_USES];
     int fd;
     int rank;
     int num_ranks;
@@ -187,6 +209,12 @@ typedef struct {
 size_t tsh_max_row_bytes(const tsh_group *group);
 int tsh_exchange_rows(tsh_group *group, const tsh_rows *rows, const size_t *in_counts, const size_t *out_counts,
                       int dtype);
+
+/* common.c */
+char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64_t *number);
+void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number);
+uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address);
+const char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number);
 
 /* mail.c, orders.c */
 #define TSH_ANY_SOURCE (-1)

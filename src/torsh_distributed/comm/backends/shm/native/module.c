@@ -235,6 +235,75 @@ static PyObject *group_max_row_bytes(PyObject *self, PyObject *unused) {
     return PyLong_FromSize_t(tsh_max_row_bytes(group_of(self)));
 }
 
+/* A tensor's memory in the segment. It is given back when nothing refers to it any more. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *owner; /* the group, whose mapping it lies in */
+    char *memory;
+    size_t bytes;
+    tsh_common_use use;
+    uint64_t number;
+} CommonObject;
+
+static PyObject *common_type; /* set when the module is filled */
+
+static int common_getbuffer(PyObject *self, Py_buffer *view, int flags) {
+    CommonObject *common = (CommonObject *)self;
+    return PyBuffer_FillInfo(view, self, common->memory, (Py_ssize_t)common->bytes, 0, flags);
+}
+
+static void common_dealloc(PyObject *self) {
+    CommonObject *common = (CommonObject *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    if (common->owner != NULL) {
+        tsh_common_release(group_of(common->owner), common->use, common->number);
+        Py_DECREF(common->owner);
+    }
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot common_slots[] = {
+    {Py_tp_doc, "Memory of one tensor in a segment, as a writable buffer."},
+    {Py_tp_dealloc, common_dealloc},
+    {Py_bf_getbuffer, common_getbuffer},
+    {0, NULL},
+};
+
+static PyType_Spec common_spec = {
+    .name = "torsh_distributed.comm.backends.shm._core.Common",
+    .basicsize = sizeof(CommonObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = common_slots,
+};
+
+/* common(use, bytes) -> a buffer, or None if there is no room now. */
+static PyObject *group_common(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    if (!takes("common", num_args, 2)) {
+        return NULL;
+    }
+    tsh_common_use use = (tsh_common_use)integer(args[0]);
+    size_t bytes = PyLong_AsSize_t(args[1]);
+    if (!PyErr_Occurred() && use >= TSH_COMMON_USES) {
+        PyErr_SetString(PyExc_ValueError, "no such use of common buffers");
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot((PyTypeObject *)common_type, Py_tp_alloc);
+    CommonObject *common = PyErr_Occurred() ? NULL : (CommonObject *)allocate((PyTypeObject *)common_type, 0);
+    if (common == NULL) {
+        return NULL;
+    }
+    common->memory = tsh_common_take(group_of(self), use, bytes, &common->number);
+    if (common->memory == NULL) {
+        Py_DECREF((PyObject *)common);
+        Py_RETURN_NONE;
+    }
+    common->bytes = bytes;
+    common->use = use;
+    common->owner = Py_NewRef(self);
+    return (PyObject *)common;
+}
+
 static PyObject *receipt_tuple(const tsh_receipt *receipt) {
     return Py_BuildValue("(KiiK)", (unsigned long long)receipt->id, receipt->status, receipt->peer,
                          (unsigned long long)receipt->bytes);
@@ -436,6 +505,7 @@ static PyMethodDef group_methods[] = {
     FAST(all_to_all, "all_to_all(outs, out_bytes, ins, in_bytes, dtype, timeout_ns, is_background) -> status"),
     FAST(exchange_rows, "exchange_rows(out, num_out_rows, source, row_bytes, sent, is_sum, received, weights, "
                         "in_counts, out_counts, dtype, timeout_ns, is_background) -> status"),
+    FAST(common, "common(use, bytes) -> a buffer in the segment, or None if there is no room now"),
     FAST(send, "send(id, address, bytes, peer, tag, timeout_ns) -> receipt, None or -status"),
     FAST(receive, "receive(id, address, bytes, peer, tag, timeout_ns) -> receipt, None or -status"),
     FAST(progress, "progress(is_background, patience_ns) -> receipts or -status"),
@@ -491,6 +561,10 @@ static int fill_module(PyObject *module) {
         return -1;
     }
     Py_DECREF(type);
+    common_type = PyType_FromSpec(&common_spec);
+    if (common_type == NULL) {
+        return -1;
+    }
     bool is_filled = PyModule_AddIntConstant(module, "VERSION", TSH_VERSION) == 0 &&
                      PyModule_AddIntConstant(module, "MAX_RANKS", TSH_MAX_RANKS) == 0;
     return is_filled ? 0 : -1;

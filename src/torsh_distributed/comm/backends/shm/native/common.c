@@ -1,0 +1,81 @@
+/* Tensors that lie in the segment itself: written by their rank, read by all where they are, without a copy between.
+ *
+ * There are two rings of slots, for what is gathered and for what is reduced and scattered. Every rank asks for buffers
+ * in the same order, so the n-th buffer of a ring is in the same slot everywhere. A slot is used again once every rank
+ * has let go of what it had there; where one has not, the asker gets nothing, and the call goes the usual way: whether
+ * all ranks have their buffer in place is told at the call's first meeting.
+ */
+#include "core.h"
+
+#include <fcntl.h>
+
+static char *place_in(const tsh_group *group, tsh_common_use use, size_t slot) {
+    return group->common + ((size_t)use * TSH_COMMON_SLOTS + slot) * TSH_COMMON_BYTES;
+}
+
+static _Atomic uint64_t *done_by(const tsh_group *group, int rank, tsh_common_use use, size_t slot) {
+    return &group->ranks[rank].common_done[use][slot];
+}
+
+static bool is_free(const tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        if (atomic_load(done_by(group, rank, use, slot)) + TSH_COMMON_SLOTS < number) {
+            return false;
+        }
+    }
+    return group->commons[use].live[slot] == 0;
+}
+
+/* Memory for the first bytes of a slot, before anybody writes there: a page that cannot be had would kill the writer. */
+static bool back(tsh_group *group, tsh_common_use use, size_t slot, size_t bytes) {
+    size_t *backed = &group->commons[use].backed[slot];
+    if (bytes > *backed) {
+        off_t start = (off_t)(place_in(group, use, slot) - group->base);
+        if (posix_fallocate(group->fd, start, (off_t)bytes) != 0) {
+            return false;
+        }
+        *backed = bytes;
+    }
+    return true;
+}
+
+/* A buffer of `bytes` for each rank; this rank's address, or NULL. `number` is what to give back. Gathered: one buffer
+ * for all ranks together, the same bytes for everybody. Scattered: one for each, side by side. */
+char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64_t *number) {
+    tsh_common *common = &group->commons[use];
+    size_t shares = use == TSH_SCATTERED ? (size_t)group->num_ranks : 1;
+    *number = ++common->count;
+    size_t slot = *number % TSH_COMMON_SLOTS;
+    bool fits = bytes > 0 && bytes <= TSH_COMMON_BYTES / shares;
+    if (!fits || !is_free(group, use, slot, *number) || !back(group, use, slot, bytes * shares)) {
+        common->skipped[slot] = *number;
+        if (common->live[slot] == 0) {
+            atomic_store(done_by(group, group->rank, use, slot), *number);
+        }
+        return NULL;
+    }
+    common->live[slot] = *number;
+    return place_in(group, use, slot) + (use == TSH_SCATTERED ? (size_t)group->rank * bytes : 0);
+}
+
+void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number) {
+    tsh_common *common = &group->commons[use];
+    size_t slot = number % TSH_COMMON_SLOTS;
+    uint64_t skipped = common->skipped[slot];
+    common->live[slot] = 0;
+    atomic_store(done_by(group, group->rank, use, slot), skipped > number ? skipped : number);
+}
+
+/* The number of the buffer that lies at this address, or 0 if it is none of these. */
+uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address) {
+    const char *first = place_in(group, use, 0);
+    if (address < first || address >= first + TSH_COMMON_SLOTS * TSH_COMMON_BYTES) {
+        return 0;
+    }
+    return group->commons[use].live[(size_t)(address - first) / TSH_COMMON_BYTES];
+}
+
+/* The start of the slot in which a buffer lies. */
+const char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number) {
+    return place_in(group, use, number % TSH_COMMON_SLOTS);
+}

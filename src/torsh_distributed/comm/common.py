@@ -1,0 +1,20 @@
+"""Tensors in memory that all ranks of a node have: written by one, read by the others where they lie."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.wire import CommonUse
+
+
+def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:
+    """A tensor for the next collective of that kind, which then copies nothing; None where there is none now.
+
+    `gathered`: the output of all_gather; this rank writes its part of it, which is also the source. `scattered`: the
+    source of reduce_scatter. Every rank of the group asks for the same sizes in the same order. Whether it gets one may
+    differ: the collective is correct in any case. What nothing refers to any more is used again.
+    """
+    return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None

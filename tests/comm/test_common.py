@@ -1,0 +1,124 @@
+"""Tensors in memory that all ranks have: the same results as without, however ranks hold on to them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.bed.world import World
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.wire import CommonUse
+from torsh_distributed.comm.common import common_buffer
+from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
+
+NUMEL = 1000
+
+
+def _value(rank: int, turn: int) -> Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 7 * turn
+
+
+def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
+    """The output, and whether it lies in common memory."""
+    rank, num_ranks = group.rank(), group.size()
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "gathered") if use_common else None
+    output = torch.empty(NUMEL * num_ranks) if shared is None else shared
+    part = output[NUMEL * rank : NUMEL * (rank + 1)]
+    part.copy_(_value(rank, turn))
+    gather(output, part, group=group)
+    return output, shared is not None
+
+
+def _scatter(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
+    rank, num_ranks = group.rank(), group.size()
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "scattered") if use_common else None
+    source = torch.empty(NUMEL * num_ranks) if shared is None else shared
+    for owner in range(num_ranks):
+        source[NUMEL * owner : NUMEL * (owner + 1)] = _value(rank, turn) * (owner + 1)
+    output = torch.empty(NUMEL)
+    reduce_scatter(output, source, group=group)
+    return output, shared is not None
+
+
+def gathers(kind: str) -> list[tuple[bool, bool]]:
+    """By turn: whether the result is right, and whether it lay in common memory; runs on every rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, num_ranks = group.rank(), group.size()
+    expected_gather = [torch.cat([_value(r, turn) for r in range(num_ranks)]) for turn in range(20)]
+    expected_scatter = [sum(_value(r, turn) for r in range(num_ranks)) * (rank + 1) for turn in range(20)]
+    seen, held = [], []
+    for turn in range(20):
+        is_mine = kind != "one rank never" or rank != 1
+        if kind == "slow reader" and rank == 0:
+            time.sleep(0.002)
+        output, was_common = _gather(turn, group, use_common=is_mine)
+        if kind == "slow reader" and rank == num_ranks - 1:
+            time.sleep(0.005)  # the others are well into the next turns by now
+        is_right = torch.equal(output, expected_gather[turn])
+        folded, was_scattered = _scatter(turn, group, use_common=is_mine)
+        assert torch.allclose(folded, torch.as_tensor(expected_scatter[turn]))
+        seen.append((is_right, was_common and was_scattered))
+        if kind == "held by one" and rank == 0:
+            held.append(output)
+    is_kept = all(torch.equal(one, expected_gather[turn]) for turn, one in enumerate(held))
+    return [(is_right and is_kept, was_common) for is_right, was_common in seen]
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_ranks_share_is_what_they_would_have_got(world: World, num_ranks: int, backend: str) -> None:
+    for seen in world.run(gathers, "plain", num_ranks=num_ranks, backend=backend):
+        assert seen == [(True, True)] * 20
+
+
+def test_a_slow_rank_never_sees_what_comes_later(world: World) -> None:
+    for seen in world.run(gathers, "slow reader", num_ranks=3, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+
+
+def test_what_one_rank_holds_on_to_stays_as_it_is_and_stops_nobody(world: World) -> None:
+    for seen in world.run(gathers, "held by one", num_ranks=2, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+        assert [was_common for _, was_common in seen][:4] == [True] * 4
+        assert not any(was_common for _, was_common in seen[8:]), "the slots are taken"
+
+
+def test_one_rank_without_it_is_no_harm(world: World) -> None:
+    results = world.run(gathers, "one rank never", num_ranks=3, backend="shm")
+    for seen in results:
+        assert all(is_right for is_right, _ in seen)
+    assert not any(was_common for _, was_common in results[1])
+
+
+def odd_requests() -> list[str]:
+    group = dist.group.WORLD
+    assert isinstance(group, TorshProcessGroup)
+    found = []
+    uses: tuple[CommonUse, ...] = ("gathered", "scattered")
+    for use in uses:
+        found += [str(common_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
+    kept = common_buffer(8, torch.float64, group, "gathered")
+    assert kept is not None
+    kept.fill_(3.5)
+    dist.destroy_process_group()
+    return [*found, str(kept.sum().item())]  # its memory outlives the group
+
+
+def test_nothing_and_too_much_are_refused_and_a_tensor_outlives_its_group(world: World) -> None:
+    for found in world.run(odd_requests, backend="shm"):
+        assert found == ["True"] * 4 + ["28.0"]
+
+
+def without_common() -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    return common_buffer(8, torch.float32, group, "gathered") is None
+
+
+def test_gloo_has_no_common_memory(world: World) -> None:
+    assert world.run(without_common, backend="gloo") == [True, True]
