@@ -64,8 +64,18 @@ class TorshProcessGroup(GroupLifecycle):
         self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions | _ReduceOpLike | None = None
     ) -> dist.Work:
         """Fold one tensor over all ranks, in place."""
-        if isinstance(opts, dist.AllreduceOptions) and self._all_reduce_at_once(tensors, opts):
-            return self._finished
+        # The short way for the commonest call, where every microsecond shows: synchronous, of a pair seen before.
+        if isinstance(opts, dist.AllreduceOptions) and len(tensors) == 1:
+            tensor = tensors[0]
+            fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
+            if (
+                fold is not None
+                and tensor.is_cpu
+                and tensor.layout is _STRIDED
+                and tensor.is_contiguous()
+                and self._run_at_once("all_reduce", opts, fold, tensor)
+            ):
+                return self._finished
         options = _reduce_options(dist.AllreduceOptions, opts)
         tensor = _only(tensors, "all_reduce")
         call = self._new_call("all_reduce", options.timeout)
@@ -84,19 +94,6 @@ class TorshProcessGroup(GroupLifecycle):
         else:
             body = partial(operations.all_reduce, self._wire, tensor, op, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
-
-    def _all_reduce_at_once(self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions) -> bool:
-        """The short way for the commonest call, where every microsecond shows: synchronous, of a pair seen before.
-
-        Does nothing and returns False for anything else.
-        """
-        if len(tensors) != 1:
-            return False
-        tensor = tensors[0]
-        fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
-        if fold is None or not _is_plain(tensor):
-            return False
-        return self._run_at_once("all_reduce", opts, fold, tensor)
 
     def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
         """Run `body(*tensors, call)` in this thread if nothing is before it; whether it ran."""
@@ -361,6 +358,8 @@ class TorshProcessGroup(GroupLifecycle):
     ) -> dist.Work:
         """Exchange parts of a tensor cut along its first dimension; no sizes means equal parts."""
         options = opts or dist.AllToAllOptions()
+        if not output_split_sizes and not input_split_sizes and self._all_to_all_at_once(output, source, options):
+            return self._finished
         call = self._new_call("all_to_all_single", options.timeout)
         self._check_pair(output, source, call.operation)
         check_splits(output, output_split_sizes, self._wire.num_ranks, call.operation, "output")
@@ -369,6 +368,15 @@ class TorshProcessGroup(GroupLifecycle):
             operations.all_to_all_single, self._wire, output, source, list(output_split_sizes), list(input_split_sizes)
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
+
+    def _all_to_all_at_once(self, output: Tensor, source: Tensor, opts: dist.AllToAllOptions) -> bool:
+        """The short way, as for all-reduce; of equal parts."""
+        numel, num_ranks = source.numel(), self._wire.num_ranks
+        if source.dtype != output.dtype or output.numel() != numel or numel == 0 or source.dim() == 0:
+            return False
+        if source.shape[0] % num_ranks or output.shape[0] % num_ranks or not _is_plain(output) or not _is_plain(source):
+            return False
+        return self._run_at_once("all_to_all_single", opts, self._wire.all_to_all_flat, output, source)
 
     def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.

@@ -141,6 +141,12 @@ class Wire(ABC):
     def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
         """Fill outputs[r] with rank r's sources[this rank]; sizes may differ from pair to pair."""
 
+    def all_to_all_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
+        """`all_to_all` of equal parts, each side's in one tensor; neither is empty."""
+        numel = source.numel() // self.num_ranks
+        outputs, sources = (torch.split(tensor.detach().view(-1), numel) for tensor in (output, source))
+        self.all_to_all(outputs, sources, call)
+
     def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
 

@@ -141,6 +141,22 @@ class ShmWire(Wire):
 
         return reduce_scatter
 
+    @override
+    def all_to_all_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
+        size = source.nbytes // self.num_ranks
+        sizes = (size,) * self.num_ranks
+        status = self._core.all_to_all(
+            self._addresses_from(output.data_ptr(), size),
+            sizes,
+            self._addresses_from(source.data_ptr(), size),
+            sizes,
+            _dtype(source),
+            call.timeout_ns,
+            call.is_background,
+        )
+        if status:
+            self._failures.raise_for(status, call)
+
     def _addresses_from(self, first: int, size: int) -> tuple[int, ...]:
         """Of one part per rank, one after the other: less work than a tensor for each."""
         return tuple(range(first, first + size * self.num_ranks, size))

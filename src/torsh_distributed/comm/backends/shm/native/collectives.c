@@ -39,6 +39,11 @@ static size_t units_per_slot(const tsh_group *group, size_t shares, size_t unit)
     return bytes / unit;
 }
 
+/* A slot with a share for every other rank: how many there are, and where that of `to` lies in the slot of `from`. */
+static size_t num_shares(const tsh_group *group) { return group->num_ranks > 1 ? (size_t)group->num_ranks - 1 : 1; }
+
+static size_t share_of(int from, int to) { return (size_t)(to < from ? to : to - 1); }
+
 static tsh_signature signature(tsh_operation operation, int dtype, int reduction, int root, size_t amount) {
     uint64_t kind = (uint64_t)operation | (uint64_t)(uint8_t)dtype << 8 | (uint64_t)(uint8_t)reduction << 16 |
                     (uint64_t)(root + 1) << 32;
@@ -206,13 +211,13 @@ static void fold_common(tsh_group *group, char *out, uint64_t number, size_t num
 static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, const size_t *numels, size_t longest,
                                  const tsh_fold *fold, const tsh_signature *shown) {
     size_t size = fold->element_bytes;
-    size_t chunk = units_per_slot(group, (size_t)group->num_ranks, size), num = num_chunks(longest, chunk);
+    size_t chunk = units_per_slot(group, num_shares(group), size), num = num_chunks(longest, chunk);
     uint64_t step = group->step + 1;
     for (size_t turn = 0; turn <= num; turn++) {
         for (int rank = 0; turn < num && rank < group->num_ranks; rank++) {
             tsh_span at = chunk_of(numels[rank], chunk, turn);
             if (rank != group->rank) {
-                copy(slot_of(group, group->rank, step + turn) + (size_t)rank * chunk * size,
+                copy(slot_of(group, group->rank, step + turn) + share_of(group->rank, rank) * chunk * size,
                        in[rank] + at.start * size, at.length * size);
             }
         }
@@ -220,7 +225,8 @@ static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, c
             const char *from[TSH_MAX_RANKS];
             tsh_span at = chunk_of(numels[group->rank], chunk, turn - 1);
             for (int rank = 0; rank < group->num_ranks; rank++) {
-                from[rank] = slot_of(group, rank, step + turn - 1) + (size_t)group->rank * chunk * size;
+                from[rank] = slot_of(group, rank, step + turn - 1);
+                from[rank] += rank == group->rank ? 0 : share_of(rank, group->rank) * chunk * size;
             }
             from[group->rank] = in[group->rank] + at.start * size;
             fold_inputs(group, fold, out + at.start * size, from, at.length);
@@ -381,8 +387,8 @@ static void put_shares(tsh_group *group, const tsh_move *move, size_t index, uin
     for (int rank = 0; rank < group->num_ranks; rank++) {
         tsh_span at = chunk_of(move->in_bytes[rank], move->chunk, index);
         if (rank != group->rank) {
-            copy(slot_of(group, group->rank, step) + (size_t)rank * move->chunk, move->in[rank] + at.start,
-                   at.length);
+            copy(slot_of(group, group->rank, step) + share_of(group->rank, rank) * move->chunk,
+                   move->in[rank] + at.start, at.length);
         }
     }
 }
@@ -391,8 +397,11 @@ static void take_shares(tsh_group *group, const tsh_move *move, size_t index, ui
     for (int turn = 1; turn <= group->num_ranks; turn++) {
         int rank = (group->rank + turn) % group->num_ranks;
         tsh_span at = chunk_of(move->out_bytes[rank], move->chunk, index);
-        const char *from = slot_of(group, rank, step) + (size_t)group->rank * move->chunk;
-        copy(move->out[rank] + at.start, rank == group->rank ? move->in[rank] + at.start : from, at.length);
+        const char *from = move->in[rank] + at.start;
+        if (rank != group->rank) {
+            from = slot_of(group, rank, step) + share_of(rank, group->rank) * move->chunk;
+        }
+        copy(move->out[rank] + at.start, from, at.length);
     }
 }
 
@@ -441,6 +450,6 @@ int tsh_exchange(tsh_group *group, const tsh_move *move, int dtype, size_t amoun
 int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, char *const *in,
                    const size_t *in_bytes, int dtype) {
     tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
-                     .in_bytes = in_bytes, .chunk = units_per_slot(group, (size_t)group->num_ranks, 1), .root = -1};
+                     .in_bytes = in_bytes, .chunk = units_per_slot(group, num_shares(group), 1), .root = -1};
     return tsh_exchange(group, &move, dtype, 0);
 }
