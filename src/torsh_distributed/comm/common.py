@@ -7,7 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.comm.backends.wire import CommonUse
+
+
+def shares_memory(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group talk through memory alone; the same on every rank."""
+    return isinstance(group, TorshProcessGroup) and isinstance(group.wire, ShmWire)
 
 
 def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:

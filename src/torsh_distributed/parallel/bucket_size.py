@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from torsh_distributed import events
+from torsh_distributed.comm.common import shares_memory
 from torsh_distributed.comm.network import NetworkProfiler
 from torsh_distributed.plan import BucketConfig
 
@@ -15,10 +16,11 @@ _LEAST_MB, _MOST_MB = 1.0, 50.0
 def auto_bucket(config: BucketConfig | None = None, *, group: dist.ProcessGroup) -> BucketConfig:
     """`config` with both bucket sizes chosen by the measured link; every rank of the group calls this.
 
-    All ranks choose alike, by the slowest of them. In a group of one nothing travels, and the sizes stay as they are.
+    All ranks choose alike, by the slowest of them. In a group of one nothing travels, and the sizes stay as they are;
+    so they do where ranks share memory: there is no link to keep busy, and every bucket is a meeting.
     """
     chosen = config or BucketConfig()
-    if group.size() == 1:
+    if group.size() == 1 or shares_memory(group):
         return chosen
     network = NetworkProfiler(group).measure()
     largest_mb = bucket_size_mb(latency_s=network.latency_s, byte_s=network.byte_s)

@@ -51,7 +51,7 @@ class BucketConfig(Section):
     static_graph: bool = False
     """Promise that every step uses the same parameters; unused ones are then found once, at the first step."""
 
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     """Let `param.grad` point into the bucket: saves one copy of the gradients; forbids `grad.detach_()`."""
 
     broadcast_buffers: bool = True
