@@ -16,8 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed.parallel.ddp import DistributedDataParallel as OurDDP
+from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+from torsh_distributed.plan import FsdpConfig
 
-_OURS, _VIEWS = "our DDP", "DDP, gradients as views of the buckets"
+_VIEWS = "DDP, gradients as views of the buckets"
+_RIVALS = {"our DDP": "DDP", "our FSDP": "FSDP2"}
+"""What ours is compared with on gloo; all else with itself."""
 
 
 def _model() -> nn.Sequential:
@@ -27,8 +31,10 @@ def _model() -> nn.Sequential:
 
 def _wrapped(kind: str) -> nn.Module:
     model = _model()
-    if kind == _OURS:
+    if kind == "our DDP":
         return OurDDP(model)
+    if kind == "our FSDP":
+        return FullyShardedDataParallel(model, FsdpConfig(strategy="full_shard"))
     if kind.startswith("DDP"):
         return DistributedDataParallel(model, gradient_as_bucket_view=kind == _VIEWS)
     if kind == "FSDP2":
@@ -62,12 +68,12 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     rounds, num_steps = (1, 3) if budget.is_quick else (5, 30)
     world = World()
     try:
-        for kind in (_OURS, "DDP", _VIEWS, "FSDP2", "no communication"):
-            on_gloo = "DDP" if kind == _OURS else kind
+        for kind in ("our DDP", "DDP", _VIEWS, "our FSDP", "FSDP2", "no communication"):
             ours, theirs = [], []
             for _ in range(rounds):
                 ours.append(world.run(_step_s, kind, num_steps, backend="shm", timeout_s=120)[0])
-                theirs.append(world.run(_step_s, on_gloo, num_steps, backend="gloo", timeout_s=120)[0])
+                rival = _RIVALS.get(kind, kind)
+                theirs.append(world.run(_step_s, rival, num_steps, backend="gloo", timeout_s=120)[0])
             rivals = {"gloo": Measurement.of(theirs)}
             yield Row(name=f"{kind}, 2 ranks", unit=Unit.SECONDS, ours=Measurement.of(ours), rivals=rivals)
     finally:
@@ -76,9 +82,9 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="A training step on one node",
-    about="""8 × Linear 1024 (8.4 M parameters), batch 8, SGD, two ranks with one thread each. Our DDP on shm against
-    torch's on gloo, each as it comes; then torch's own DDP and FSDP2, where only the backend differs. With gradients as
-    views of the buckets, which is our default, nothing is copied out of them. The row without communication is the same
-    step unwrapped: the wall for both.""",
+    about="""8 × Linear 1024 (8.4 M parameters), batch 8, SGD, two ranks with one thread each. Our DDP and
+    FSDP on shm against torch's on gloo, each as it comes; and torch's own on both, where only the backend differs. With
+    gradients as views of the buckets, which is our default, nothing is copied out of them. The row without
+    communication is the same step unwrapped: the wall for all.""",
     rows=_rows,
 )

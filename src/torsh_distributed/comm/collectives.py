@@ -81,7 +81,8 @@ def all_reduce(
     reduction = _reduction(op, tensor.dtype)
     same = (tensor.dtype, tensor.shape, op)
     if algorithm is not None or deterministic:
-        chosen = choose_algorithm(algorithm, tensor, resolve_group(where.get("group")), deterministic=deterministic)
+        group = where["group"] = resolve_group(where.get("group"))
+        chosen = choose_algorithm(algorithm, tensor, group, deterministic=deterministic)
         if chosen is not None:
             return run(
                 f"all_reduce:{chosen.name}",

@@ -1,7 +1,8 @@
 """`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
 
 The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
-puts within four times the best is tried once for each size (in powers of two), together with the backend's own.
+puts within four times the best is tried once for each size (in powers of two), together with the backend's own. Small
+buffers, where all it knows is a latency, are tried in every way there is.
 Every number that decides was agreed by all ranks before: they all come to the same choice.
 """
 
@@ -25,9 +26,12 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 _BACKEND = "backend"
 _MAX_TRIED = 4
 _WORTH_TRYING = 4.0
+_SMALL_BYTES = 512 * 1024
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.1
 """About how long each candidate is tried."""
+_BLOCK = 5
+"""Calls in a row, as in training: a backend's slow calls count as often as they come."""
 _TIE = 1.05
 """The backend's own is taken unless something else is faster by more than this."""
 
@@ -41,11 +45,13 @@ class Chooser:
 
     def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         """The algorithm for a buffer of this size, None for the backend's own; every rank of the group calls this."""
-        tried_bytes = min(num_bytes, _LARGEST_TRIED_BYTES)
+        tried_bytes = num_bytes if num_bytes < _LARGEST_TRIED_BYTES else _LARGEST_TRIED_BYTES
         key = (tried_bytes.bit_length(), deterministic)
-        if key not in self._chosen:
-            self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
-        return self._chosen[key]
+        try:
+            return self._chosen[key]  # every call but the first of a size: microseconds count
+        except KeyError:
+            chosen = self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
+        return chosen
 
     def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         if num_bytes == 0 or group.size() == 1:
@@ -68,7 +74,7 @@ class Chooser:
 
 
 def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = False) -> dict[str, float]:
-    """Estimated seconds of what is worth trying, best first: at most four, within four times the best."""
+    """Estimated seconds of what is worth trying, best first: at most four, within four times the best; all if small."""
     known = {
         name: estimated_s
         for name, algorithm in ALGORITHMS.items()
@@ -76,27 +82,30 @@ def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = Fal
         and (estimated_s := algorithm.estimated_s(num_bytes, figures)) is not None
     }
     ordered = sorted(known.items(), key=lambda item: item[1])
+    if num_bytes <= _SMALL_BYTES:
+        return dict(ordered)
     limit_s = _WORTH_TRYING * ordered[0][1]
     return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
 
 
 def _repeats(estimates: Mapping[str, float]) -> int:
-    return max(5, min(30, round(_TRIAL_S / max(min(estimates.values()), 1e-6))))
+    return max(3, min(30, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
 
 
 def _try_all(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, repeat: int
 ) -> dict[str, float]:
-    """Median seconds of each candidate on the slowest rank. In turns, so that a slow moment hits all of them."""
+    """Seconds of each candidate on the slowest rank: medians over blocks, in turns: a slow moment hits all of them."""
     buffer = torch.zeros(max(1, num_bytes // 4))
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
     for index in range(repeat + 1):
         for body, times in zip(bodies, taken, strict=True):
             started_s = time.perf_counter()
-            body()
+            for _ in range(_BLOCK):
+                body()
             if index > 0:
-                times.append(time.perf_counter() - started_s)
+                times.append((time.perf_counter() - started_s) / _BLOCK)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return dict(zip(candidates, slowest.median(dim=1).values.tolist(), strict=True))
@@ -114,7 +123,19 @@ def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup)
     return lambda: start_all_reduce(buffer, ReduceOp.SUM, algorithm, group, is_async=False, timeout_s=None)
 
 
-_choosers: weakref.WeakKeyDictionary[dist.ProcessGroup, Chooser] = weakref.WeakKeyDictionary()
+_choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
+"""By the identity of groups that live: to look one up takes less than to make a weak reference."""
+
+
+def _chooser_of(group: dist.ProcessGroup) -> Chooser:
+    found = _choosers.get(id(group))
+    if found is not None and found[0]() is group:
+        return found[1]
+    for key in [key for key, (other, _) in _choosers.items() if other() is None]:
+        del _choosers[key]
+    chooser = Chooser()
+    _choosers[id(group)] = (weakref.ref(group), chooser)
+    return chooser
 
 
 def choose_algorithm(
@@ -138,7 +159,4 @@ def _choose_by_measurement(tensor: Tensor, group: dist.ProcessGroup, *, determin
     if not deterministic and (not tensor.is_cpu or tensor.layout is not torch.strided):
         return None
     check_on_cpu(tensor)
-    chooser = _choosers.get(group)
-    if chooser is None:
-        chooser = _choosers[group] = Chooser()
-    return chooser.choose(tensor.numel() * tensor.element_size(), group, deterministic=deterministic)
+    return _chooser_of(group).choose(tensor.nbytes, group, deterministic=deterministic)
