@@ -127,10 +127,7 @@ _choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
 """By the identity of groups that live: to look one up takes less than to make a weak reference."""
 
 
-def _chooser_of(group: dist.ProcessGroup) -> Chooser:
-    found = _choosers.get(id(group))
-    if found is not None and found[0]() is group:
-        return found[1]
+def _new_chooser(group: dist.ProcessGroup) -> Chooser:
     for key in [key for key, (other, _) in _choosers.items() if other() is None]:
         del _choosers[key]
     chooser = Chooser()
@@ -156,7 +153,10 @@ def choose_algorithm(
 
 
 def _choose_by_measurement(tensor: Tensor, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
-    if not deterministic and (not tensor.is_cpu or tensor.layout is not torch.strided):
-        return None
-    check_on_cpu(tensor)
-    return _chooser_of(group).choose(tensor.nbytes, group, deterministic=deterministic)
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        if not deterministic:
+            return None
+        check_on_cpu(tensor)
+    found = _choosers.get(id(group))
+    chooser = found[1] if found is not None and found[0]() is group else _new_chooser(group)
+    return chooser.choose(tensor.nbytes, group, deterministic=deterministic)
