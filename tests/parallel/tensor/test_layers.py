@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from tests.bed.world import World
+from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.tensor import (
     ColumnParallelLinear,
@@ -136,3 +137,26 @@ def check_all() -> None:
 @pytest.mark.parametrize(("num_ranks", "backend"), [(2, "torsh"), (3, "shm"), (4, "gloo")])
 def test_split_layers_equal_whole_ones(world: World, num_ranks: int, backend: str) -> None:
     world.run(check_all, num_ranks=num_ranks, backend=backend)
+
+
+def sums_of_gradients(is_shared: bool) -> tuple[int, float]:
+    """How often gradients are summed over the ranks where three layers take one activation, and that sum's norm."""
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    layers = [ColumnParallelLinear(8, 12, mesh=mesh, gather_output=False) for _ in range(3)]
+    points = torch.randn(4, 8, requires_grad=True)
+    inputs = [points] * 3 if is_shared else [points.view_as(points) for _ in range(3)]
+    total = torch.stack([layer(one).sin().sum() for layer, one in zip(layers, inputs, strict=True)]).sum()
+    seen: list[events.Event] = []
+    end = events.subscribe(seen.append, events.CollectiveEvent)
+    total.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    end()
+    assert points.grad is not None
+    return len(seen), float(points.grad.norm())
+
+
+def test_layers_that_take_the_same_activation_sum_its_gradient_once(world: World) -> None:
+    [(once, shared_norm), *_] = world.run(sums_of_gradients, True, backend="shm")
+    [(thrice, norm), *_] = world.run(sums_of_gradients, False, backend="shm")
+    assert (once, thrice) == (1, 3)
+    assert shared_norm == pytest.approx(norm, rel=1e-5)

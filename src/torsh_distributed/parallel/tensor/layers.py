@@ -10,8 +10,9 @@ Activations between two layers of a pair travel as one of
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -226,8 +227,39 @@ class ParallelEmbedding(nn.Embedding):
         return to_sequence(partial, self.mesh) if self.sequence_output else sum_parts(partial, group)
 
 
+class _Entered(NamedTuple):
+    """The activation that entered a split layer last, and as what. Weak: nothing lives longer for it."""
+
+    input: weakref.ref[Tensor]
+    version: int
+    has_gradient: bool
+    mesh: DeviceMesh
+    whole: weakref.ref[Tensor]
+
+
+_last_entered: _Entered | None = None
+
+
 def whole_input(input: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole activation for a split layer, from a plain tensor or a DTensor; its gradient is summed over ranks."""
+    """The whole activation for a split layer, from a plain tensor or a DTensor; its gradient is summed over ranks.
+
+    Layers that take the same activation, as query, key and value do, take the same tensor: it is gathered once, and
+    its gradient is summed once.
+    """
+    global _last_entered
+    if input.is_inference():  # such tensors do not tell whether they were changed
+        return _enter(input, mesh)
+    has_gradient, last = torch.is_grad_enabled(), _last_entered
+    if last is not None and last.input() is input and last.mesh is mesh and last.version == input._version:
+        whole = last.whole()
+        if whole is not None and last.has_gradient == has_gradient:
+            return whole
+    whole = _enter(input, mesh)
+    _last_entered = _Entered(weakref.ref(input), input._version, has_gradient, mesh, weakref.ref(whole))
+    return whole
+
+
+def _enter(input: Tensor, mesh: DeviceMesh) -> Tensor:
     if isinstance(input, DTensor):
         gathered = input.redistribute(placements=[Replicate()])
         local: Tensor = gathered.to_local(grad_placements=[Partial()])
