@@ -16,6 +16,7 @@ from torsh_distributed.comm.common import common_buffer
 from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
 
 NUMEL = 1000
+USES: tuple[CommonUse, ...] = ("gathered", "scattered")
 
 
 def _value(rank: int, turn: int) -> Tensor:
@@ -54,10 +55,13 @@ def gathers(kind: str) -> list[tuple[bool, bool]]:
     seen, held = [], []
     for turn in range(20):
         is_mine = kind != "one rank never" or rank != 1
+        if kind == "counts differ" and rank == 0 and turn == 5:
+            for use in USES:
+                common_buffer(NUMEL * num_ranks, torch.float32, group, use)  # asked for, and never used
         if kind == "slow reader" and rank == 0:
             time.sleep(0.002)
         output, was_common = _gather(turn, group, use_common=is_mine)
-        if kind == "slow reader" and rank == num_ranks - 1:
+        if kind in ("slow reader", "counts differ") and rank == num_ranks - 1:
             time.sleep(0.005)  # the others are well into the next turns by now
         is_right = torch.equal(output, expected_gather[turn])
         folded, was_scattered = _scatter(turn, group, use_common=is_mine)
@@ -95,12 +99,17 @@ def test_one_rank_without_it_is_no_harm(world: World) -> None:
     assert not any(was_common for _, was_common in results[1])
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_count_differently_do_not_write_into_each_others_buffers(world: World, num_ranks: int) -> None:
+    for seen in world.run(gathers, "counts differ", num_ranks=num_ranks, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+
+
 def odd_requests() -> list[str]:
     group = dist.group.WORLD
     assert isinstance(group, TorshProcessGroup)
     found = []
-    uses: tuple[CommonUse, ...] = ("gathered", "scattered")
-    for use in uses:
+    for use in USES:
         found += [str(common_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
     kept = common_buffer(8, torch.float64, group, "gathered")
     assert kept is not None

@@ -3,7 +3,8 @@
  * There are two rings of slots, for what is gathered and for what is reduced and scattered. Every rank asks for buffers
  * in the same order, so the n-th buffer of a ring is in the same slot everywhere. A slot is used again once every rank
  * has let go of what it had there; where one has not, the asker gets nothing, and the call goes the usual way: whether
- * all ranks have their buffer in place is told at the call's first meeting.
+ * all ranks have their buffer in place is told at the call's first meeting. Should ranks ever count differently, as after
+ * an error that only one of them caught, a slot still belongs to one number at a time: whoever comes second goes without.
  */
 #include "core.h"
 
@@ -17,13 +18,35 @@ static _Atomic uint64_t *done_by(const tsh_group *group, int rank, tsh_common_us
     return &group->ranks[rank].common_done[use][slot];
 }
 
-static bool is_free(const tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
+static _Atomic uint64_t *live_of(const tsh_group *group, int rank, tsh_common_use use, size_t slot) {
+    return &group->ranks[rank].common_live[use][slot];
+}
+
+static bool is_done_with(const tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
     for (int rank = 0; rank < group->num_ranks; rank++) {
         if (atomic_load(done_by(group, rank, use, slot)) + TSH_COMMON_SLOTS < number) {
             return false;
         }
     }
-    return group->commons[use].live[slot] == 0;
+    return true;
+}
+
+/* Show that the slot is taken, then look whether somebody has it for another number: of two who come at once at least
+ * one sees the other. */
+static bool claim(tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
+    _Atomic uint64_t *mine = live_of(group, group->rank, use, slot);
+    if (atomic_load(mine) != 0 || !is_done_with(group, use, slot, number)) {
+        return false;
+    }
+    atomic_store(mine, number);
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        uint64_t theirs = atomic_load(live_of(group, rank, use, slot));
+        if (theirs != 0 && theirs != number) {
+            atomic_store(mine, 0);
+            return false;
+        }
+    }
+    return true;
 }
 
 /* Memory for the first bytes of a slot, before anybody writes there: a page that cannot be had would kill the writer. */
@@ -46,15 +69,14 @@ char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64
     size_t shares = use == TSH_SCATTERED ? (size_t)group->num_ranks : 1;
     *number = ++common->count;
     size_t slot = *number % TSH_COMMON_SLOTS;
-    bool fits = bytes > 0 && bytes <= TSH_COMMON_BYTES / shares;
-    if (!fits || !is_free(group, use, slot, *number) || !back(group, use, slot, bytes * shares)) {
+    bool fits = bytes > 0 && bytes <= TSH_COMMON_BYTES / shares && back(group, use, slot, bytes * shares);
+    if (!fits || !claim(group, use, slot, *number)) {
         common->skipped[slot] = *number;
-        if (common->live[slot] == 0) {
+        if (atomic_load(live_of(group, group->rank, use, slot)) == 0) {
             atomic_store(done_by(group, group->rank, use, slot), *number);
         }
         return NULL;
     }
-    common->live[slot] = *number;
     return place_in(group, use, slot) + (use == TSH_SCATTERED ? (size_t)group->rank * bytes : 0);
 }
 
@@ -62,7 +84,7 @@ void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number) {
     tsh_common *common = &group->commons[use];
     size_t slot = number % TSH_COMMON_SLOTS;
     uint64_t skipped = common->skipped[slot];
-    common->live[slot] = 0;
+    atomic_store(live_of(group, group->rank, use, slot), 0);
     atomic_store(done_by(group, group->rank, use, slot), skipped > number ? skipped : number);
 }
 
@@ -72,7 +94,7 @@ uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const cha
     if (address < first || address >= first + TSH_COMMON_SLOTS * TSH_COMMON_BYTES) {
         return 0;
     }
-    return group->commons[use].live[(size_t)(address - first) / TSH_COMMON_BYTES];
+    return atomic_load(live_of(group, group->rank, use, (size_t)(address - first) / TSH_COMMON_BYTES));
 }
 
 /* The start of the slot in which a buffer lies. */

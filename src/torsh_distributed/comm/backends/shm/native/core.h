@@ -84,7 +84,6 @@ typedef enum {
 /* One rank's common buffers of a use, by slot. */
 typedef struct {
     uint64_t count;                     /* how many were asked for */
-    uint64_t live[TSH_COMMON_SLOTS];    /* the one that lies there now, or 0 */
     uint64_t skipped[TSH_COMMON_SLOTS]; /* the last that was refused */
     size_t backed[TSH_COMMON_SLOTS];    /* bytes known to have memory */
 } tsh_common;
@@ -115,6 +114,7 @@ typedef struct {
     _Alignas(TSH_LINE) _Atomic uint32_t bell; /* rung for point-to-point: data came, or room was made */
     _Atomic uint32_t sleepers;
     _Atomic uint64_t common_done[TSH_COMMON_USES][TSH_COMMON_SLOTS]; /* this rank has let go of all up to that one */
+    _Atomic uint64_t common_live[TSH_COMMON_USES][TSH_COMMON_SLOTS]; /* the one it has there now, or 0 */
 } tsh_rank_line;
 
 typedef struct {
