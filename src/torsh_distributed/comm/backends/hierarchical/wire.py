@@ -27,7 +27,7 @@ from torsh_distributed.errors import FeatureNotAvailable
 _SMALL_BYTES = 32 * 1024
 # Pieces in which large buffers travel: while one is between the nodes, the next is folded in memory. The first and the
 # last are small: nothing is on the link while the first is folded and while the last is gathered.
-_PIECE_BYTES = 2 * 1024 * 1024
+_PIECE_BYTES = 4 * 1024 * 1024
 _EDGE_BYTES = 256 * 1024
 
 
