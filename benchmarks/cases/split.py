@@ -25,20 +25,21 @@ WIDTH, HEADS, LENGTH, BATCH, LAYERS = 256, 8, 64, 8, 4
 class Block(nn.Module):
     """A transformer block whose heads may be a rank's own: the shape is read from the tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.num_heads = HEADS
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.o_proj = nn.Linear(WIDTH, WIDTH)
-        self.mlp_norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.head_dim = width // HEADS
+        self.attention_norm = nn.LayerNorm(width)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.o_proj = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, length, width) to the same."""
         normed = self.attention_norm(hidden)
         query, key, value = (
-            layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -47,16 +48,16 @@ class Block(nn.Module):
         return out
 
 
-def _model() -> nn.Sequential:
+def _model(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+    return nn.Sequential(*(Block(width) for _ in range(LAYERS)))
 
 
-def _tensor_s(kind: str, batch_size: int, num_steps: int) -> float:
+def _tensor_s(kind: str, width: int, batch_size: int, num_steps: int) -> float:
     """Median seconds of forward and backward on the slowest rank; runs on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = _model()
-    hidden = torch.randn(batch_size, LENGTH, WIDTH)
+    model = _model(width)
+    hidden = torch.randn(batch_size, LENGTH, width)
     if kind == "by hand":
         column = ("q_proj", "k_proj", "v_proj", "mlp.0")
         plan = {name: ColwiseParallel() for name in column} | {name: RowwiseParallel() for name in ("o_proj", "mlp.2")}
@@ -102,18 +103,18 @@ def _pipeline_s(schedule: str, num_steps: int) -> list[tuple[float, float, float
     return out
 
 
-def _tensor_row(world: World, batch_size: int, num_steps: int, rounds: int) -> Row:
+def _tensor_row(world: World, width: int, batch_size: int, num_steps: int, rounds: int) -> Row:
     contestants = (("ours", "torsh"), ("by hand", "torsh"), ("ours", "gloo"))
     found = [
         [
-            world.run(_tensor_s, kind, batch_size, num_steps, backend=backend, timeout_s=120)[0]
+            world.run(_tensor_s, kind, width, batch_size, num_steps, backend=backend, timeout_s=120)[0]
             for kind, backend in contestants
         ]
         for _ in range(rounds)
     ]
     ours, by_hand, on_gloo = (Measurement.of(list(times)) for times in zip(*found, strict=True))
     return Row(
-        name=f"tensor parallel, 2 ranks, batch {batch_size}",
+        name=f"tensor parallel, 2 ranks, width {width}, batch {batch_size}",
         unit=Unit.SECONDS,
         ours=ours,
         rivals={"DTensor by hand": by_hand, "on gloo": on_gloo},
@@ -125,7 +126,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     schedules = ("one_f_one_b", "zbv_zero_bubble") if budget.is_quick else tuple(STAGES_PER_RANK)
     world = World()
     try:
-        yield from (_tensor_row(world, size, num_steps, rounds) for size in ((1,) if budget.is_quick else (BATCH, 1)))
+        sizes = [(WIDTH // 2, 1)] if budget.is_quick else [(WIDTH, BATCH), (WIDTH, 1), (WIDTH // 2, 1)]
+        yield from (_tensor_row(world, width, size, num_steps, rounds) for width, size in sizes)
         for schedule in schedules:
             steps = world.run(_pipeline_s, schedule, 1 + num_steps // 2, backend="torsh", timeout_s=120)[0]
             spans, allowed, measured, planned = zip(*steps, strict=True)
@@ -145,7 +147,8 @@ CASE = Case(
     title="Models split over ranks",
     about="""Four transformer blocks of width 256, forward and backward, two ranks with one thread each. Tensor: our
     layers against torch's DTensor styles applied by hand on the same backend, and against ours on gloo, on eight
-    sequences of 64, where arithmetic takes most of the time, and on one. Pipeline: four microbatches of sixteen
-    sequences; the span of a step against the one computed from its schedule and the mean time of its actions.""",
+    sequences of 64, where arithmetic takes most of the time, on one, and on one of half the width. Pipeline: four
+    microbatches of sixteen sequences; the span of a step against the one computed from its schedule and the mean time
+    of its actions.""",
     rows=_rows,
 )
