@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.cli.test_app import torsh
 
 
@@ -31,6 +33,7 @@ def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     assert "step     3/3" in done.stdout
 
 
+@pytest.mark.matrix
 def test_the_demo_with_experts_trains_with_them_spread_over_two_ranks(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     training = "[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\n"

@@ -194,6 +194,7 @@ def look_at_states(plans: list[Plan]) -> tuple[tuple[float, float], list[Any], l
     return held(plans[0]), [rebalanced(plan) for plan in plans[1:3]], save_and_resume(plans)
 
 
+@pytest.mark.matrix
 def test_states_are_shared_out_move_with_experts_and_go_on_at_another_layout(world: World) -> None:
     plans = [
         plan_of(MeshConfig(dp=1, ep=2, shard=2), training=TWICE),
