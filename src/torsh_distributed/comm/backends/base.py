@@ -2,16 +2,17 @@
 
 Why so many names: torch calls a group under two generations of them (`_allgather_base` and `all_gather_single`,
 `alltoall_base` and `all_to_all_single`, …), from Python and from C++ (DDP's reducer, functional collectives). Each
-unpacks its options, checks its tensors on this rank, before anything is sent, and ends in `_start`.
+unpacks its options, checks its tensors on this rank, before anything is sent, and ends in `_start`; what is plain
+enough goes the short way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
 from torsh_distributed.comm.backends import operations
-from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
+from torsh_distributed.comm.backends.short_way import ShortWay
 from torsh_distributed.comm.backends.staging import (
     Staged,
     check_count,
@@ -31,26 +32,15 @@ from torsh_distributed.comm.backends.staging import (
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, CommonUse, Rows
+from torsh_distributed.comm.backends.wire import Call, CommonUse, Rows
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
-from torsh_distributed.events import WaitEvent, wanted
 
-_STRIDED = torch.strided
 _Options = TypeVar("_Options")
-
-
-class _TimedOptions(Protocol):
-    """What the options of c10d's collectives have in common."""
-
-    asyncOp: bool  # noqa: N815 - c10d's name
-    timeout: timedelta
-
-
 _ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class TorshProcessGroup(GroupLifecycle):
+class TorshProcessGroup(ShortWay):
     """A c10d process group whose bytes are moved by a wire.
 
     Collectives run in the order of the calls; sends and receives run beside them. With `asyncOp` the call returns at
@@ -64,18 +54,8 @@ class TorshProcessGroup(GroupLifecycle):
         self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions | _ReduceOpLike | None = None
     ) -> dist.Work:
         """Fold one tensor over all ranks, in place."""
-        # The short way for the commonest call, where every microsecond shows: synchronous, of a pair seen before.
-        if isinstance(opts, dist.AllreduceOptions) and len(tensors) == 1:
-            tensor = tensors[0]
-            fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
-            if (
-                fold is not None
-                and tensor.is_cpu
-                and tensor.layout is _STRIDED
-                and tensor.is_contiguous()
-                and self._run_at_once("all_reduce", opts, fold, tensor)
-            ):
-                return self._finished
+        if isinstance(opts, dist.AllreduceOptions) and self._all_reduce_at_once(tensors, opts):
+            return self._finished
         options = _reduce_options(dist.AllreduceOptions, opts)
         tensor = _only(tensors, "all_reduce")
         call = self._new_call("all_reduce", options.timeout)
@@ -94,25 +74,6 @@ class TorshProcessGroup(GroupLifecycle):
         else:
             body = partial(operations.all_reduce, self._wire, tensor, op, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
-
-    def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
-        """Run `body(*tensors, call)` in this thread if nothing is before it; whether it ran."""
-        if opts.asyncOp or self._refusal is not None or self._coalesced is not None:
-            return False
-        if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
-            return False
-        call = self._call_at_once  # only ever used by who has the turn
-        call.operation = operation
-        call.timeout_ns = self._timeout_ns
-        call.sequence = self._sequence = self._sequence + 1
-        try:
-            body(*tensors, call)
-        except BaseException as error:
-            self._note_failure(error)
-            raise
-        finally:
-            self._executor.end()
-        return True
 
     @override
     def allreduce_coalesced(
@@ -172,21 +133,6 @@ class TorshProcessGroup(GroupLifecycle):
         if opts is not None and self._reduce_scatter_at_once(output, source, opts):
             return self._finished
         return self.reduce_scatter_single_coalesced([output], [source], opts, name="reduce_scatter_single")
-
-    def _reduce_scatter_at_once(self, output: Tensor, source: Tensor, opts: dist.ReduceScatterOptions) -> bool:
-        """The short way, as for all-reduce."""
-        key, numel = (hash(opts.reduceOp), output.dtype), output.numel()
-        if source.dtype != output.dtype or source.numel() != numel * self._wire.num_ranks or numel == 0:
-            return False
-        if not _is_plain(output) or not _is_plain(source):
-            return False
-        fold = self._direct_scatter.get(key)
-        if fold is None:
-            op = parse_reduction(opts.reduceOp, output.dtype)
-            if factor_of(opts.reduceOp) is not None or not self._wire.supports(op, output.dtype):
-                return False
-            fold = self._direct_scatter[key] = self._wire.scatter_folder(op, output.dtype)
-        return self._run_at_once("reduce_scatter_single", opts, fold, output, source)
 
     @override
     def reduce_scatter_single_coalesced(
@@ -261,15 +207,6 @@ class TorshProcessGroup(GroupLifecycle):
         if opts is not None and self._all_gather_at_once(output, source, opts):
             return self._finished
         return self.all_gather_single_coalesced([output], [source], opts, name="all_gather_single")
-
-    def _all_gather_at_once(self, output: Tensor, source: Tensor, opts: AllgatherOptions) -> bool:
-        """The short way, as for all-reduce."""
-        numel = source.numel()
-        if source.dtype != output.dtype or output.numel() != numel * self._wire.num_ranks or numel == 0:
-            return False
-        if not _is_plain(output) or not _is_plain(source):
-            return False
-        return self._run_at_once("all_gather_single", opts, self._wire.all_gather_flat, output, source)
 
     @override
     def all_gather_single_coalesced(
@@ -369,21 +306,13 @@ class TorshProcessGroup(GroupLifecycle):
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
-    def _all_to_all_at_once(self, output: Tensor, source: Tensor, opts: dist.AllToAllOptions) -> bool:
-        """The short way, as for all-reduce; of equal parts."""
-        numel, num_ranks = source.numel(), self._wire.num_ranks
-        if source.dtype != output.dtype or output.numel() != numel or numel == 0 or source.dim() == 0:
-            return False
-        if source.shape[0] % num_ranks or output.shape[0] % num_ranks or not _is_plain(output) or not _is_plain(source):
-            return False
-        return self._run_at_once("all_to_all_single", opts, self._wire.all_to_all_flat, output, source)
-
     def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
 
         Every rank asks for the same sizes in the same order; whether it gets one may differ from rank to rank.
         """
-        return self._wire.common_buffer(numel, dtype, use)
+        # A group that has ended has given back the file its memory is in.
+        return None if self._refusal is not None else self._wire.common_buffer(numel, dtype, use)
 
     def takes_rows(self, source: Tensor) -> bool:
         """Whether `exchange_rows` is for rows like these, (rows, …); the same on every rank."""
@@ -479,11 +408,6 @@ class TorshProcessGroup(GroupLifecycle):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a wire can take it as it lies, and nothing has to be checked with more than these looks."""
-    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_conj()
 
 
 def _one_by_one(bodies: Sequence[partial[None]], call: Call) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
-from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class GroupLifecycle(dist.ProcessGroup):
-    """Identity, numbering, execution and end of a group; `base.py` adds the collectives."""
+    """Identity, numbering, execution and end of a group; `short_way.py` and `base.py` add the collectives."""
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
         # Torch lets Python derive from this constructor only; the store is kept here instead.
@@ -63,12 +63,8 @@ class GroupLifecycle(dist.ProcessGroup):
         self._name = ""
         self._desc = ""
         self._sequence = 0
-        # By pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
-        self._direct: dict[tuple[int, torch.dtype], Folder] = {}
-        self._direct_scatter: dict[tuple[int, torch.dtype], ScatterFolder] = {}
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
-        self._call_at_once = Call("all_reduce", self._timeout_ns)
         self._coalesced: list[dist.Work] | None = None
         self._executor = OrderedExecutor(f"torsh-{wire.name}")
         self._finalizer = weakref.finalize(self, _close, wire, self._executor, os.getpid())

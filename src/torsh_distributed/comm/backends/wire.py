@@ -127,13 +127,13 @@ class Wire(ABC):
 
     def all_gather_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
         """`all_gather` of equal sizes into one tensor, one after the other; neither is empty."""
-        self.all_gather(torch.split(output.detach().view(-1), source.numel()), source, call)
+        self.all_gather(torch.split(output.detach().view(-1), source.numel()), source.detach(), call)
 
     def scatter_folder(self, op: ReduceOp, dtype: torch.dtype) -> ScatterFolder:
         """`reduce_scatter` of equal sizes out of one tensor, for a pair that the wire supports; not of empty ones."""
 
         def reduce_scatter(output: Tensor, source: Tensor, call: Call) -> None:
-            self.reduce_scatter(output, torch.split(source.detach().view(-1), output.numel()), op, call)
+            self.reduce_scatter(output.detach(), torch.split(source.detach().view(-1), output.numel()), op, call)
 
         return reduce_scatter
 

@@ -23,6 +23,7 @@ from torsh_distributed.comm.backends.hierarchical import TorshOptions
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
 from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, TorshError
+from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
 
 
 def start(nodes: str) -> None:
@@ -71,6 +72,25 @@ def reduce_sizes(nodes: str) -> None:
 @pytest.mark.parametrize("nodes", ["aabb", "abbb"])
 def test_large_and_small_buffers_are_folded_alike(world: World, nodes: str) -> None:
     world.run(reduce_sizes, nodes, num_ranks=len(nodes), backend=None, timeout_s=60)
+
+
+def onto_leaves(nodes: str) -> list[list[float]]:
+    """Collectives on tensors that autograd tracks: they are moved as they are, as on gloo."""
+    start(nodes)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    reduced, gathered, exchanged = (torch.zeros(size, requires_grad=True) for size in (1, num_ranks, num_ranks))
+    source = torch.full((num_ranks,), float(rank + 1), requires_grad=True)
+    reduce_scatter(reduced, source)
+    gather(gathered, source[:1])
+    dist.all_to_all_single(exchanged, source)
+    stop()
+    return [tensor.tolist() for tensor in (reduced, gathered, exchanged)]
+
+
+@pytest.mark.parametrize("nodes", ["aab", "aaa"])
+def test_tensors_that_autograd_tracks_are_moved_as_they_are(world: World, nodes: str) -> None:
+    for results in world.run(onto_leaves, nodes, num_ranks=3, backend=None):
+        assert results == [[6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
 
 
 def sub_groups(nodes: str) -> list[int]:

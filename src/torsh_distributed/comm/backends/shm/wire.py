@@ -96,27 +96,16 @@ class ShmWire(Wire):
 
     @override
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
-        status = self._core.all_gather(
-            _addresses(outputs),
-            _sizes(outputs),
-            source.data_ptr(),
-            _dtype(source),
-            call.timeout_ns,
-            call.is_background,
-        )
-        if status:
-            self._failures.raise_for(status, call)
+        self._gather_to_all(_addresses(outputs), _sizes(outputs), source, call)
 
     @override
     def all_gather_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
         size = source.nbytes
+        self._gather_to_all(self._addresses_from(output, size), (size,) * self.num_ranks, source, call)
+
+    def _gather_to_all(self, outs: tuple[int, ...], sizes: tuple[int, ...], source: Tensor, call: Call) -> None:
         status = self._core.all_gather(
-            self._addresses_from(output.data_ptr(), size),
-            (size,) * self.num_ranks,
-            source.data_ptr(),
-            _dtype(source),
-            call.timeout_ns,
-            call.is_background,
+            outs, sizes, source.data_ptr(), _dtype(source), call.timeout_ns, call.is_background
         )
         if status:
             self._failures.raise_for(status, call)
@@ -129,7 +118,7 @@ class ShmWire(Wire):
         def reduce_scatter(output: Tensor, source: Tensor, call: Call) -> None:
             status = fold(
                 output.data_ptr(),
-                self._addresses_from(source.data_ptr(), output.nbytes),
+                self._addresses_from(source, output.nbytes),
                 (output.numel(),) * self.num_ranks,
                 dtype_code,
                 reduction,
@@ -145,20 +134,12 @@ class ShmWire(Wire):
     def all_to_all_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
         size = source.nbytes // self.num_ranks
         sizes = (size,) * self.num_ranks
-        status = self._core.all_to_all(
-            self._addresses_from(output.data_ptr(), size),
-            sizes,
-            self._addresses_from(source.data_ptr(), size),
-            sizes,
-            _dtype(source),
-            call.timeout_ns,
-            call.is_background,
-        )
-        if status:
-            self._failures.raise_for(status, call)
+        outs, sources = self._addresses_from(output, size), self._addresses_from(source, size)
+        self._exchange(outs, sizes, sources, sizes, _dtype(source), call)
 
-    def _addresses_from(self, first: int, size: int) -> tuple[int, ...]:
+    def _addresses_from(self, flat: Tensor, size: int) -> tuple[int, ...]:
         """Of one part per rank, one after the other: less work than a tensor for each."""
+        first = flat.data_ptr()
         return tuple(range(first, first + size * self.num_ranks, size))
 
     @override
@@ -191,14 +172,20 @@ class ShmWire(Wire):
 
     @override
     def all_to_all(self, outputs: Sequence[Tensor], sources: Sequence[Tensor], call: Call) -> None:
+        outs, given = (_addresses(outputs), _sizes(outputs)), (_addresses(sources), _sizes(sources))
+        self._exchange(*outs, *given, _dtype(sources[0]), call)
+
+    def _exchange(
+        self,
+        outs: tuple[int, ...],
+        out_sizes: tuple[int, ...],
+        sources: tuple[int, ...],
+        source_sizes: tuple[int, ...],
+        dtype: int,
+        call: Call,
+    ) -> None:
         status = self._core.all_to_all(
-            _addresses(outputs),
-            _sizes(outputs),
-            _addresses(sources),
-            _sizes(sources),
-            _dtype(sources[0]),
-            call.timeout_ns,
-            call.is_background,
+            outs, out_sizes, sources, source_sizes, dtype, call.timeout_ns, call.is_background
         )
         if status:
             self._failures.raise_for(status, call)

@@ -1,0 +1,106 @@
+"""The short way of the commonest calls: synchronous, on plain tensors, of sizes that fit.
+
+Why: such a call has nothing to stage, nothing to hand to another thread and nobody to tell, and to find that out in
+general takes longer than a small collective does. What is not for this way is left to the long one, untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
+from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
+from torsh_distributed.events import WaitEvent, wanted
+
+_STRIDED = torch.strided
+
+
+class _TimedOptions(Protocol):
+    """What the options of c10d's collectives have in common."""
+
+    asyncOp: bool  # noqa: N815 - c10d's name
+    timeout: timedelta
+
+
+class ShortWay(GroupLifecycle):
+    """Runs a collective at once, in the caller's thread; each method says whether it did."""
+
+    def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
+        super().__init__(store, wire, timeout)
+        # By pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
+        self._direct: dict[tuple[int, torch.dtype], Folder] = {}
+        self._direct_scatter: dict[tuple[int, torch.dtype], ScatterFolder] = {}
+        self._call_at_once = Call("", self._timeout_ns)
+
+    def _all_reduce_at_once(self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions) -> bool:
+        """Of a pair of reduction and dtype that was seen before."""
+        if len(tensors) != 1:
+            return False
+        tensor = tensors[0]
+        fold = self._direct.get((hash(opts.reduceOp), tensor.dtype))
+        if fold is None or not _is_plain(tensor):
+            return False
+        return self._run_at_once("all_reduce", opts, fold, tensor)
+
+    def _reduce_scatter_at_once(self, output: Tensor, source: Tensor, opts: dist.ReduceScatterOptions) -> bool:
+        key, numel = (hash(opts.reduceOp), output.dtype), output.numel()
+        if source.dtype != output.dtype or source.numel() != numel * self._wire.num_ranks or numel == 0:
+            return False
+        if not _is_plain(output) or not _is_plain(source):
+            return False
+        fold = self._direct_scatter.get(key)
+        if fold is None:
+            op = parse_reduction(opts.reduceOp, output.dtype)
+            if factor_of(opts.reduceOp) is not None or not self._wire.supports(op, output.dtype):
+                return False
+            fold = self._direct_scatter[key] = self._wire.scatter_folder(op, output.dtype)
+        return self._run_at_once("reduce_scatter_single", opts, fold, output, source)
+
+    def _all_gather_at_once(self, output: Tensor, source: Tensor, opts: AllgatherOptions) -> bool:
+        numel = source.numel()
+        if source.dtype != output.dtype or output.numel() != numel * self._wire.num_ranks or numel == 0:
+            return False
+        if not _is_plain(output) or not _is_plain(source):
+            return False
+        return self._run_at_once("all_gather_single", opts, self._wire.all_gather_flat, output, source)
+
+    def _all_to_all_at_once(self, output: Tensor, source: Tensor, opts: dist.AllToAllOptions) -> bool:
+        """Of equal parts."""
+        numel, num_ranks = source.numel(), self._wire.num_ranks
+        if source.dtype != output.dtype or output.numel() != numel or numel == 0:
+            return False
+        if any(not _is_plain(one) or one.dim() == 0 or one.shape[0] % num_ranks for one in (output, source)):
+            return False
+        return self._run_at_once("all_to_all_single", opts, self._wire.all_to_all_flat, output, source)
+
+    def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
+        """Run `body(*tensors, call)` in this thread if nothing is before it; whether it ran."""
+        if opts.asyncOp or self._refusal is not None or self._coalesced is not None:
+            return False
+        if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
+            return False
+        call = self._call_at_once  # only ever used by who has the turn
+        call.operation = operation
+        call.timeout_ns = self._timeout_ns
+        call.sequence = self._sequence = self._sequence + 1
+        try:
+            body(*tensors, call)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self._executor.end()
+        return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a wire can take it as it lies, and nothing has to be checked with more than these looks."""
+    return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_conj()
