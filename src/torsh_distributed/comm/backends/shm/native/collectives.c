@@ -50,23 +50,24 @@ static tsh_signature signature(tsh_operation operation, int dtype, int reduction
     return (tsh_signature){kind, amount, 0};
 }
 
-/* After the first meeting: whether some rank, or every rank, was called with a common buffer, of the same number. */
-static bool some_in_common(const tsh_group *group) {
+/* After the first meeting: the highest number of a common buffer that a rank was called with, or 0 if none was. */
+static uint64_t highest_in_common(tsh_group *group, tsh_common_use use) {
+    uint64_t highest = 0;
     for (int rank = 0; rank < group->num_ranks; rank++) {
-        if (tsh_signature_of(group, rank)->common != 0) {
-            return true;
-        }
+        uint64_t number = tsh_signature_of(group, rank)->common;
+        highest = number > highest ? number : highest;
     }
-    return false;
+    tsh_common_catch_up(group, use, highest);
+    return highest;
 }
 
-static bool all_in_common(const tsh_group *group, uint64_t number) {
-    for (int rank = 0; rank < group->num_ranks; rank++) {
-        if (tsh_signature_of(group, rank)->common != number) {
-            return false;
-        }
+/* After the first meeting: whether every rank was called with the common buffer of this number. */
+static bool all_in_common(tsh_group *group, tsh_common_use use, uint64_t number) {
+    bool is_all = highest_in_common(group, use) == number;
+    for (int rank = 0; rank < group->num_ranks && is_all; rank++) {
+        is_all = tsh_signature_of(group, rank)->common == number;
     }
-    return true;
+    return is_all;
 }
 
 int tsh_barrier(tsh_group *group) { return tsh_meet_as(group, signature(TSH_BARRIER, 0, 0, -1, 0)); }
@@ -235,7 +236,7 @@ static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, c
         if (status != TSH_OK) {
             return status;
         }
-        if (turn == 0 && shown != NULL && some_in_common(group)) {
+        if (turn == 0 && shown != NULL && highest_in_common(group, TSH_SCATTERED) != 0) {
             return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL); /* as those begin who have one */
         }
     }
@@ -258,7 +259,7 @@ int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_
     if (status != TSH_OK) {
         return status;
     }
-    if (!all_in_common(group, mine.common)) {
+    if (!all_in_common(group, TSH_SCATTERED, mine.common)) {
         return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL);
     }
     fold_common(group, out, mine.common, longest, fold);
@@ -279,7 +280,7 @@ static int move_chunks(tsh_group *group, const tsh_move *move, size_t num, const
         if (status != TSH_OK) {
             return status;
         }
-        if (turn == 0 && mine != NULL && some_in_common(group)) {
+        if (turn == 0 && mine != NULL && highest_in_common(group, TSH_GATHERED) != 0) {
             return move_chunks(group, move, num, NULL); /* as those begin who have one */
         }
     }
@@ -317,7 +318,7 @@ int tsh_all_gather(tsh_group *group, char *const *out, const size_t *bytes, cons
         return move_chunks(group, &move, num_chunks(longest, move.chunk), &mine);
     }
     int status = tsh_meet_as(group, mine);
-    if (status != TSH_OK || all_in_common(group, mine.common)) {
+    if (status != TSH_OK || all_in_common(group, TSH_GATHERED, mine.common)) {
         return status; /* everybody wrote into the one buffer that all have: it is complete */
     }
     return move_chunks(group, &move, num_chunks(longest, move.chunk), NULL);

@@ -1,10 +1,10 @@
 /* Tensors that lie in the segment itself: written by their rank, read by all where they are, without a copy between.
  *
  * There are two rings of slots, for what is gathered and for what is reduced and scattered. Every rank asks for buffers
- * in the same order, so the n-th buffer of a ring is in the same slot everywhere. A slot is used again once every rank
- * has let go of what it had there; where one has not, the asker gets nothing, and the call goes the usual way: whether
- * all ranks have their buffer in place is told at the call's first meeting. Should ranks ever count differently, as after
- * an error that only one of them caught, a slot still belongs to one number at a time: whoever comes second goes without.
+ * in the same order, so the n-th buffer of a ring is in the same slot everywhere. A slot belongs to one number at a time:
+ * where a rank still has an earlier one there, or counts differently, as after an error that only it caught, the asker
+ * gets nothing, and the call goes the usual way: whether all ranks have their buffer in place is told at the call's first
+ * meeting.
  */
 #include "core.h"
 
@@ -14,28 +14,15 @@ static char *place_in(const tsh_group *group, tsh_common_use use, size_t slot) {
     return group->common + ((size_t)use * TSH_COMMON_SLOTS + slot) * TSH_COMMON_BYTES;
 }
 
-static _Atomic uint64_t *done_by(const tsh_group *group, int rank, tsh_common_use use, size_t slot) {
-    return &group->ranks[rank].common_done[use][slot];
-}
-
 static _Atomic uint64_t *live_of(const tsh_group *group, int rank, tsh_common_use use, size_t slot) {
     return &group->ranks[rank].common_live[use][slot];
-}
-
-static bool is_done_with(const tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
-    for (int rank = 0; rank < group->num_ranks; rank++) {
-        if (atomic_load(done_by(group, rank, use, slot)) + TSH_COMMON_SLOTS < number) {
-            return false;
-        }
-    }
-    return true;
 }
 
 /* Show that the slot is taken, then look whether somebody has it for another number: of two who come at once at least
  * one sees the other. */
 static bool claim(tsh_group *group, tsh_common_use use, size_t slot, uint64_t number) {
     _Atomic uint64_t *mine = live_of(group, group->rank, use, slot);
-    if (atomic_load(mine) != 0 || !is_done_with(group, use, slot, number)) {
+    if (atomic_load(mine) != 0) {
         return false;
     }
     atomic_store(mine, number);
@@ -67,25 +54,27 @@ static bool back(tsh_group *group, tsh_common_use use, size_t slot, size_t bytes
 char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64_t *number) {
     tsh_common *common = &group->commons[use];
     size_t shares = use == TSH_SCATTERED ? (size_t)group->num_ranks : 1;
-    *number = ++common->count;
+    uint64_t highest = atomic_load(&common->highest);
+    common->count = (highest > common->count ? highest : common->count) + 1;
+    *number = common->count;
     size_t slot = *number % TSH_COMMON_SLOTS;
     bool fits = bytes > 0 && bytes <= TSH_COMMON_BYTES / shares && back(group, use, slot, bytes * shares);
     if (!fits || !claim(group, use, slot, *number)) {
-        common->skipped[slot] = *number;
-        if (atomic_load(live_of(group, group->rank, use, slot)) == 0) {
-            atomic_store(done_by(group, group->rank, use, slot), *number);
-        }
         return NULL;
     }
     return place_in(group, use, slot) + (use == TSH_SCATTERED ? (size_t)group->rank * bytes : 0);
 }
 
+/* Somebody came to a meeting with this number: it is used up, and a rank that is behind goes on after it. */
+void tsh_common_catch_up(tsh_group *group, tsh_common_use use, uint64_t number) {
+    _Atomic uint64_t *highest = &group->commons[use].highest;
+    if (number > atomic_load(highest)) {
+        atomic_store(highest, number);
+    }
+}
+
 void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number) {
-    tsh_common *common = &group->commons[use];
-    size_t slot = number % TSH_COMMON_SLOTS;
-    uint64_t skipped = common->skipped[slot];
-    atomic_store(live_of(group, group->rank, use, slot), 0);
-    atomic_store(done_by(group, group->rank, use, slot), skipped > number ? skipped : number);
+    atomic_store(live_of(group, group->rank, use, number % TSH_COMMON_SLOTS), 0);
 }
 
 /* The number of the buffer that lies at this address, or 0 if it is none of these. */

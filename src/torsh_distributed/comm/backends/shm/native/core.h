@@ -83,9 +83,9 @@ typedef enum {
 
 /* One rank's common buffers of a use, by slot. */
 typedef struct {
-    uint64_t count;                     /* how many were asked for */
-    uint64_t skipped[TSH_COMMON_SLOTS]; /* the last that was refused */
-    size_t backed[TSH_COMMON_SLOTS];    /* bytes known to have memory */
+    uint64_t count;                  /* how many were asked for */
+    _Atomic uint64_t highest;        /* the last that any rank came to a meeting with */
+    size_t backed[TSH_COMMON_SLOTS]; /* bytes known to have memory */
 } tsh_common;
 
 /* The first failure, kept for all: who saw it, whom it concerns, and words for people. */
@@ -113,7 +113,6 @@ typedef struct {
     int32_t pid;
     _Alignas(TSH_LINE) _Atomic uint32_t bell; /* rung for point-to-point: data came, or room was made */
     _Atomic uint32_t sleepers;
-    _Atomic uint64_t common_done[TSH_COMMON_USES][TSH_COMMON_SLOTS]; /* this rank has let go of all up to that one */
     _Atomic uint64_t common_live[TSH_COMMON_USES][TSH_COMMON_SLOTS]; /* the one it has there now, or 0 */
 } tsh_rank_line;
 
@@ -212,6 +211,7 @@ int tsh_exchange_rows(tsh_group *group, const tsh_rows *rows, const size_t *in_c
 
 /* common.c */
 char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64_t *number);
+void tsh_common_catch_up(tsh_group *group, tsh_common_use use, uint64_t number);
 void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number);
 uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address);
 const char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number);
