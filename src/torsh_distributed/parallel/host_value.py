@@ -24,7 +24,7 @@ class HostValue(PendingNumber):
         self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._host.copy_(value, non_blocking=True)
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._arrived.record()
+        self._arrived.record(torch.cuda.current_stream(value.device))
 
     @override
     def wait(self) -> float:

@@ -163,10 +163,11 @@ class PagedDataParallel(Strategy):
 
     @override
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        norm = self._gradients.norm()
-        if float(norm) > max_norm and self._optimizer is not None:
-            self._optimizer.divide_grads((float(norm) + 1e-6) / max_norm)
-        return norm
+        total = self._gradients.norm()
+        norm = float(total)
+        if norm > max_norm and self._optimizer is not None:
+            self._optimizer.divide_grads((norm + 1e-6) / max_norm)
+        return total
 
     @override
     def take_comm_s(self) -> float | None:
