@@ -45,13 +45,11 @@ class Chooser:
 
     def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         """The algorithm for a buffer of this size, None for the backend's own; every rank of the group calls this."""
-        tried_bytes = num_bytes if num_bytes < _LARGEST_TRIED_BYTES else _LARGEST_TRIED_BYTES
+        tried_bytes = min(num_bytes, _LARGEST_TRIED_BYTES)
         key = (tried_bytes.bit_length(), deterministic)
-        try:
-            return self._chosen[key]  # every call but the first of a size: microseconds count
-        except KeyError:
-            chosen = self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
-        return chosen
+        if key not in self._chosen:
+            self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
+        return self._chosen[key]
 
     def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         if num_bytes == 0 or group.size() == 1:
