@@ -1,7 +1,8 @@
 """How long collectives take on the present group, measured the same way for every backend.
 
-Calls go through torch.distributed, as DDP and FSDP make them. A block of calls is timed as a whole, on every rank; the
-slowest rank counts, for a step waits for it. How many calls a block has is agreed by all ranks.
+Calls go through torch.distributed, as DDP and FSDP make them; those named `td.` are our own. A block of calls is timed
+as a whole, on every rank; the slowest rank counts, for a step waits for it. How many calls a block has is agreed by all
+ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_distributed.comm.collectives import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 _BLOCKS = 5
@@ -39,6 +41,10 @@ class Timing:
 
 def _all_reduce(buffer: Tensor, size: int) -> Callable[[], object]:
     return lambda: dist.all_reduce(buffer)
+
+
+def _our_all_reduce(buffer: Tensor, size: int) -> Callable[[], object]:
+    return lambda: all_reduce(buffer)
 
 
 def _broadcast(buffer: Tensor, size: int) -> Callable[[], object]:
@@ -67,6 +73,7 @@ def _all_to_all(buffer: Tensor, size: int) -> Callable[[], object]:
 
 OPERATIONS: dict[str, Callable[[Tensor, int], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
+    "td.all_reduce": _our_all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -22,13 +22,23 @@ _now_s = time.monotonic
 _OURS = str(Path(__file__).parents[1])
 
 
+class _Ours(dict[str, bool]):
+    """Whether a file is part of this library, by its name."""
+
+    def __missing__(self, name: str) -> bool:
+        return self.setdefault(name, name.startswith(_OURS))
+
+
+_is_ours = _Ours()
+
+
 class Record:
     """One operation: what, where, when. `end_s` is None while it is under way."""
 
-    __slots__ = ("_code", "_line", "end_s", "error", "group", "num_bytes", "op", "peer", "sequence", "start_s")
+    __slots__ = ("_at", "_code", "end_s", "error", "group", "num_bytes", "op", "peer", "sequence", "start_s")
 
     def __init__(
-        self, op: str, group: str, sequence: int, num_bytes: int, peer: int | None, code: CodeType | None, line: int
+        self, op: str, group: str, sequence: int, num_bytes: int, peer: int | None, code: CodeType | None, at: int
     ) -> None:
         self.op = op
         self.group = group
@@ -36,7 +46,7 @@ class Record:
         self.num_bytes = num_bytes
         self.peer = peer
         self._code = code
-        self._line = line
+        self._at = at
         self.error: str | None = None
         self.end_s: float | None = None
         self.start_s = _now_s()
@@ -44,7 +54,11 @@ class Record:
     @property
     def call_site(self) -> str | None:
         """file:line of the caller outside this library."""
-        return None if self._code is None else f"{self._code.co_filename}:{self._line}"
+        if self._code is None:
+            return None
+        # Found when it is asked for: to find the line of an instruction takes as long as a small collective.
+        line = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
+        return f"{self._code.co_filename}:{line}"
 
     @property
     def duration_s(self) -> float | None:
@@ -68,9 +82,9 @@ class FlightRecorder:
     def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> Record:
         """Note that an operation starts; the caller's file and line are found on the stack."""
         frame = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+        while _is_ours[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        record = Record(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lineno)
+        record = Record(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
         self._ring.append(record)
         return record
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,30 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.events import WaitEvent, wanted
 
 _STRIDED = torch.strided
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class _TimedOptions(Protocol):
     """What the options of c10d's collectives have in common."""
 
-    asyncOp: bool  # noqa: N815 - c10d's name
-    timeout: timedelta
+    @property
+    def asyncOp(self) -> bool: ...  # noqa: N802 - c10d's name
+    @property
+    def timeout(self) -> timedelta: ...
+
+
+class _Plain(NamedTuple):
+    """The options of a plain call, at no cost."""
+
+    asyncOp: bool = False  # noqa: N815 - c10d's name
+    timeout: timedelta = UNSET_TIMEOUT
+
+
+_PLAIN = _Plain()
 
 
 class ShortWay(GroupLifecycle):
@@ -35,10 +49,29 @@ class ShortWay(GroupLifecycle):
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
         super().__init__(store, wire, timeout)
-        # By pairs of reduction and dtype that the wire folds itself, as earlier calls showed.
+        # By pairs of reduction, as its number, and dtype that the wire folds itself, as earlier calls showed.
         self._direct: dict[tuple[int, torch.dtype], Folder] = {}
+        self._by_name: dict[tuple[str, torch.dtype], Folder] = {}
         self._direct_scatter: dict[tuple[int, torch.dtype], ScatterFolder] = {}
         self._call_at_once = Call("", self._timeout_ns)
+
+    def fold_of(self, op: ReduceOp | str, dtype: torch.dtype) -> Folder | None:
+        """How to fold such tensors at once, if that was seen before."""
+        fold = self._by_name.get((op, dtype))
+        if fold is None:
+            fold = self._direct.get((ReduceOp.parse(op).to_torch().value, dtype))
+            if fold is not None:
+                self._by_name[op, dtype] = fold
+        return fold
+
+    def all_reduce_now(self, tensor: Tensor, fold: Folder) -> bool:
+        """Not through torch, whose own way to a group written in Python takes about as long as a small collective.
+
+        Its dispatcher has no part in such calls: no profiler or mode would have seen this one.
+        """
+        if type(tensor) not in _TENSORS or not _is_plain(tensor):
+            return False
+        return self._run_at_once("all_reduce", _PLAIN, fold, tensor)
 
     def _all_reduce_at_once(self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions) -> bool:
         """Of a pair of reduction and dtype that was seen before."""
