@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from torsh_distributed.comm.abort import refuse_if_aborted
 from torsh_distributed.comm.agreement import are_checks_enabled, require_agreement
 from torsh_distributed.comm.algorithms.base import Algorithm
-from torsh_distributed.comm.algorithms.choice import choose_algorithm
+from torsh_distributed.comm.algorithms.choice import choose_algorithm, leaves_to_backend
 from torsh_distributed.comm.algorithms.compose import start_all_reduce
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.trace import Record, recorder
@@ -78,10 +78,11 @@ def all_reduce(
     backend, in every layout and every time.
     """
     record = None
-    if not where and algorithm is None and not (deterministic or async_op or are_checks_enabled()):
+    if not (where or deterministic or async_op or are_checks_enabled()):
         world: Any = dist.group.WORLD
         fold_of = getattr(world, "fold_of", None)  # isinstance() of a class of c10d takes five times that
-        if fold_of is not None and (fold := fold_of(op, tensor.dtype)) is not None:
+        fold = None if fold_of is None else fold_of(op, tensor.dtype)
+        if fold is not None and (algorithm is None or leaves_to_backend(algorithm, tensor, world)):
             record = recorder.begin("all_reduce", world.getGroupName(), tensor.nbytes)
             try:
                 is_done = world.all_reduce_now(tensor, fold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from torsh_distributed import events
+from torsh_distributed.comm.algorithms import choice
 from torsh_distributed.comm.algorithms.base import LinkFigures
 from torsh_distributed.comm.algorithms.links import measure_links
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
@@ -50,12 +52,57 @@ def test_every_rank_decides_the_same_once_for_each_size(world: World, backend: s
     found = world.run(decide, num_ranks=3, backend=backend, timeout_s=60)
     assert found[0] == found[1] == found[2]
     small, large, deterministic = found[0]
-    for choice, reason in (small, large):
-        assert choice in (*ALGORITHMS, "backend")
-        assert choice in reason
+    for chosen, reason in (small, large):
+        assert chosen in (*ALGORITHMS, "backend")
+        assert chosen in reason
         assert "backend" in reason
     assert ALGORITHMS[deterministic[0]].keeps_rank_order
     assert "backend" not in deterministic[1]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "winner"),
+    [
+        ([{"ring": 1.0, "tree": 1.5, "backend": 9.0}, {"ring": 1.4, "tree": 1.0}, {"ring": 1.4, "tree": 1.0}], "tree"),
+        ([{"ring": 1.0, "tree": 1.7, "backend": 1.7}], "ring"),  # alone after the first round
+        ([{"ring": 1.0, "tree": 9.0, "backend": 1.04}] * 2 + [{"ring": 1.0, "backend": 1.04}], "backend"),  # a tie
+        ([{"ring": 0.0, "tree": 0.0, "backend": 0.3}] * 2 + [{"ring": 0.0, "tree": 0.0}], "ring"),
+    ],
+)
+def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
+    rounds: list[dict[str, float]], winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[set[str], int]] = []
+
+    def timed(field: dict[str, object], num_bytes: int, group: object, *, num_blocks: int) -> dict[str, float]:
+        asked.append((set(field), num_blocks))
+        return {name: rounds[len(asked) - 1][name] * 1e-3 for name in field}
+
+    monkeypatch.setattr(choice, "_try_all", timed)
+    group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # not in torch's stubs
+    known, fastest = choice._race(dict.fromkeys(("ring", "tree", "backend")), 64, group, num_blocks=3)
+    assert fastest == winner
+    assert set(known) == {"ring", "tree", "backend"}
+    assert [num_blocks for _, num_blocks in asked] == [3, 6, 12][: len(rounds)]
+    assert len(asked) == len(rounds)
+
+
+def forget() -> tuple[int, int]:
+    """How many quick answers there are for a group, before and after its end."""
+    group = dist.new_group([0, 1])
+    for _ in range(2):
+        assert all_reduce(torch.ones(4), algorithm="auto", group=group).tolist() == [2.0] * 4
+    before = len(choice._choosers) + len(choice._left_to_backend)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return before, len(choice._choosers) + len(choice._left_to_backend)
+
+
+def test_nothing_is_kept_of_a_group_that_is_gone(world: World) -> None:
+    for before, after in world.run(forget, backend="shm"):
+        assert before > 0
+        assert after == 0
 
 
 def alone() -> float:

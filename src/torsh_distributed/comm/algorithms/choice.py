@@ -1,8 +1,8 @@
 """`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
 
 The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
-puts within four times the best is tried once for each size (in powers of two), together with the backend's own. Small
-buffers, where all it knows is a latency, are tried in every way there is.
+puts within four times the best is tried for each size (in powers of two), together with the backend's own, in a race
+from which the slow drop out. Small buffers, where all it knows is a latency, are tried in every way there is.
 Every number that decides was agreed by all ranks before: they all come to the same choice.
 """
 
@@ -29,9 +29,16 @@ _WORTH_TRYING = 4.0
 _SMALL_BYTES = 512 * 1024
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.1
-"""About how long each candidate is tried."""
+"""About how long each candidate is tried in the first round."""
+_NUM_ROUNDS = 3
+_STILL_IN = 1.6
+"""Who took no longer than this times the best stays for the next round, which is twice as long."""
+_MAX_ROUND_S = 0.25
+"""After a round in which the best took this long its times are trusted."""
 _BLOCK = 5
 """Calls in a row, as in training: a backend's slow calls count as often as they come."""
+_USUAL = 0.9
+"""The share of blocks that count; the slowest do not."""
 _TIE = 1.05
 """The backend's own is taken unless something else is faster by more than this."""
 
@@ -60,8 +67,7 @@ class Chooser:
         candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
         if not deterministic:
             candidates[_BACKEND] = None
-        taken_s = _try_all(candidates, num_bytes, group, repeat=_repeats(estimates))
-        fastest = _pick(taken_s)
+        taken_s, fastest = _race(candidates, num_bytes, group, num_blocks=_first_blocks(estimates))
         tried = ", ".join(f"{name} {taken_s[name] * 1e3:.3f} ms" for name in candidates)
         events.emit(
             events.DecisionEvent(
@@ -86,18 +92,37 @@ def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = Fal
     return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
 
 
-def _repeats(estimates: Mapping[str, float]) -> int:
-    return max(3, min(30, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
+def _first_blocks(estimates: Mapping[str, float]) -> int:
+    return max(3, min(10, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
+
+
+def _race(
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
+) -> tuple[dict[str, float], str]:
+    """Seconds of each when it was last tried, and the fastest: who falls behind drops out, the rest is tried longer.
+
+    Why: small calls of a backend that sleeps take one of several times by chance, up to five times apart. Few tries
+    find out who is slow, but not who is best.
+    """
+    field, known = dict(candidates), dict[str, float]()
+    for turn in range(_NUM_ROUNDS):
+        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks << turn)
+        known |= taken_s
+        best_s = min(taken_s.values())
+        field = {name: field[name] for name in taken_s if taken_s[name] <= _STILL_IN * best_s}
+        if len(field) == 1 or best_s * _BLOCK * (num_blocks << turn) > _MAX_ROUND_S:
+            break
+    return known, _pick({name: known[name] for name in field})
 
 
 def _try_all(
-    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, repeat: int
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> dict[str, float]:
-    """Seconds of each candidate on the slowest rank: medians over blocks, in turns: a slow moment hits all of them."""
+    """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them."""
     buffer = torch.zeros(max(1, num_bytes // 4))
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
-    for index in range(repeat + 1):
+    for index in range(num_blocks + 1):
         for body, times in zip(bodies, taken, strict=True):
             started_s = time.perf_counter()
             for _ in range(_BLOCK):
@@ -106,7 +131,10 @@ def _try_all(
                 times.append((time.perf_counter() - started_s) / _BLOCK)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return dict(zip(candidates, slowest.median(dim=1).values.tolist(), strict=True))
+    usual = slowest.sort(dim=1).values[
+        :, : max(1, round(num_blocks * _USUAL))
+    ]  # without the moments that hit one alone
+    return dict(zip(candidates, usual.mean(dim=1).tolist(), strict=True))
 
 
 def _pick(taken_s: Mapping[str, float]) -> str:
@@ -123,14 +151,25 @@ def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup)
 
 _choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
 """By the identity of groups that live: to look one up takes less than to make a weak reference."""
+_left_to_backend: set[tuple[int, int]] = set()
+"""Groups, and lengths in bits of the sizes for which their choice is the backend's own: the quick look of every call."""
 
 
 def _new_chooser(group: dist.ProcessGroup) -> Chooser:
-    for key in [key for key, (other, _) in _choosers.items() if other() is None]:
-        del _choosers[key]
+    key = id(group)
+
+    def forget(_: object) -> None:
+        _choosers.pop(key, None)
+        _left_to_backend.difference_update([known for known in list(_left_to_backend) if known[0] == key])
+
     chooser = Chooser()
-    _choosers[id(group)] = (weakref.ref(group), chooser)
+    _choosers[key] = (weakref.ref(group, forget), chooser)
     return chooser
+
+
+def leaves_to_backend(wanted: str | Algorithm, tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether `auto` is wanted, and has found before that the backend's own is the fastest."""
+    return (id(group), tensor.nbytes.bit_length()) in _left_to_backend and wanted == AUTO
 
 
 def choose_algorithm(
@@ -156,5 +195,8 @@ def _choose_by_measurement(tensor: Tensor, group: dist.ProcessGroup, *, determin
             return None
         check_on_cpu(tensor)
     found = _choosers.get(id(group))
-    chooser = found[1] if found is not None and found[0]() is group else _new_chooser(group)
-    return chooser.choose(tensor.nbytes, group, deterministic=deterministic)
+    chooser = _new_chooser(group) if found is None else found[1]
+    chosen = chooser.choose(tensor.nbytes, group, deterministic=deterministic)
+    if chosen is None:
+        _left_to_backend.add((id(group), tensor.nbytes.bit_length()))
+    return chosen
