@@ -152,7 +152,7 @@ def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup)
 _choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
 """By the identity of groups that live: to look one up takes less than to make a weak reference."""
 _left_to_backend: set[tuple[int, int]] = set()
-"""Groups, and lengths in bits of the sizes for which their choice is the backend's own: the quick look of every call."""
+"""Groups, and lengths in bits of sizes for which their choice is the backend's own: the quick look of every call."""
 
 
 def _new_chooser(group: dist.ProcessGroup) -> Chooser:

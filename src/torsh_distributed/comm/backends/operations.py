@@ -16,7 +16,7 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 
 Factor = float | Tensor | None
 
-_FOLDS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+_FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MEAN: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -35,6 +35,11 @@ def fold(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     for tensor in tensors[1:]:
         result = step(result, tensor)
     return result / len(tensors) if op is ReduceOp.MEAN else result
+
+
+def fold_into(target: Tensor, other: Tensor, op: ReduceOp) -> None:
+    """Reduce two tensors into the first; the same result whichever is first, but for a mean, which is not divided."""
+    _FOLDS[op](target, other, out=target)
 
 
 def _real(tensor: Tensor) -> Tensor:

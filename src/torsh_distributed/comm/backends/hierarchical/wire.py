@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backend import BackendType, probe_capabilities
-from torsh_distributed.comm.backends.hierarchical.leg import Leg
+from torsh_distributed.comm.backends.hierarchical.leg import Folding, Leg
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.backends.work import PendingWork
@@ -29,6 +28,8 @@ _SMALL_BYTES = 32 * 1024
 # last are small: nothing is on the link while the first is folded and while the last is gathered.
 _PIECE_BYTES = 4 * 1024 * 1024
 _EDGE_BYTES = 256 * 1024
+# Up to this, a buffer travels in one piece.
+_ALONE_BYTES = 1024 * 1024
 
 
 class HierarchicalWire(Wire):
@@ -73,20 +74,23 @@ class HierarchicalWire(Wire):
     def _fold_to_leaders(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """The fold over all ranks, in the buffer of each node's first rank."""
         self._node.reduce(flat, op, 0, call)
-        self._led(lambda lane: lane.wait(lane.start_all_reduce(flat, op), call))
+        self._led(lambda lane: lane.finish(lane.start_all_reduce(flat, op, is_alone=True), call))
 
     def _all_reduce_in_lanes(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """Piece by piece: fold on the node into a shard per lane, fold each between nodes, gather the shards again."""
-        under_way: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
-        for piece in torch.split(flat, _piece_numels(flat)):
+        under_way: list[tuple[list[Tensor], Tensor, Folding | None]] = []
+        is_alone = flat.nbytes <= _ALONE_BYTES
+        for piece in [flat] if is_alone else torch.split(flat, _piece_numels(flat)):
             shards = self._shards(piece)
             mine = torch.empty_like(shards[self._layout.position])
             self._node.reduce_scatter(mine, shards, op, call)
-            work = self._lane.start_all_reduce(mine, op) if self._lane is not None and mine.numel() else None
-            under_way.append((shards, mine, work))
-        for shards, mine, work in under_way:
-            if work is not None and self._lane is not None:
-                self._lane.wait(work, call)
+            folding = None
+            if self._lane is not None and mine.numel():
+                folding = self._lane.start_all_reduce(mine, op, is_alone=is_alone)
+            under_way.append((shards, mine, folding))
+        for shards, mine, folding in under_way:
+            if folding is not None and self._lane is not None:
+                self._lane.finish(folding, call)
             self._node.all_gather(shards, mine, call)
 
     def _shards(self, piece: Tensor) -> list[Tensor]:
