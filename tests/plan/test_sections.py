@@ -79,6 +79,16 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
         'leave rebalance_threshold out, or set placement = "contiguous"',
     ),
     (
+        {"expert": {"placement": "replicated", "hot_copies": 2}},
+        "expert.hot_copies 2 has nothing to lend: every rank has every expert",
+        'leave hot_copies out, or set placement = "contiguous"',
+    ),
+    (
+        {"expert": {"num_experts": 4, "hot_copies": 4}},
+        "expert.hot_copies 4 is not below num_experts 4",
+        "a rank borrows experts that it does not have; 1 is a fair start",
+    ),
+    (
         {
             "offload": {
                 "enabled": True,

@@ -200,6 +200,20 @@ class RebalanceEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LendingEvent(Event):
+    """Other experts than before are lent to ranks that have less to do; loads are shares of all rows."""
+
+    kind: ClassVar[str] = "lending"
+
+    layer: str
+    borrowed: tuple[tuple[int, ...], ...]
+    """By rank of the group: the experts of other ranks that it computes as well."""
+    max_load_before: float
+    """Of the busiest rank, if nothing were lent."""
+    max_load_after: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PressureEvent(Event):
     """Memory under a budget ran short and something was done about it; the bytes were counted on both sides."""
 
@@ -258,6 +272,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     MembershipEvent,
     RoutingEvent,
     RebalanceEvent,
+    LendingEvent,
     PressureEvent,
     DecisionEvent,
     AlertEvent,

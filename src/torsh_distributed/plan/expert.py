@@ -72,10 +72,19 @@ class ExpertParallelismConfig(Section):
     start. Not set, experts stay where they are."""
 
     rebalance_cooldown_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between two moves of experts."""
+    """Optimizer steps between two moves of experts, and from one look at which to lend to the next."""
+
+    hot_copies: int = Field(default=0, ge=0)
+    """Experts of other ranks that a rank may compute beside its own while these have too much to do: it borrows their
+    weights in each forward. Who borrows what is decided every `rebalance_cooldown_steps` steps."""
 
     load_smoothing: float = Field(default=0.9, ge=0, lt=1)
     """How much of the load that balancing looks at is history; the rest is the last step's."""
+
+    @property
+    def watches_load(self) -> bool:
+        """Whether the load of experts is recorded, to move or lend them."""
+        return self.rebalance_threshold is not None or self.hot_copies > 0
 
     @classmethod
     def small_scale(cls) -> Self:
@@ -118,6 +127,18 @@ class ExpertParallelismConfig(Section):
                 "rebalance_threshold",
                 f"rebalance_threshold {self.rebalance_threshold:g} has nothing to move: every rank has every expert",
                 'leave rebalance_threshold out, or set placement = "contiguous"',
+            )
+        if self.placement == "replicated" and self.hot_copies:
+            yield Problem(
+                "hot_copies",
+                f"hot_copies {self.hot_copies} has nothing to lend: every rank has every expert",
+                'leave hot_copies out, or set placement = "contiguous"',
+            )
+        if self.hot_copies >= self.num_experts:
+            yield Problem(
+                "hot_copies",
+                f"hot_copies {self.hot_copies} is not below num_experts {self.num_experts}",
+                "a rank borrows experts that it does not have; 1 is a fair start",
             )
         yield from self._group_problems()
 

@@ -85,6 +85,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "expert.placement": None,
     "expert.rebalance_threshold": None,
     "expert.rebalance_cooldown_steps": None,
+    "expert.hot_copies": None,
     "expert.load_smoothing": None,
     "offload.enabled": None,
     "offload.offload_params": None,

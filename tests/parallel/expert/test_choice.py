@@ -147,6 +147,8 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
     ("config", "sections", "message"),
     [
         (CONFIG.replace(rebalance_threshold=0.3), {}, "rebalance_threshold moves whole experts, and those of blocks.0"),
+        (CONFIG.replace(hot_copies=1), {}, "hot_copies lends whole experts, and those of blocks.0"),
+        (CONFIG.replace(hot_copies=3), {}, "hot_copies 3 is above the 2 of 4 experts that a rank does not have at"),
         (CONFIG.replace(num_experts=3), {}, "num_experts 3 does not spread evenly over mesh.ep 2"),
         (CONFIG, {"fsdp": {"ignored_modules": ["blocks.*.feed_forward.experts"]}}, "fsdp.ignored_modules names the"),
     ],

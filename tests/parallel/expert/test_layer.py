@@ -18,6 +18,7 @@ from tests.parallel.expert.dense import Reference, admitted, capacity
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
+from torsh_distributed.parallel.expert.lending import Lending
 from torsh_distributed.parallel.materialize import Materializer
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
@@ -60,10 +61,17 @@ def dense(config: ExpertParallelismConfig, num_tokens: int) -> tuple[Tensor, Ten
     return out.detach(), tokens.grad, {name: param.grad for name, param in reference.params.items()}
 
 
-def ours(config: ExpertParallelismConfig, shares: list[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The same on this rank, which has its share of the tokens; gradients are put together over the ranks by hand."""
+def ours(
+    config: ExpertParallelismConfig, shares: list[int], borrowed: tuple[tuple[int, ...], ...] | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The same on this rank, which has its share of the tokens; gradients are put together over the ranks by hand.
+
+    borrowed: by rank, the experts of others that it computes as well.
+    """
     num_tokens, rank, size = sum(shares), dist.get_rank(), dist.get_world_size()
     layer = layer_of(config, group=dist.group.WORLD)
+    if borrowed is not None:
+        layer.lending = Lending(layer.placement, borrowed)
     start = sum(shares[:rank])
     mine = slice(start, start + shares[rank])
     tokens = tokens_of_all(num_tokens)[mine].view(1, -1, DIM).requires_grad_()

@@ -24,9 +24,15 @@ CLIP = 0.5
 VOCABULARY = 20
 
 
-def build(config: ExpertParallelismConfig) -> tuple[gpt.CharGPT, torch.optim.Optimizer]:
+def build(config: ExpertParallelismConfig, *, hot: bool = False) -> tuple[gpt.CharGPT, torch.optim.Optimizer]:
+    """hot: expert 0 of each layer is a choice of nearly every token."""
     torch.manual_seed(3)
     model = moe.with_experts(gpt.CharGPT(VOCABULARY, width=16, num_layers=2, num_heads=2), config)
+    for block in model.blocks if hot else ():
+        assert isinstance(block, gpt.Block)
+        nn.init.ones_(block.feed_forward_norm.bias)
+        with torch.no_grad():
+            block.feed_forward.get_parameter("router.gate.experts.weight")[0] += 0.3
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
@@ -43,9 +49,9 @@ def loss_of(model: nn.Module, inner: nn.Module, batch: tuple[Tensor, Tensor]) ->
 
 
 @functools.cache
-def one_process(config: ExpertParallelismConfig, stop: int) -> tuple[list[float], list[float]]:
+def one_process(config: ExpertParallelismConfig, stop: int, *, hot: bool = False) -> tuple[list[float], list[float]]:
     """Plain torch: no wrapper, no ranks."""
-    model, optimizer = build(config)
+    model, optimizer = build(config, hot=hot)
     losses, norms = [], []
     for batch in batches()[:stop]:
         optimizer.zero_grad()
@@ -60,8 +66,8 @@ def one_process(config: ExpertParallelismConfig, stop: int) -> tuple[list[float]
 class Job:
     """One rank's training, a few steps at a time."""
 
-    def __init__(self, config: ExpertParallelismConfig, ep: int) -> None:
-        model, self.optimizer = build(config)
+    def __init__(self, config: ExpertParallelismConfig, ep: int, *, hot: bool = False) -> None:
+        model, self.optimizer = build(config, hot=hot)
         self.strategy = ExpertDataParallel(model, BucketConfig(), mesh=Mesh(MeshConfig(ep=ep)))
         self.strategy.attach(self.optimizer)
 

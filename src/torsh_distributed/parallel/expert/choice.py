@@ -72,6 +72,13 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
             num_experts=config.num_experts,
             ep=mesh.ep,
         )
+    elsewhere = config.num_experts - config.num_experts // mesh.ep
+    if mesh.ep > 1 and config.hot_copies > elsewhere:
+        raise ConfigurationError(
+            f"{name}: expert.hot_copies {config.hot_copies} is above the {elsewhere} of {config.num_experts} experts "
+            f"that a rank does not have at mesh.ep {mesh.ep}",
+            hint=f"set expert.hot_copies to at most {elsewhere}; 1 is a fair start",
+        )
     if mesh.cp > 1 and config.overflow != "none":
         raise ConfigurationError(
             f"{name}: expert.overflow = {config.overflow!r} with mesh.cp {mesh.cp}: who finds room goes by the order of"
@@ -106,11 +113,12 @@ def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) 
         return
     ignored = ignored_modules(model, plan.fsdp.ignored_modules)
     for name, layer in layers.items():
-        if layer.config.rebalance_threshold is not None:
-            raise ConfigurationError(
-                f"{plan.mesh.equation}: rebalance_threshold moves whole experts, and those of {name} are sharded",
-                hint="leave rebalance_threshold out, or use mesh.dp in place of mesh.shard",
-            )
+        for key, what in (("rebalance_threshold", "moves"), ("hot_copies", "lends")):
+            if getattr(layer.config, key):
+                raise ConfigurationError(
+                    f"{plan.mesh.equation}: {key} {what} whole experts, and those of {name} are sharded",
+                    hint=f"leave {key} out, or use mesh.dp in place of mesh.shard",
+                )
         if f"{name}.experts" in ignored:
             raise ConfigurationError(
                 f"{plan.mesh.equation}: fsdp.ignored_modules names the experts of {name}, which differ between ranks",

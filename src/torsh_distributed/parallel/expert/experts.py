@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -92,24 +92,22 @@ class Experts(nn.Module):
         return dict(self.named_parameters())
 
     @override
-    def forward(self, rows: Tensor, where: tuple[Segment, ...] | Tensor) -> Tensor:
+    def forward(
+        self, rows: Tensor, where: tuple[Segment, ...] | Tensor, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """(rows, output): what the experts make of their rows.
 
         where: the segments of `rows` and whose they are; or (experts,) how many rows each has, on the device of the
         rows and with these sorted by expert: then it is one kernel, and the host need not know the numbers.
+        weights: stacks to compute with, by the name of the parameter; this rank's own, if not given.
         """
-        up, up_bias, down, down_bias = self._weights(rows.dtype)
+        up, up_bias, down, down_bias = _cast(weights or self.stacked(), rows.dtype)
         if isinstance(where, Tensor):
             ends = ends_of(where)
             hidden = self._activate(grouped_linear(rows, up, up_bias, where, ends))
             return grouped_linear(hidden, down, down_bias, where, ends)
         hidden = self._activate(segmented_linear(rows, up, up_bias, where))
         return segmented_linear(hidden, down, down_bias, where)
-
-    def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        up_bias = None if self.up_bias is None else self.up_bias.to(dtype)
-        down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
-        return self.up.to(dtype), up_bias, self.down.to(dtype), down_bias
 
     def _activate(self, hidden: Tensor) -> Tensor:
         active = _ACTIVATIONS[self.activation](hidden)
@@ -119,6 +117,12 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name} {tuple(param.shape)}" for name, param in self.stacked().items())
         return f"{shapes}, activation={self.activation}"
+
+
+def _cast(stacks: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """up, up_bias, down and down_bias, in `dtype`."""
+    given = {name: stack.to(dtype) for name, stack in stacks.items()}
+    return given["up"], given.get("up_bias"), given["down"], given.get("down_bias")
 
 
 def _draw(weight: Tensor, config: ExpertParallelismConfig, here: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import can_group, segments_of
+from torsh_distributed.parallel.expert.lending import Lending, Stacks, lend
 from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
 from torsh_distributed.parallel.expert.stats import RoutingStats
@@ -73,7 +74,9 @@ class MoELayer(nn.Module):
         self.decision: RoutingDecision | None = None
         """What the last forward decided."""
         self.smoothed_load: list[float] | None = None
-        """By expert: the demand of training batches so far, recent ones most; kept where experts may move."""
+        """By expert: the demand of training batches so far, recent ones most; kept where experts move or are lent."""
+        self.lending: Lending | None = None
+        """Which experts are lent in training; may change between two steps, on all ranks alike."""
         self._check_agreement()
 
     @property
@@ -121,48 +124,73 @@ class MoELayer(nn.Module):
         kind = tokens.device.type
         if torch.is_autocast_enabled(kind):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
-        layout = self._layout(decision)
         with torch.autocast(kind, enabled=False):
             if self.group is None:
+                layout = self._layout(decision, self._order(decision))
                 done = self._run(permute(tokens, layout), decision.sends[self._data_rank].unsqueeze(0))
                 out = combine(done, decision.weights, layout)
             else:
-                out = self._run_spread(tokens, layout, decision, self.group)
+                out = self._run_spread(tokens, decision, self.group)
         return out.view(*inputs.shape[:-1], self.output_dim)
 
-    def _layout(self, decision: RoutingDecision) -> RowLayout:
-        """Rows sorted by slot: by rank, then by place there. Dropped choices come last in order, and have no row."""
+    def _order(self, decision: RoutingDecision) -> Tensor:
+        """Choices sorted by slot: by rank, then by place there. Dropped ones come last, and are left out."""
         slots = self._slots(decision.experts).flatten()
         if slots.is_cuda and self.config.num_experts < 2**8:
             slots = slots.to(torch.uint8)  # sorted there byte by byte: one pass in place of eight
         order = slots.argsort(stable=True)
         if not decision.is_dropless:
             order = order[: int(decision.sends[self._data_rank].sum())]
+        return order
+
+    @staticmethod
+    def _layout(decision: RoutingDecision, order: Tensor) -> RowLayout:
         num_choices, num_tokens = decision.experts.shape
         return RowLayout.of(order, num_choices=num_choices, num_tokens=num_tokens)
 
-    def _run_spread(
-        self, tokens: Tensor, layout: RowLayout, decision: RoutingDecision, group: dist.ProcessGroup
-    ) -> Tensor:
+    def _run_spread(self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup) -> Tensor:
         """Rows go to the ranks of their experts, and what these made of them comes back and is added up."""
-        ranks = self.placement.num_ranks
-        by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
-        by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
-        incoming = by_rank[:, self.ep_rank]
-        route = Route(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
-        return collect(self._run(dispatch(tokens, layout, route), incoming), decision.weights, layout, route)
+        me, ranks, lending = self.ep_rank, self.placement.num_ranks, self.lending if self.training else None
+        order, sends = self._order(decision), decision.sends[self._members()]
+        own = borrowed = None
+        if lending is None:
+            by_slot = sends[:, list(self.placement.expert_of_slot)]
+            by_rank = by_slot.view(ranks, ranks, self.placement.per_rank).tolist()
+        else:
+            by_rank = lending.divide(sends.tolist())
+            order = lending.reorder(order, by_rank[me])
+            own, borrowed = lend(dict(self.experts.stacked()), lending, group, tokens.dtype)
+        incoming = torch.tensor([places[me] for places in by_rank])
+        layout = self._layout(decision, order)
+        route = Route([sum(places) for places in by_rank[me]], incoming.sum(dim=1).tolist(), group)
+        rows = dispatch(tokens, layout, route)
+        if own is not None and borrowed is not None and incoming.shape[1] > self.placement.per_rank:
+            done = self._run_both(rows, incoming, own, borrowed)
+        else:
+            done = self._run(rows, incoming, own)
+        return collect(done, decision.weights, layout, route)
 
-    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _run_both(self, rows: Tensor, counts: Tensor, own: Stacks, borrowed: Stacks) -> Tensor:
+        """What own and borrowed experts make of rows sorted by source and then expert."""
+        order = _by_expert(counts).to(rows.device)
+        inverse = order.argsort()
+        per_rank = self.placement.per_rank
+        by_stack = torch.split(counts.sum(dim=0, keepdim=True), [per_rank, counts.shape[1] - per_rank], dim=1)
+        parts = torch.split(reorder(rows, order, inverse), [int(some.sum()) for some in by_stack])
+        done = [self._run(*given) for given in zip(parts, by_stack, (own, borrowed), strict=True)]
+        return reorder(torch.cat(done), inverse, order)
+
+    def _run(self, rows: Tensor, counts: Tensor, weights: Stacks | None = None) -> Tensor:
         """What the experts make of rows sorted by source and then expert. counts: (sources, experts) rows of each."""
         out: Tensor
         if not (can_group(rows, self.experts.up) and can_group(rows, self.experts.down)):
-            out = self.experts(rows, segments_of(counts.tolist()))
+            out = self.experts(rows, segments_of(counts.tolist()), weights)
         elif len(counts) == 1:
-            out = self.experts(rows, counts[0].to(rows.device))
+            out = self.experts(rows, counts[0].to(rows.device), weights)
         else:
             order = _by_expert(counts).to(rows.device)
             inverse = order.argsort()
-            out = self.experts(reorder(rows, order, inverse), counts.sum(dim=0).to(rows.device))
+            out = self.experts(reorder(rows, order, inverse), counts.sum(dim=0).to(rows.device), weights)
             out = reorder(out, inverse, order)
         return out
 
@@ -187,7 +215,7 @@ class MoELayer(nn.Module):
     def _observe(self, decision: RoutingDecision) -> None:
         if is_probing():
             return
-        if self.training and self.config.rebalance_threshold is not None:
+        if self.training and self.config.watches_load:
             total = max(int(decision.demand.sum()), 1)
             now = [count / total for count in decision.demand.tolist()]
             keep = 0.0 if self.smoothed_load is None else self.config.load_smoothing

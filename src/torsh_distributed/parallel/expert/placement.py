@@ -40,6 +40,10 @@ class Placement:
             slots[expert] = slot
         return tuple(slots)
 
+    def owner_of(self, expert: int) -> int:
+        """The rank of the group that holds an expert."""
+        return self.expert_of_slot.index(expert) // self.per_rank
+
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """The experts on a rank of the group, by place."""
         return self.expert_of_slot[rank * self.per_rank : (rank + 1) * self.per_rank]

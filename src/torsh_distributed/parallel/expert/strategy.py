@@ -134,9 +134,9 @@ class ExpertDataParallel(DataParallel):
 
 
 def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
-    """Move experts after the optimizer's steps where layers ask for it; every rank that holds the model calls this."""
+    """Move or lend experts after the optimizer's steps where layers ask for it; all that hold the model call this."""
     layers = moe_layers(model)
-    if all(layer.config.rebalance_threshold is None for layer in layers.values()):
+    if not any(layer.config.watches_load for layer in layers.values()):
         return None
     return LoadBalancer(layers, optimizer)
 
