@@ -26,6 +26,7 @@ from tests.parallel.golden import (
     moe,
 )
 from torsh_distributed import events
+from torsh_distributed.parallel.expert import balance
 from torsh_distributed.parallel.shard_records import local_part
 from torsh_distributed.plan import (
     ExpertParallelismConfig,
@@ -213,3 +214,36 @@ def test_states_are_shared_out_move_with_experts_and_go_on_at_another_layout(wor
         for index, found in enumerate(results):
             for mine, expected in zip(found, golden(PIECES)[2:4], strict=True):
                 assert mine == pytest.approx(expected, abs=1e-4), plans[index].mesh.equation
+
+
+def lend_in_all(cases: list[Case]) -> list[tuple[bool, list[tuple[float, float]]]]:
+    """Whether experts were lent, and losses and norms; every step decides anew, and any gain is enough."""
+    balance._COPY_ROWS["cpu"] = 0
+    found = []
+    for name, num_steps, plan in cases:
+        lent: list[events.LendingEvent] = []
+        unsubscribe = events.subscribe(lent.append, events.LendingEvent)
+        engine = engine_of(plan, EXPERTS.replace(hot_copies=1, rebalance_cooldown_steps=1))
+        losses = run(engine, name, 0, num_steps)
+        unsubscribe()
+        found.append((any(any(event.borrowed) for event in lent), losses))
+    return found
+
+
+@pytest.mark.matrix
+def test_experts_are_lent_beside_every_other_axis(world: World) -> None:
+    """Also where layers run again in backward, and where a pipeline parts a backward in two."""
+    cases = [
+        (PIECES, FEW, plan_of(MeshConfig(dp=2, ep=2), training=TWICE, activation=AGAIN)),
+        (PIECES, FEW, plan_of(MeshConfig(ep=2, tp=2), tensor=SPLIT, training=TWICE, activation=AGAIN)),
+        (WHOLE, FEW, plan_of(MeshConfig(ep=2, cp=2))),
+        (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), INTERLEAVED, activation=AGAIN)),
+        (PIECES, FEW, plan_of(MeshConfig(ep=2, pp=2), ZERO_BUBBLE)),
+        (WHOLE, STEPS, plan_of(MeshConfig(ep=4))),
+    ]
+    by_rank = world.run(lend_in_all, cases, num_ranks=4, backend="torsh", timeout_s=200)
+    for number, (name, _, plan) in enumerate(cases):
+        assert any(results[number][0] for results in by_rank), plan.mesh.equation
+        for results in by_rank:
+            for step, (mine, expected) in enumerate(zip(results[number][1], golden(name), strict=False), start=1):
+                assert mine == pytest.approx(expected, abs=1e-4), (name, plan.mesh.equation, step)
