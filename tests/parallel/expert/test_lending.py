@@ -16,7 +16,8 @@ from tests.parallel.expert.test_layer import dense, layer_of, ours, tokens_of_al
 from tests.parallel.expert.test_strategy import STEPS, Job, one_process
 from torsh_distributed import events
 from torsh_distributed.parallel.expert import balance
-from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.expert import layer as layer_module
+from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.expert.lending import Lending, lend, worth_lending
 from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.plan.expert import ExpertParallelismConfig
@@ -154,6 +155,35 @@ def test_copies_are_those_of_the_owner_and_their_gradients_add_up_there(world: W
         expected = 1 + sum(1 + taker for taker, some in enumerate(BORROWED[4]) if rank in some)
         for grad in grads:
             assert torch.equal(grad, torch.full_like(grad, expected))
+
+
+def by_every_way(is_grouped: bool, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Outputs and gradients of tokens and experts, without and with lending, computed in `dtype`."""
+    layer_module.can_group = lambda rows, weight: is_grouped
+    group = dist.group.WORLD
+    layer = MoELayer(8, 16, NONE, group=group)
+    found = []
+    for borrowed in (None, BORROWED[2]):
+        layer.lending = None if borrowed is None else Lending(layer.placement, borrowed)
+        layer.zero_grad()
+        tokens = torch.randn(30, 8, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = layer(tokens)
+        assert out.dtype == dtype
+        out.float().square().sum().backward()
+        grads = [tokens.grad, *(param.grad for param in layer.experts.parameters())]
+        found.append([out.detach().float(), *(torch.as_tensor(grad).clone() for grad in grads)])
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_grouped_products_and_lower_precision_give_what_they_give_without_lending(
+    world: World, is_grouped: bool, dtype: torch.dtype, near: float
+) -> None:
+    for without, lent in world.run(by_every_way, is_grouped, dtype, backend="shm"):
+        for mine, expected in zip(lent, without, strict=True):
+            assert float((mine - expected).norm() / expected.norm()) < near
 
 
 def count_rows() -> tuple[list[int], list[int], int]:

@@ -18,10 +18,11 @@ from torsh_distributed.parallel.expert.stacks import move_stack, stacked_state
 _MIN_GAIN = 0.01
 """The busiest rank must lose at least this share of its load, or the move is not worth its bytes."""
 
-_COPY_ROWS = {"cpu": 32, "cuda": 1024}
+_COPY_ROWS = {"cpu": 64, "cuda": 2048}
 """Rows that a rank computes, forward and backward, in the time that an expert's weights go one way and their gradients
 the other. Both times grow with the size of the expert, so that only the machine counts: operations a second × bytes
-of a weight / (3 × bytes sent a second)."""
+of a weight / (3 × bytes sent a second). Measured on one node: 22 to 30 over shared memory, 38 to 61 over gloo; for GPUs
+computed from 600 TFLOP/s and 200 GB/s."""
 
 
 class LoadBalancer:
