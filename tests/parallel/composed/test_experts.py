@@ -26,7 +26,7 @@ from tests.parallel.golden import (
     moe,
 )
 from torsh_distributed import events
-from torsh_distributed.parallel.expert import balance
+from torsh_distributed.parallel.expert.lending import COPY_ROWS
 from torsh_distributed.parallel.shard_records import local_part
 from torsh_distributed.plan import (
     ExpertParallelismConfig,
@@ -218,7 +218,7 @@ def test_states_are_shared_out_move_with_experts_and_go_on_at_another_layout(wor
 
 def lend_in_all(cases: list[Case]) -> list[tuple[bool, list[tuple[float, float]]]]:
     """Whether experts were lent, and losses and norms; every step decides anew, and any gain is enough."""
-    balance._COPY_ROWS["cpu"] = 0
+    COPY_ROWS["cpu"] = 0
     found = []
     for name, num_steps, plan in cases:
         lent: list[events.LendingEvent] = []

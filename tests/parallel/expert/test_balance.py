@@ -16,9 +16,12 @@ from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balance import LoadBalancer, rebalance
 from torsh_distributed.parallel.expert.layer import MoELayer
+from torsh_distributed.parallel.expert.lending import COPY_ROWS, Lending
 from torsh_distributed.parallel.expert.placement import Placement, variation
 from torsh_distributed.parallel.expert.stacks import gather_stack
+from torsh_distributed.parallel.mesh import Mesh
 from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.plan.mesh import MeshConfig
 
 
 @given(
@@ -87,7 +90,9 @@ def move_by_hand() -> None:
     inputs = tokens_for(dist.get_rank())
     before, out = whole(layer, optimizer), layer(inputs)
     local = layer.experts.up.detach().clone()
+    layer.lending = Lending(layer.placement, ((3,), ()))
     rebalance(layer, Placement((5, 0, 2, 4, 1, 3), 2), optimizer)
+    assert layer.lending is None, "lent by a placement that is no more"
     assert not torch.equal(layer.experts.up, local), "nothing moved"
     assert torch.equal(layer(inputs), out), "outputs changed"
     after = whole(layer, optimizer)
@@ -142,3 +147,50 @@ def test_uneven_ranks_are_balanced_after_the_cooldown_and_the_event_shows_the_ga
         assert event.max_load_after < 0.8 * event.max_load_before
         assert rows[0] == rows[1] == rows[2], "moved before the cooldown was over"
         assert max(rows[3]) < 0.8 * max(rows[2]), "the event promised a gain that is not there"
+
+
+def lend_by_load(overflow: Any, copy_rows: int) -> list[tuple[bool, list[tuple[int, ...]]]]:
+    """After each of five steps: whether anything is lent, and what was announced. All tokens choose expert 0."""
+    COPY_ROWS["cpu"] = copy_rows
+    seen: list[events.LendingEvent] = []
+    end = events.subscribe(seen.append, events.LendingEvent)  # type: ignore[arg-type]
+    torch.manual_seed(4)
+    config = ExpertParallelismConfig(
+        num_experts=6, overflow=overflow, capacity_factor=0.2, hot_copies=1, rebalance_cooldown_steps=3
+    )
+    layer = MoELayer(6, 8, config, group=Mesh(MeshConfig(ep=2)).group("ep"), data_group=dist.group.WORLD)
+    with torch.no_grad():
+        layer.router.gate.experts.weight[0] += 2
+    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=0.0)
+    balancer = LoadBalancer({"layer": layer}, optimizer)
+    found = []
+    for _ in range(5):
+        step(layer, optimizer)
+        found.append((layer.lending is not None, [some for event in seen for some in event.borrowed]))
+    with torch.no_grad():
+        layer.router.gate.experts.weight[0] -= 10
+    for _ in range(40):
+        step(layer, optimizer)
+    assert layer.lending is None or 0 not in layer.lending.borrowed[1], "still lent when no longer hot"
+    balancer.close()
+    end()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overflow", "copy_rows", "is_lent"),
+    [
+        (2, "none", 20, True),
+        (2, "none", 50, False),
+        (4, "none", 20, True),
+        (4, "none", 50, False),
+        (2, "drop", 2, False),
+    ],
+)
+def test_a_hot_expert_is_lent_while_that_is_worth_its_copy(
+    world: World, num_ranks: int, overflow: str, copy_rows: int, is_lent: bool
+) -> None:
+    """Not where capacity leaves it few rows anyway; at 4 ranks, by what one of the two groups of ep has to do."""
+    for found in world.run(lend_by_load, overflow, copy_rows, num_ranks=num_ranks, backend="shm"):
+        assert [lent for lent, _ in found] == [False, False, is_lent, is_lent, is_lent]
+        assert found[-1][1] == ([(), (0,)] if is_lent else [])

@@ -15,10 +15,9 @@ from tests.bed.world import World
 from tests.parallel.expert.test_layer import dense, layer_of, ours, tokens_of_all
 from tests.parallel.expert.test_strategy import STEPS, Job, one_process
 from torsh_distributed import events
-from torsh_distributed.parallel.expert import balance
 from torsh_distributed.parallel.expert import layer as layer_module
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.parallel.expert.lending import Lending, lend, worth_lending
+from torsh_distributed.parallel.expert.lending import COPY_ROWS, Lending, lend, worth_lending
 from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
@@ -70,12 +69,12 @@ def test_every_row_goes_to_one_rank_that_has_its_expert(data: st.DataObject, len
 
 
 def test_rows_fill_up_the_ranks_evenly_and_those_of_a_host_stay_there() -> None:
-    """Expert 0 has 60 of 100 rows; with its neighbour its owner has 70."""
-    lending = Lending(Placement.contiguous(4, 2), ((), (0,)))
-    assert lending.rank_rows([60, 10, 10, 20]) == [50, 50]
-    divided = lending.divide([[30, 5, 5, 10], [30, 5, 5, 10]])
-    assert divided == [[[30, 5], [5, 10, 0]], [[10, 5], [5, 10, 20]]]
-    assert lending.rank_rows([10, 10, 40, 40]) == [20, 80], "a rank that is full already gets none"
+    """Expert 3 has 60 of 100 rows; with its neighbour its owner has 70."""
+    lending = Lending(Placement.contiguous(4, 2), ((3,), ()))
+    assert lending.rank_rows([20, 10, 10, 60]) == [50, 50]
+    divided = lending.divide([[10, 5, 5, 30], [10, 5, 5, 30]])
+    assert divided == [[[10, 5, 20], [5, 10]], [[10, 5, 0], [5, 30]]]
+    assert lending.rank_rows([40, 40, 10, 10]) == [80, 20], "a rank that is full already gets none"
     assert Lending(Placement.contiguous(3, 3), ((), (0,), (0,))).rank_rows([11, 0, 1]) == [4, 4, 4]
 
 
@@ -91,6 +90,12 @@ def test_the_busiest_rank_lends_to_the_idlest_where_that_is_worth_the_copy() -> 
     # The second copy takes 65 rows off the owner (310 to 245), and would cost it 90.
     assert dear.borrowed == ((), (0,), (), ())
     assert dear.rank_rows(rows)[:2] == [310, 310]
+    # After the first copy the rank that took it is as busy as the owner, and what it took is to be shared further.
+    uneven = [2048, 414, 111, 703, 37, 490, 11, 282]
+    shared = worth_lending(placement, uneven, most=1, copy_rows=64)
+    assert shared is not None
+    assert shared.borrowed == ((), (0,), (0,), (0,))
+    assert shared.rank_rows(uneven) == [1024, 1024, 1024, 1024]
     assert worth_lending(placement, rows, most=1, copy_rows=300) is None
     assert worth_lending(placement, rows, most=0, copy_rows=0) is None
     assert worth_lending(placement, [10] * 8, most=2, copy_rows=1) is None
@@ -248,7 +253,7 @@ def train_case(name: str, ep: int) -> Any:
 
 
 def train_all(eps: list[int]) -> dict[tuple[str, int], Any]:
-    balance._COPY_ROWS["cpu"] = 1  # these batches are small: a copy would not be worth it
+    COPY_ROWS["cpu"] = 1  # these batches are small: a copy would not be worth it
     return {(name, ep): train_case(name, ep) for ep in eps for name in CASES}
 
 

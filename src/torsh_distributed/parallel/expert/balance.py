@@ -11,18 +11,12 @@ from torch.optim import Optimizer
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.lending import worth_lending
+from torsh_distributed.parallel.expert.lending import COPY_ROWS, worth_lending
 from torsh_distributed.parallel.expert.placement import Placement, variation
 from torsh_distributed.parallel.expert.stacks import move_stack, stacked_state
 
 _MIN_GAIN = 0.01
 """The busiest rank must lose at least this share of its load, or the move is not worth its bytes."""
-
-_COPY_ROWS = {"cpu": 64, "cuda": 2048}
-"""Rows that a rank computes, forward and backward, in the time that an expert's weights go one way and their gradients
-the other. Both times grow with the size of the expert, so that only the machine counts: operations a second × bytes
-of a weight / (3 × bytes sent a second). Measured on one node: 22 to 30 over shared memory, 38 to 61 over gloo; for GPUs
-computed from 600 TFLOP/s and 200 GB/s."""
 
 
 class LoadBalancer:
@@ -124,7 +118,7 @@ def _lend(layer: MoELayer, name: str) -> None:
     most = total if decision.capacity is None else decision.capacity
     num_groups = layer.router.data_group.size() // group.size()
     rows = [round(min(load * total, most) / num_groups) for load in loads]
-    copy_rows = _COPY_ROWS.get(layer.experts.up.device.type, _COPY_ROWS["cuda"])
+    copy_rows = COPY_ROWS.get(layer.experts.up.device.type, COPY_ROWS["cuda"])
     lending = worth_lending(layer.placement, rows, most=layer.config.hot_copies, copy_rows=copy_rows)
     if lending == layer.lending:
         return
