@@ -16,6 +16,7 @@ from tests.bed.world import World
 from torsh_distributed.comm.collectives import all_to_all
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
+from torsh_distributed.parallel.expert.lending import COPY_ROWS, Lending, worth_lending
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 _TOKENS, _WIDTH, _HIDDEN = 4096, 512, 2048
@@ -113,6 +114,28 @@ def _time_routing(num_calls: int) -> Times:
     return _time({"router and permutation": route, "one expert": one_expert}, num_calls)
 
 
+def _time_hot(num_calls: int) -> Times:
+    """Runs on every rank: a layer, forward and backward, of which one expert gets half of all rows."""
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    assert group is not None
+    layer = MoELayer(_WIDTH, _HIDDEN, _CONFIG, group=group)
+    with torch.no_grad():
+        layer.router.gate.experts.weight[0] += 10 / _WIDTH
+    torch.manual_seed(dist.get_rank())
+    tokens = (torch.randn(_TOKENS // 8, _WIDTH) + 1).requires_grad_()
+    layer(tokens)
+    lending = worth_lending(layer.placement, layer.stats().load, most=1, copy_rows=COPY_ROWS["cpu"])
+    assert lending is not None, "no expert is hot"
+
+    def step(now: Lending | None) -> None:
+        layer.lending = now
+        layer(tokens).backward(tokens.detach())
+        layer.zero_grad()
+
+    return _time({"lent": lambda: step(lending), "at home": lambda: step(None)}, num_calls)
+
+
 def _row(name: str, found: list[Times], ours: str, rival: str, rival_name: str) -> Row:
     medians = {who: [statistics.median(one[who]) for one in found] for who in (ours, rival)}
     return Row(
@@ -136,6 +159,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
             yield _row(name, found, "forward", "all-to-alls", "all-to-alls")
             yield _row(f"{name}, sorting", found, "with sorting", "all-to-alls", "all-to-alls")
             yield _row(f"{name}, backward", found, "with backward", "all-to-alls twice", "all-to-alls")
+            hot = [
+                world.run(_time_hot, min(num_calls, 5), num_ranks=num_ranks, backend="shm", timeout_s=300)[0]
+                for _ in range(rounds)
+            ]
+            yield _row(f"hot expert lent, {num_ranks} ranks", hot, "lent", "at home", "not lent")
         routed = [
             world.run(_time_routing, num_calls, num_ranks=1, backend="gloo", timeout_s=300)[0] for _ in range(rounds)
         ]
@@ -150,6 +178,8 @@ CASE = Case(
     puts tokens into rows in the order of experts and sends them; combine brings rows back, weighs them and adds them
     up. Lines marked sorting include finding that order. The rival sends the same rows there and back in bare
     all-to-alls on the same backend; with backward, twice. Routing is the gate, the choice of experts and the sorted
-    rows; its rival is one expert of hidden size {_HIDDEN} on the same tokens.""",
+    rows; its rival is one expert of hidden size {_HIDDEN} on the same tokens. Hot expert: {_TOKENS // 8} tokens a rank,
+    which all choose the same expert first, forward and backward, with that expert lent to the other ranks; the rival is
+    the same layer without lending.""",
     rows=_rows,
 )
