@@ -150,24 +150,28 @@ class MoELayer(nn.Module):
 
     def _run_spread(self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup) -> Tensor:
         """Rows go to the ranks of their experts, and what these made of them comes back and is added up."""
-        me, ranks, lending = self.ep_rank, self.placement.num_ranks, self.lending if self.training else None
-        order, sends = self._order(decision), decision.sends[self._members()]
-        own = borrowed = None
-        if lending is None:
-            by_slot = sends[:, list(self.placement.expert_of_slot)]
-            by_rank = by_slot.view(ranks, ranks, self.placement.per_rank).tolist()
-        else:
-            by_rank = lending.divide(sends.tolist())
-            order = lending.reorder(order, by_rank[me])
-            own, borrowed = lend(dict(self.experts.stacked()), lending, group, tokens.dtype)
-        incoming = torch.tensor([places[me] for places in by_rank])
-        layout = self._layout(decision, order)
-        route = Route([sum(places) for places in by_rank[me]], incoming.sum(dim=1).tolist(), group)
-        rows = dispatch(tokens, layout, route)
-        if own is not None and borrowed is not None and incoming.shape[1] > self.placement.per_rank:
-            done = self._run_both(rows, incoming, own, borrowed)
-        else:
-            done = self._run(rows, incoming, own)
+        if self.lending is not None and self.training:
+            return self._run_lent(tokens, decision, group, self.lending)
+        ranks = self.placement.num_ranks
+        by_slot = decision.sends[:, list(self.placement.expert_of_slot)]
+        by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
+        incoming = by_rank[:, self.ep_rank]
+        layout = self._layout(decision, self._order(decision))
+        route = Route(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
+        return collect(self._run(dispatch(tokens, layout, route), incoming), decision.weights, layout, route)
+
+    def _run_lent(
+        self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup, lending: Lending
+    ) -> Tensor:
+        """The same, where the rows of some experts are divided among ranks."""
+        me = self.ep_rank
+        divided = lending.divide(decision.sends[self._members()].tolist())
+        incoming = [by_rank[me] for by_rank in divided]
+        layout = self._layout(decision, lending.reorder(self._order(decision), divided[me]))
+        route = Route([sum(places) for places in divided[me]], [sum(places) for places in incoming], group)
+        own, borrowed = lend(dict(self.experts.stacked()), lending, group, tokens.dtype)
+        rows, counts = dispatch(tokens, layout, route), torch.tensor(incoming)
+        done = self._run_both(rows, counts, own, borrowed) if lending.borrowed[me] else self._run(rows, counts, own)
         return collect(done, decision.weights, layout, route)
 
     def _run_both(self, rows: Tensor, counts: Tensor, own: Stacks, borrowed: Stacks) -> Tensor:
