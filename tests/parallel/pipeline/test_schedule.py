@@ -58,6 +58,23 @@ def test_a_schedule_computed_with_its_own_costs_is_itself() -> None:
         assert compute_timeline(config(schedule, 8), 2, costs=timeline.costs) == timeline
 
 
+def test_what_a_schedule_pairs_is_sent_on_together() -> None:
+    """As torch runs it: the forward of a pair waits for the pair's backward before the next stage gets it."""
+    order = {0: [((0, "F", 0),), ((0, "F", 1), (0, "B", 0))], 1: [((1, "F", 0),), ((1, "B", 0),), ((1, "F", 1),)]}
+    timeline = lay_out(order)  # type: ignore[arg-type]
+    when = {(one.stage, one.kind, one.microbatch): (one.start, one.end) for one in timeline.actions}
+    assert when[0, "F", 1] == (1.0, 2.0)
+    assert when[0, "B", 0] == (4.0, 6.0), "it needs the backward of stage 1"
+    assert when[1, "F", 1] == (6.0, 7.0)
+
+
+def test_the_first_stage_does_its_backward_at_once_and_is_left_out_of_the_mean() -> None:
+    timeline = compute_timeline(config("zbv_zero_bubble", 8), 2, costs={"F": 1.0, "I": 1.5, "W": 0.5, "B": 2.0})
+    halves = {one.kind: one.end - one.start for one in timeline.actions if one.stage == 0 and one.kind in "IW"}
+    assert halves == {"I": 0.0, "W": 2.0}
+    assert timeline.costs == pytest.approx({"F": 1.0, "I": 1.5, "W": 0.5})
+
+
 def test_an_empty_timeline_has_no_bubble() -> None:
     assert Timeline((), 2).bubble == lay_out({}).bubble == 0.0
 

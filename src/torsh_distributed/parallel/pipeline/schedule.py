@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -30,6 +31,9 @@ SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; its two halves: gradients of the input, gradients of the weights."""
+
+Step = tuple[int, Kind, int]
+"""Stage, what it does, and the microbatch it does it on."""
 
 DEFAULT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """In units of a forward: each half of backward has the products that forward has."""
@@ -68,10 +72,14 @@ class Timeline:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The mean time of an action of each kind: what to compute a schedule with that is to be like this one."""
+        """The mean time of an action of each kind: what to compute a schedule with that is to be like this one.
+
+        Halves of the first stage's backward do not count: see `lay_out`.
+        """
         times: dict[str, list[float]] = {}
         for action in self.actions:
-            times.setdefault(action.kind, []).append(action.end - action.start)
+            if action.stage > 0 or action.kind not in "IW":
+                times.setdefault(action.kind, []).append(action.end - action.start)
         return {kind: sum(some) / len(some) for kind, some in times.items()}
 
     @property
@@ -103,26 +111,29 @@ def compute_timeline(config: PipelineConfig, num_ranks: int, *, costs: Mapping[s
     return lay_out(planned_order(config, num_ranks), costs=costs)
 
 
-def planned_order(config: PipelineConfig, num_ranks: int) -> dict[int, list[tuple[int, Kind, int]]]:
-    """(stage, kind, microbatch) of every rank, in the order torch's schedule runs them."""
+def planned_order(config: PipelineConfig, num_ranks: int) -> dict[int, list[tuple[Step, ...]]]:
+    """The steps of every rank, in the order torch's schedule runs them; those in one tuple are sent on together."""
     if config.schedule in _SINGLE:
-        return {rank: _SINGLE[config.schedule](rank, num_ranks, config.num_microbatches) for rank in range(num_ranks)}
+        order = _SINGLE[config.schedule]
+        return {
+            rank: [(step,) for step in order(rank, num_ranks, config.num_microbatches)] for rank in range(num_ranks)
+        }
     num_stages = num_ranks * config.stages_per_rank
     mine = stages_of_rank(config.schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
     stand_ins = [_PlannedStage(index, num_stages, num_ranks) for index in mine]
     made = make_schedule(config, stand_ins, loss_fn=_no_loss)
-    return {rank: list(_compute_actions(actions)) for rank, actions in made.pipeline_order.items()}
+    return {rank: list(_compute_steps(actions)) for rank, actions in made.pipeline_order.items()}
 
 
-def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[int, Kind, int]]:
+def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
     every = range(num_microbatches)
     return [*((rank, "F", number) for number in every), *((rank, "B", number) for number in every)]
 
 
-def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[int, Kind, int]]:
+def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
     """As torch 2.13 runs it; the order that its class gives for drawing is off by one on the last rank."""
     ahead = min(num_microbatches, num_ranks - rank)
-    order: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(ahead)]
+    order: list[Step] = [(rank, "F", number) for number in range(ahead)]
     for number in range(num_microbatches):
         order.append((rank, "B", number))
         if ahead + number < num_microbatches:
@@ -174,40 +185,71 @@ def _no_loss(*_: Any) -> Any:
     raise AssertionError("a planned schedule is never run")
 
 
-def _compute_actions(actions: Sequence[Any]) -> Iterator[tuple[int, Kind, int]]:
+def _compute_steps(actions: Sequence[Any]) -> Iterator[tuple[Step, ...]]:
     for action in actions:
-        if action is None:
-            continue
-        if getattr(action, "sub_actions", None):
-            yield from _compute_actions(action.sub_actions)
-        elif action.computation_type.value in ("F", "B", "I", "W"):
-            yield action.stage_index, cast(Kind, action.computation_type.value), action.microbatch_index
+        parts = () if action is None else (getattr(action, "sub_actions", None) or (action,))
+        steps = tuple(
+            (part.stage_index, cast(Kind, part.computation_type.value), part.microbatch_index)
+            for part in parts
+            if part.computation_type.value in ("F", "B", "I", "W")
+        )
+        if steps:
+            yield steps
 
 
-def lay_out(
-    order: Mapping[int, Sequence[tuple[int, Kind, int]]], *, costs: Mapping[str, float] = DEFAULT_COSTS
-) -> Timeline:
-    """Each rank does its actions in order, each as soon as what it needs from other stages is there."""
-    last_stage = max((stage for actions in order.values() for stage, _, _ in actions), default=0)
+def lay_out(order: Mapping[int, Sequence[tuple[Step, ...]]], *, costs: Mapping[str, float] = DEFAULT_COSTS) -> Timeline:
+    """Each rank does its steps in order, each as soon as what it needs from other stages is there.
+
+    As torch runs them: a forward and a backward that a schedule pairs are done one after the other, and sent on when
+    both are done; the first stage, which gives no gradients of inputs to anyone, does all of its backward at "W".
+    """
+    last_stage = max((stage for groups in order.values() for steps in groups for stage, _, _ in steps), default=0)
     ends: dict[tuple[int, str, int], float] = {}
     clocks = dict.fromkeys(order, 0.0)
-    places = dict.fromkeys(order, 0)
+    left = {rank: deque(groups) for rank, groups in order.items()}
     done: list[Action] = []
-    while any(places[rank] < len(order[rank]) for rank in order):
+    while any(left.values()):
         progressed = False
-        for rank, actions in order.items():
-            while places[rank] < len(actions):
-                stage, kind, microbatch = actions[places[rank]]
-                ready = _ready(ends, stage, kind, microbatch, last_stage)
-                if ready is None:
+        for rank, groups in left.items():
+            while groups:
+                actions = _run(groups[0], rank, clocks[rank], ends, last_stage, costs)
+                if actions is None:
                     break
-                start = max(clocks[rank], ready)
-                clocks[rank] = ends[stage, "B" if kind == "I" else kind, microbatch] = start + costs[kind]
-                done.append(Action(rank, stage, kind, microbatch, start, clocks[rank]))
-                places[rank] += 1
+                clocks[rank] = actions[-1].end
+                ends |= {
+                    (one.stage, "B" if one.kind == "I" else one.kind, one.microbatch): clocks[rank] for one in actions
+                }
+                done += actions
+                groups.popleft()
                 progressed = True
         assert progressed, "torch's schedules never wait in a circle"
     return Timeline(tuple(done), len(order))
+
+
+def _run(
+    steps: tuple[Step, ...],
+    rank: int,
+    clock: float,
+    ends: Mapping[tuple[int, str, int], float],
+    last_stage: int,
+    costs: Mapping[str, float],
+) -> list[Action] | None:
+    """The actions of steps that go together, from `clock` on; None while it is not known when they can start."""
+    actions: list[Action] = []
+    for stage, kind, microbatch in steps:
+        ready = _ready(ends, stage, kind, microbatch, last_stage)
+        if ready is None:
+            return None
+        start = max(clock, ready)
+        clock = start + _cost(stage, kind, costs)
+        actions.append(Action(rank, stage, kind, microbatch, start, clock))
+    return actions
+
+
+def _cost(stage: int, kind: Kind, costs: Mapping[str, float]) -> float:
+    if stage == 0 and kind in "IW":
+        return 0.0 if kind == "I" else costs["I"] + costs["W"]
+    return costs[kind]
 
 
 def _ready(
