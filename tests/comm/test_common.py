@@ -16,7 +16,7 @@ from torsh_distributed.comm.common import common_buffer
 from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
 
 NUMEL = 1000
-USES: tuple[CommonUse, ...] = ("gathered", "scattered")
+USES: tuple[CommonUse, ...] = ("together", "apart")
 
 
 def _value(rank: int, turn: int) -> Tensor:
@@ -26,7 +26,7 @@ def _value(rank: int, turn: int) -> Tensor:
 def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
     """The output, and whether it lies in common memory."""
     rank, num_ranks = group.rank(), group.size()
-    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "gathered") if use_common else None
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "together") if use_common else None
     output = torch.empty(NUMEL * num_ranks) if shared is None else shared
     part = output[NUMEL * rank : NUMEL * (rank + 1)]
     part.copy_(_value(rank, turn))
@@ -36,7 +36,7 @@ def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[T
 
 def _scatter(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
     rank, num_ranks = group.rank(), group.size()
-    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "scattered") if use_common else None
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "apart") if use_common else None
     source = torch.empty(NUMEL * num_ranks) if shared is None else shared
     for owner in range(num_ranks):
         source[NUMEL * owner : NUMEL * (owner + 1)] = _value(rank, turn) * (owner + 1)
@@ -115,11 +115,11 @@ def odd_requests() -> list[str]:
     found = []
     for use in USES:
         found += [str(common_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
-    kept = common_buffer(8, torch.float64, group, "gathered")
+    kept = common_buffer(8, torch.float64, group, "together")
     assert kept is not None
     kept.fill_(3.5)
     dist.destroy_process_group()
-    assert common_buffer(2**20, torch.float32, group, "gathered") is None, "the group has ended"
+    assert common_buffer(2**20, torch.float32, group, "together") is None, "the group has ended"
     return [*found, str(kept.sum().item())]  # its memory outlives the group
 
 
@@ -131,7 +131,7 @@ def test_nothing_and_too_much_are_refused_and_a_tensor_outlives_its_group(world:
 def without_common() -> bool:
     group = dist.group.WORLD
     assert group is not None
-    return common_buffer(8, torch.float32, group, "gathered") is None
+    return common_buffer(8, torch.float32, group, "together") is None
 
 
 def test_gloo_has_no_common_memory(world: World) -> None:

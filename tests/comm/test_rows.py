@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
+from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm import ShmOptions
 from torsh_distributed.comm.collectives import all_to_all
-from torsh_distributed.comm.rows import gather_to_all, sum_from_all, takes_rows
+from torsh_distributed.comm.rows import gather_to_all, new_rows, sum_from_all, takes_rows
 from torsh_distributed.errors import TensorShapeMismatch
 
 SHAPES = [(1, 1), (7, 3), (40, 33), (300, 512), (64, 4096)]
@@ -46,6 +50,52 @@ def exchange_both_ways() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_come_as_if_sorted_sent_and_added_up_apart(world: World, num_ranks: int) -> None:
     world.run(exchange_both_ways, num_ranks=num_ranks, backend="shm", timeout_s=60)
+
+
+def hold_and_overwrite() -> tuple[int, int]:
+    """Ranks hold what came for a while, and overwrite what they sent at once. Counts common outputs and sources."""
+    group = dist.group.WORLD
+    assert isinstance(group, TorshProcessGroup)
+    rank, size = group.rank(), group.size()
+    held: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+    num_common = [0, 0]
+    for turn in range(16):
+        drawn = torch.Generator().manual_seed(turn)
+        counts = torch.randint(0, 600, (size, size), generator=drawn)
+        if turn % 4 == 3:
+            counts[:, -1] = 0  # the last rank has nothing to put anywhere: all do without
+        send, receive = counts[rank].tolist(), counts[:, rank].tolist()
+        mine = torch.Generator().manual_seed(100 * turn + rank)
+        source = torch.randn(200, 65, generator=mine)
+        sent = torch.randint(0, 200, (sum(send),), generator=mine)
+        expected = all_to_all(source[sent], send, receive, group=group)
+        arrived = gather_to_all(source, sent, send, receive, group=group)
+        source.fill_(math.nan)
+        assert torch.equal(arrived, expected)
+        num_common[0] += _is_common(arrived)
+        held.append((arrived, expected))
+        while len(held) > 1 + 2 * rank:  # rank 0 lets go at once, others later and later
+            assert torch.equal(*held.popleft())
+        made = new_rows(sum(receive), 65, source, group).copy_(expected)
+        num_common[1] += _is_common(made)
+        from_made = sum_from_all(made, sent, receive, send, num_rows=200, group=group)
+        made.fill_(math.nan)
+        from_plain = sum_from_all(expected.clone(), sent, receive, send, num_rows=200, group=group)
+        assert torch.equal(from_made, from_plain), "added up in the same order, wherever they lie"
+    assert all(torch.equal(*pair) for pair in held)
+    return num_common[0], num_common[1]
+
+
+def _is_common(tensor: torch.Tensor) -> bool:
+    """What torch allocates can be made larger; memory that it was given cannot."""
+    return not tensor.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_common_memory_is_used_where_all_have_it_and_changes_nothing(world: World, num_ranks: int) -> None:
+    for outputs, sources in world.run(hold_and_overwrite, num_ranks=num_ranks, backend="shm", timeout_s=60):
+        assert 0 < outputs < 16
+        assert sources > 0
 
 
 def refuse() -> None:

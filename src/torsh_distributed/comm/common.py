@@ -17,10 +17,11 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
 
 
 def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:
-    """A tensor for the next collective of that kind, which then copies nothing; None where there is none now.
+    """A tensor for the next collective of that kind, which then copies less; None where there is none now.
 
-    `gathered`: the output of all_gather; this rank writes its part of it, which is also the source. `scattered`: the
-    source of reduce_scatter. Every rank of the group asks for the same sizes in the same order. Whether it gets one may
-    differ: the collective is correct in any case. What nothing refers to any more is used again.
+    `together`: all ranks have the same memory, as the output of all_gather; this rank writes its part of it, which is
+    also the source. `apart`: each has its own, as the source of reduce_scatter or the output of rows from all. Every
+    rank of the group asks in the same order, for `together` also for the same size. Whether it gets one may differ: the
+    collective is correct in any case. What nothing refers to any more is used again.
     """
     return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.wire import Rows
 from torsh_distributed.comm.collectives import num_bytes, run
+from torsh_distributed.comm.common import common_buffer
 
 
 def takes_rows(source: Tensor, group: dist.ProcessGroup) -> bool:
@@ -20,12 +21,22 @@ def takes_rows(source: Tensor, group: dist.ProcessGroup) -> bool:
     return isinstance(group, TorshProcessGroup) and group.takes_rows(source)
 
 
+def new_rows(num_rows: int, dim: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Empty rows, in common memory where there is some: the others write into them or read from them as they lie.
+
+    For the output of `gather_to_all`, which asks for it itself, and the source of `sum_from_all`. Every rank of the
+    group asks at the same points of its program.
+    """
+    shared = common_buffer(num_rows * dim, like.dtype, group, "apart")
+    return like.new_empty((num_rows, dim)) if shared is None else shared.view(num_rows, dim)
+
+
 def gather_to_all(
     source: Tensor, sent: Tensor, send: Sequence[int], receive: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
     """(sum of receive, dim): `source[sent]` cut by `send` and exchanged, without making `source[sent]`."""
     rows = Rows(send=send, receive=receive, row_numel=source.shape[1], sent=sent)
-    output = source.new_empty((sum(receive), source.shape[1]))
+    output = new_rows(sum(receive), source.shape[1], source, group)
     return _exchange(output, source.contiguous(), rows, group)
 
 

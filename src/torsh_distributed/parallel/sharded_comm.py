@@ -84,7 +84,7 @@ class TalliedAllGather(Empty, AllGather):
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "gathered") if device == _CPU else None
+        shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "together") if device == _CPU else None
         return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override
@@ -112,7 +112,7 @@ class TalliedReduceScatter(Empty, ReduceScatter):
         is_source, self._has_source = not self._has_source, not self._has_source
         shared = None
         if is_source and device == _CPU:
-            shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "scattered")
+            shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "apart")
         return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override

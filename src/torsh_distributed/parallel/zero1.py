@@ -91,7 +91,7 @@ class ShardedOptimizerState:
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
         """In memory that the ranks of a node share, where there is some: nothing is copied on the way then."""
-        shared = common_buffer(numel, like.dtype, self._mesh.get_group(), "gathered") if like.is_cpu else None
+        shared = common_buffer(numel, like.dtype, self._mesh.get_group(), "together") if like.is_cpu else None
         return like.new_empty(numel) if shared is None else shared
 
     @staticmethod

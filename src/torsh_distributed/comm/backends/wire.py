@@ -37,9 +37,9 @@ class Call:
         self.is_background = False
 
 
-CommonUse = Literal["gathered", "scattered"]
-"""What a common buffer is for: the output of an all_gather whose source is a part of it, or the sources, one after the
-other, of a reduce_scatter."""
+CommonUse = Literal["together", "apart"]
+"""Whose a common buffer is: all ranks have the same memory, as the output of an all_gather whose source is a part of
+it; or each has its own, as the source of a reduce_scatter, the output of rows from all or the source of rows to add."""
 
 Folder = Callable[[Tensor, Call], None]
 """An all-reduce of which reduction and dtype are settled."""
@@ -150,7 +150,7 @@ class Wire(ABC):
     def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
 
-        Every rank asks for the same sizes in the same order. It lasts until nothing refers to it.
+        Every rank asks in the same order, for `together` also for the same size. It lasts until nothing refers to it.
         """
         return None
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear
+from torsh_distributed.parallel.expert.grouped import NewRows, Segment, ends_of, grouped_linear, segmented_linear
 from torsh_distributed.plan.expert import ExpertParallelismConfig
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
@@ -93,13 +93,18 @@ class Experts(nn.Module):
 
     @override
     def forward(
-        self, rows: Tensor, where: tuple[Segment, ...] | Tensor, weights: Mapping[str, Tensor] | None = None
+        self,
+        rows: Tensor,
+        where: tuple[Segment, ...] | Tensor,
+        weights: Mapping[str, Tensor] | None = None,
+        new_rows: NewRows | None = None,
     ) -> Tensor:
         """(rows, output): what the experts make of their rows.
 
         where: the segments of `rows` and whose they are; or (experts,) how many rows each has, on the device of the
         rows and with these sorted by expert: then it is one kernel, and the host need not know the numbers.
         weights: stacks to compute with, by the name of the parameter; this rank's own, if not given.
+        new_rows: where what they make is to lie, if that is not all the same.
         """
         up, up_bias, down, down_bias = _cast(weights or self.stacked(), rows.dtype)
         if isinstance(where, Tensor):
@@ -107,7 +112,7 @@ class Experts(nn.Module):
             hidden = self._activate(grouped_linear(rows, up, up_bias, where, ends))
             return grouped_linear(hidden, down, down_bias, where, ends)
         hidden = self._activate(segmented_linear(rows, up, up_bias, where))
-        return segmented_linear(hidden, down, down_bias, where)
+        return segmented_linear(hidden, down, down_bias, where, new_rows)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         active = _ACTIVATIONS[self.activation](hidden)

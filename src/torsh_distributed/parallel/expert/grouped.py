@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -60,22 +60,43 @@ def ends_of(counts: Tensor) -> Tensor:
     return counts.cumsum(dim=0, dtype=torch.int32)
 
 
-def segmented_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+NewRows = Callable[[int, int, Tensor], Tensor]
+"""How to make so many empty rows of a width, of the kind of a tensor."""
+
+
+def _new_rows(num_rows: int, dim: int, like: Tensor) -> Tensor:
+    return like.new_empty((num_rows, dim))
+
+
+def segmented_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: tuple[Segment, ...],
+    new_rows: NewRows | None = None,
+) -> Tensor:
     """(rows, out): each segment times its expert's matrix. weight: (experts, in, out), bias: (experts, out).
 
     Why not autograd over slices: each slice would come back as a gradient of the whole stack.
     """
-    out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments)  # type: ignore[no-untyped-call]
+    out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments, new_rows or _new_rows)  # type: ignore[no-untyped-call]
     return out
 
 
 class _SegmentedLinear(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, segments: tuple[Segment, ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        segments: tuple[Segment, ...],
+        new_rows: NewRows,
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.segments = segments
-        out = rows.new_empty((len(rows), weight.shape[2]))
+        out = new_rows(len(rows), weight.shape[2], rows)
         for segment in segments:
             here = slice(segment.start, segment.stop)
             if bias is None:
@@ -87,9 +108,9 @@ class _SegmentedLinear(Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = grad.new_zeros((weight.shape[0], weight.shape[2])) if needs_bias else None
@@ -108,4 +129,4 @@ class _SegmentedLinear(Function):
         if grad_weight is not None:
             for expert in untouched:
                 grad_weight[expert].zero_()
-        return grad_rows, grad_weight, grad_bias, None
+        return grad_rows, grad_weight, grad_bias, None, None

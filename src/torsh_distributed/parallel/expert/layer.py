@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.rows import new_rows, takes_rows
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
 from torsh_distributed.parallel.expert.experts import Activation, Experts
-from torsh_distributed.parallel.expert.grouped import can_group, segments_of
+from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segments_of
 from torsh_distributed.parallel.expert.lending import Lending, Stacks, lend
 from torsh_distributed.parallel.expert.placement import Placement
 from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
@@ -158,7 +160,9 @@ class MoELayer(nn.Module):
         incoming = by_rank[:, self.ep_rank]
         layout = self._layout(decision, self._order(decision))
         route = Route(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
-        return collect(self._run(dispatch(tokens, layout, route), incoming), decision.weights, layout, route)
+        makes = partial(new_rows, group=group) if takes_rows(tokens, group) else None
+        done = self._run(dispatch(tokens, layout, route), incoming, makes=makes)
+        return collect(done, decision.weights, layout, route)
 
     def _run_lent(
         self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup, lending: Lending
@@ -184,11 +188,11 @@ class MoELayer(nn.Module):
         done = [self._run(*given) for given in zip(parts, by_stack, (own, borrowed), strict=True)]
         return reorder(torch.cat(done), inverse, order)
 
-    def _run(self, rows: Tensor, counts: Tensor, weights: Stacks | None = None) -> Tensor:
+    def _run(self, rows: Tensor, counts: Tensor, weights: Stacks | None = None, makes: NewRows | None = None) -> Tensor:
         """What the experts make of rows sorted by source and then expert. counts: (sources, experts) rows of each."""
         out: Tensor
         if not (can_group(rows, self.experts.up) and can_group(rows, self.experts.down)):
-            out = self.experts(rows, segments_of(counts.tolist()), weights)
+            out = self.experts(rows, segments_of(counts.tolist()), weights, makes)
         elif len(counts) == 1:
             out = self.experts(rows, counts[0].to(rows.device), weights)
         else:

@@ -19,7 +19,7 @@ from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 
 _CLOSE_TIMEOUT_S = 5.0
-_COMMON_USES: dict[CommonUse, int] = {"gathered": 0, "scattered": 1}
+_COMMON_USES: dict[CommonUse, int] = {"together": 0, "apart": 1}
 
 
 class ShmWire(Wire):

@@ -39,11 +39,6 @@ static size_t units_per_slot(const tsh_group *group, size_t shares, size_t unit)
     return bytes / unit;
 }
 
-/* A slot with a share for every other rank: how many there are, and where that of `to` lies in the slot of `from`. */
-static size_t num_shares(const tsh_group *group) { return group->num_ranks > 1 ? (size_t)group->num_ranks - 1 : 1; }
-
-static size_t share_of(int from, int to) { return (size_t)(to < from ? to : to - 1); }
-
 static tsh_signature signature(tsh_operation operation, int dtype, int reduction, int root, size_t amount) {
     uint64_t kind = (uint64_t)operation | (uint64_t)(uint8_t)dtype << 8 | (uint64_t)(uint8_t)reduction << 16 |
                     (uint64_t)(root + 1) << 32;
@@ -202,8 +197,7 @@ static void fold_common(tsh_group *group, char *out, uint64_t number, size_t num
     const char *from[TSH_MAX_RANKS];
     size_t bytes = numel * fold->element_bytes;
     for (int rank = 0; rank < group->num_ranks; rank++) {
-        from[rank] = tsh_common_start(group, TSH_SCATTERED, number) +
-                     ((size_t)rank * (size_t)group->num_ranks + (size_t)group->rank) * bytes;
+        from[rank] = tsh_common_start(group, TSH_APART, number, rank) + (size_t)group->rank * bytes;
     }
     fold_inputs(group, fold, out, from, numel);
 }
@@ -236,7 +230,7 @@ static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, c
         if (status != TSH_OK) {
             return status;
         }
-        if (turn == 0 && shown != NULL && highest_in_common(group, TSH_SCATTERED) != 0) {
+        if (turn == 0 && shown != NULL && highest_in_common(group, TSH_APART) != 0) {
             return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL); /* as those begin who have one */
         }
     }
@@ -247,10 +241,10 @@ static int reduce_scatter_chunks(tsh_group *group, char *out, char *const *in, c
 int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_t *numels, const tsh_fold *fold) {
     size_t total, longest = longest_of(group, numels, &total), bytes = total * fold->element_bytes;
     tsh_signature mine = signature(TSH_REDUCE_SCATTER, fold->dtype, fold->reduction, -1, bytes);
-    uint64_t number = tsh_common_number(group, TSH_SCATTERED, in[0]);
+    uint64_t number = tsh_common_number(group, TSH_APART, in[0]);
     if (number != 0 && longest * (size_t)group->num_ranks == total) {
-        const char *start = tsh_common_start(group, TSH_SCATTERED, number) + (size_t)group->rank * bytes;
-        mine.common = common_of(group, TSH_SCATTERED, in, longest * fold->element_bytes, start);
+        const char *start = tsh_common_start(group, TSH_APART, number, group->rank);
+        mine.common = common_of(group, TSH_APART, in, longest * fold->element_bytes, start);
     }
     if (mine.common == 0) {
         return reduce_scatter_chunks(group, out, in, numels, longest, fold, &mine);
@@ -259,7 +253,7 @@ int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_
     if (status != TSH_OK) {
         return status;
     }
-    if (!all_in_common(group, TSH_SCATTERED, mine.common)) {
+    if (!all_in_common(group, TSH_APART, mine.common)) {
         return reduce_scatter_chunks(group, out, in, numels, longest, fold, NULL);
     }
     fold_common(group, out, mine.common, longest, fold);
@@ -280,7 +274,7 @@ static int move_chunks(tsh_group *group, const tsh_move *move, size_t num, const
         if (status != TSH_OK) {
             return status;
         }
-        if (turn == 0 && mine != NULL && highest_in_common(group, TSH_GATHERED) != 0) {
+        if (turn == 0 && mine != NULL && highest_in_common(group, TSH_TOGETHER) != 0) {
             return move_chunks(group, move, num, NULL); /* as those begin who have one */
         }
     }
@@ -310,15 +304,15 @@ int tsh_all_gather(tsh_group *group, char *const *out, const size_t *bytes, cons
     tsh_move move = {.put = put_own, .take = take_all, .out = out, .out_bytes = bytes, .in = &own,
                      .in_bytes = &bytes[group->rank], .chunk = group->slot_bytes, .root = -1};
     tsh_signature mine = signature(TSH_ALL_GATHER, dtype, 0, -1, total);
-    uint64_t number = tsh_common_number(group, TSH_GATHERED, out[0]);
+    uint64_t number = tsh_common_number(group, TSH_TOGETHER, out[0]);
     if (number != 0 && in == out[group->rank] && longest * (size_t)group->num_ranks == total) {
-        mine.common = common_of(group, TSH_GATHERED, out, longest, tsh_common_start(group, TSH_GATHERED, number));
+        mine.common = common_of(group, TSH_TOGETHER, out, longest, tsh_common_start(group, TSH_TOGETHER, number, group->rank));
     }
     if (mine.common == 0) {
         return move_chunks(group, &move, num_chunks(longest, move.chunk), &mine);
     }
     int status = tsh_meet_as(group, mine);
-    if (status != TSH_OK || all_in_common(group, TSH_GATHERED, mine.common)) {
+    if (status != TSH_OK || all_in_common(group, TSH_TOGETHER, mine.common)) {
         return status; /* everybody wrote into the one buffer that all have: it is complete */
     }
     return move_chunks(group, &move, num_chunks(longest, move.chunk), NULL);
@@ -406,38 +400,95 @@ static void take_shares(tsh_group *group, const tsh_move *move, size_t index, ui
     }
 }
 
+/* Whether what everybody sends is what its receiver expects; says whose is not, where that is this rank. */
+static bool is_agreed(tsh_group *group, const uint64_t *sent, const uint64_t *expected, int *status) {
+    size_t n = (size_t)group->num_ranks;
+    bool agreed = true;
+    for (size_t from = 0; from < n; from++) {
+        for (size_t to = 0; to < n; to++) {
+            bool is_same = sent[from * n + to] == expected[to * n + from];
+            agreed = agreed && is_same;
+            if (to == (size_t)group->rank && !is_same) {
+                group->subject = (int)from;
+                tsh_poison_group(group, TSH_MISMATCH, (int)from, "");
+                *status = TSH_MISMATCH;
+                return false;
+            }
+        }
+    }
+    return agreed;
+}
+
+static size_t longest_sent(const tsh_group *group, const uint64_t *sent) {
+    size_t longest = 0, n = (size_t)group->num_ranks;
+    for (size_t pair = 0; pair < n * n; pair++) {
+        longest = sent[pair] > longest ? sent[pair] : longest;
+    }
+    return longest;
+}
+
+/* Everybody's output lies in the segment: write into each what goes there, behind what comes from lower ranks. */
+static int write_apart(tsh_group *group, const tsh_move *move, uint64_t number, const uint64_t *sent) {
+    size_t n = (size_t)group->num_ranks;
+    for (int turn = 1; turn <= group->num_ranks; turn++) {
+        int to = (group->rank + turn) % group->num_ranks;
+        char *place = tsh_common_start(group, TSH_APART, number, to);
+        for (size_t from = 0; from < (size_t)group->rank; from++) {
+            place += sent[from * n + (size_t)to];
+        }
+        move->write(move, to, place);
+    }
+    return tsh_meet(group);
+}
+
+/* Everybody's input lies in the segment, by receiver: read from each what comes here, chunk by chunk as from slots, so that
+ * sums are added up in the same order. */
+static int read_apart(tsh_group *group, const tsh_move *move, uint64_t number, const uint64_t *sent) {
+    size_t n = (size_t)group->num_ranks, num = num_chunks(longest_sent(group, sent), move->chunk);
+    for (size_t from = 0; from < n; from++) {
+        move->direct[from] = tsh_common_start(group, TSH_APART, number, (int)from);
+        for (size_t to = 0; to < (size_t)group->rank; to++) {
+            move->direct[from] += sent[from * n + to];
+        }
+    }
+    for (size_t index = 0; index < num; index++) {
+        move->take(group, move, index, 0);
+    }
+    return tsh_meet(group);
+}
+
 /* Sizes may differ from pair to pair: the first meeting shows them all, which also tells how many chunks there are.
- * The first chunk is put before it, since that needs one's own sizes alone. `amount` must be equal on all ranks. */
-int tsh_exchange(tsh_group *group, const tsh_move *move, int dtype, size_t amount) {
-    size_t n = (size_t)group->num_ranks, longest = 0;
-    uint64_t step = group->step + 1;
+ * The first chunk is put before it, since that needs one's own sizes alone. `amount` must be equal on all ranks. `common`
+ * is the number of the common buffer that is written into or read from, or 0. */
+int tsh_exchange(tsh_group *group, const tsh_move *move, int dtype, size_t amount, uint64_t common) {
+    size_t n = (size_t)group->num_ranks;
     uint64_t *sent = group->counts + ((group->sequence + 1) & 1) * 2 * n * n, *expected = sent + n * n;
     for (size_t rank = 0; rank < n; rank++) {
         sent[(size_t)group->rank * n + rank] = move->in_bytes[rank];
         expected[(size_t)group->rank * n + rank] = move->out_bytes[rank];
     }
-    move->put(group, move, 0, step);
-    int status = tsh_meet_as(group, signature(TSH_ALL_TO_ALL, dtype, 0, -1, amount));
+    uint64_t step = group->step + 1;
+    if (common == 0) {
+        move->put(group, move, 0, step);
+    }
+    tsh_signature mine = signature(TSH_ALL_TO_ALL, dtype, 0, -1, amount);
+    mine.common = common;
+    int status = tsh_meet_as(group, mine);
     if (status != TSH_OK) {
         return status;
     }
-    bool is_agreed = true;
-    for (size_t from = 0; from < n; from++) {
-        for (size_t to = 0; to < n; to++) {
-            size_t bytes = sent[from * n + to];
-            longest = bytes > longest ? bytes : longest;
-            is_agreed = is_agreed && bytes == expected[to * n + from];
-            if (to == (size_t)group->rank && bytes != move->out_bytes[from]) {
-                group->subject = (int)from;
-                tsh_poison_group(group, TSH_MISMATCH, (int)from, "");
-                return TSH_MISMATCH;
-            }
+    if (!is_agreed(group, sent, expected, &status)) {
+        return status != TSH_OK ? status : tsh_meet(group); /* those concerned do not come: what this one ends with */
+    }
+    if (highest_in_common(group, TSH_APART) != 0) {
+        if (all_in_common(group, TSH_APART, common)) {
+            return (move->write != NULL ? write_apart : read_apart)(group, move, common, sent);
         }
+        step = group->step + 1; /* anew, with those who have one */
+        move->put(group, move, 0, step);
+        status = tsh_meet(group);
     }
-    if (!is_agreed) {
-        return tsh_meet(group); /* those concerned do not come: their report is what this one ends with */
-    }
-    size_t num = num_chunks(longest, move->chunk);
+    size_t num = num_chunks(longest_sent(group, sent), move->chunk);
     for (size_t turn = 1; turn <= num && status == TSH_OK; turn++) {
         if (turn < num) {
             move->put(group, move, turn, step + turn);
@@ -452,5 +503,5 @@ int tsh_all_to_all(tsh_group *group, char *const *out, const size_t *out_bytes, 
                    const size_t *in_bytes, int dtype) {
     tsh_move move = {.put = put_shares, .take = take_shares, .out = out, .out_bytes = out_bytes, .in = in,
                      .in_bytes = in_bytes, .chunk = units_per_slot(group, num_shares(group), 1), .root = -1};
-    return tsh_exchange(group, &move, dtype, 0);
+    return tsh_exchange(group, &move, dtype, 0, 0);
 }

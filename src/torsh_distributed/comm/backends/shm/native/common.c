@@ -1,10 +1,10 @@
-/* Tensors that lie in the segment itself: written by their rank, read by all where they are, without a copy between.
+/* Tensors that lie in the segment itself: what one rank writes there the others read where it is, without a copy between.
  *
- * There are two rings of slots, for what is gathered and for what is reduced and scattered. Every rank asks for buffers
- * in the same order, so the n-th buffer of a ring is in the same slot everywhere. A slot belongs to one number at a time:
- * where a rank still has an earlier one there, or counts differently, as after an error that only it caught, the asker
- * gets nothing, and the call goes the usual way: whether all ranks have their buffer in place is told at the call's first
- * meeting.
+ * There are two rings of slots: of buffers that all ranks have together, and of those that each has apart, for the others
+ * to read from or to write into. Every rank asks for buffers in the same order, so the n-th buffer of a ring is in the same
+ * slot everywhere. A slot belongs to one number at a time: where a rank still has an earlier one there, or counts
+ * differently, as after an error that only it caught, the asker gets nothing, and the call goes the usual way: whether all
+ * ranks have their buffer in place is told at the call's first meeting.
  */
 #include "core.h"
 
@@ -36,11 +36,23 @@ static bool claim(tsh_group *group, tsh_common_use use, size_t slot, uint64_t nu
     return true;
 }
 
-/* Memory for the first bytes of a slot, before anybody writes there: a page that cannot be had would kill the writer. */
-static bool back(tsh_group *group, tsh_common_use use, size_t slot, size_t bytes) {
-    size_t *backed = &group->commons[use].backed[slot];
+/* What a rank may have of a slot. */
+static size_t region_bytes(const tsh_group *group, tsh_common_use use) {
+    size_t regions = use == TSH_APART ? (size_t)group->num_ranks : 1;
+    return TSH_COMMON_BYTES / regions / TSH_LINE * TSH_LINE;
+}
+
+/* Where the buffer of a rank begins: one place for all, or one for each. */
+char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number, int rank) {
+    char *slot = place_in(group, use, number % TSH_COMMON_SLOTS);
+    return use == TSH_APART ? slot + (size_t)rank * region_bytes(group, use) : slot;
+}
+
+/* Memory for a buffer of this rank, before anybody writes there: a page that cannot be had would kill the writer. */
+static bool back(tsh_group *group, tsh_common_use use, uint64_t number, size_t bytes) {
+    size_t *backed = &group->commons[use].backed[number % TSH_COMMON_SLOTS];
     if (bytes > *backed) {
-        off_t start = (off_t)(place_in(group, use, slot) - group->base);
+        off_t start = (off_t)(tsh_common_start(group, use, number, group->rank) - group->base);
         if (posix_fallocate(group->fd, start, (off_t)bytes) != 0) {
             return false;
         }
@@ -49,20 +61,18 @@ static bool back(tsh_group *group, tsh_common_use use, size_t slot, size_t bytes
     return true;
 }
 
-/* A buffer of `bytes` for each rank; this rank's address, or NULL. `number` is what to give back. Gathered: one buffer
- * for all ranks together, the same bytes for everybody. Scattered: one for each, side by side. */
+/* A buffer of `bytes`; its address, or NULL. `number` is what to give back. Together: one buffer for all ranks, the same
+ * bytes for everybody. Apart: one for each, which may be as long as it wants. */
 char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64_t *number) {
     tsh_common *common = &group->commons[use];
-    size_t shares = use == TSH_SCATTERED ? (size_t)group->num_ranks : 1;
     uint64_t highest = atomic_load(&common->highest);
     common->count = (highest > common->count ? highest : common->count) + 1;
     *number = common->count;
-    size_t slot = *number % TSH_COMMON_SLOTS;
-    bool fits = bytes > 0 && bytes <= TSH_COMMON_BYTES / shares && back(group, use, slot, bytes * shares);
-    if (!fits || !claim(group, use, slot, *number)) {
+    bool fits = bytes > 0 && bytes <= region_bytes(group, use) && back(group, use, *number, bytes);
+    if (!fits || !claim(group, use, *number % TSH_COMMON_SLOTS, *number)) {
         return NULL;
     }
-    return place_in(group, use, slot) + (use == TSH_SCATTERED ? (size_t)group->rank * bytes : 0);
+    return tsh_common_start(group, use, *number, group->rank);
 }
 
 /* Somebody came to a meeting with this number: it is used up, and a rank that is behind goes on after it. */
@@ -84,9 +94,4 @@ uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const cha
         return 0;
     }
     return atomic_load(live_of(group, group->rank, use, (size_t)(address - first) / TSH_COMMON_BYTES));
-}
-
-/* The start of the slot in which a buffer lies. */
-const char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number) {
-    return place_in(group, use, number % TSH_COMMON_SLOTS);
 }

@@ -74,10 +74,10 @@ typedef struct {
     uint64_t common; /* the number of the common buffer it was called with, or 0; ranks may differ in this */
 } tsh_signature;
 
-/* What common buffers are for: to be gathered, or to be reduced and scattered. */
+/* Whose a common buffer is: all ranks have it together, as what is gathered, or each has one, as what is scattered. */
 typedef enum {
-    TSH_GATHERED,
-    TSH_SCATTERED,
+    TSH_TOGETHER,
+    TSH_APART,
     TSH_COMMON_USES,
 } tsh_common_use;
 
@@ -214,7 +214,7 @@ char *tsh_common_take(tsh_group *group, tsh_common_use use, size_t bytes, uint64
 void tsh_common_catch_up(tsh_group *group, tsh_common_use use, uint64_t number);
 void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number);
 uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address);
-const char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number);
+char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number, int rank);
 
 /* mail.c, orders.c */
 #define TSH_ANY_SOURCE (-1)

@@ -41,6 +41,14 @@ static void copy_row(char *restrict to, const char *restrict from, const char *l
     memcpy(to + at, from + at, row_bytes - at);
 }
 
+/* The rows for `rank` from number `row` on, one after the other. */
+static void gather_rows(const tsh_exchange_state *state, int rank, size_t row, size_t num_rows, char *to) {
+    size_t row_bytes = state->rows->row_bytes, end = row + num_rows;
+    for (; row < end; row++, to += row_bytes) {
+        copy_row(to, row_for(state, rank, row), later_row(state, rank, row, end), row_bytes);
+    }
+}
+
 static void put_rows(tsh_group *group, const tsh_move *move, size_t index, uint64_t step) {
     const tsh_exchange_state *state = state_of(move);
     size_t row_bytes = state->rows->row_bytes;
@@ -49,12 +57,14 @@ static void put_rows(tsh_group *group, const tsh_move *move, size_t index, uint6
             continue;
         }
         tsh_span at = chunk_of(move->in_bytes[rank], move->chunk, index);
-        char *to = slot_of(group, group->rank, step) + (size_t)rank * move->chunk;
-        size_t row = at.start / row_bytes, end = row + at.length / row_bytes;
-        for (; row < end; row++, to += row_bytes) {
-            copy_row(to, row_for(state, rank, row), later_row(state, rank, row, end), row_bytes);
-        }
+        char *to = slot_of(group, group->rank, step) + share_of(group->rank, rank) * move->chunk;
+        gather_rows(state, rank, at.start / row_bytes, at.length / row_bytes, to);
     }
+}
+
+static void write_rows(const tsh_move *move, int rank, char *to) {
+    const tsh_exchange_state *state = state_of(move);
+    gather_rows(state, rank, 0, move->in_bytes[rank] / state->rows->row_bytes, to);
 }
 
 static void add_row(float *restrict to, const float *restrict from, size_t numel, float weight, bool is_first) {
@@ -90,7 +100,8 @@ static void take_rows(tsh_group *group, const tsh_move *move, size_t index, uint
         if (at.length == 0) {
             continue; /* an empty tensor has no address */
         }
-        const char *slot = slot_of(group, rank, step) + (size_t)group->rank * move->chunk;
+        const char *slot = slot_of(group, rank, step) + share_of(rank, group->rank) * move->chunk;
+        slot = move->direct[rank] != NULL ? move->direct[rank] + at.start : slot;
         char *out = rows->out + state->first_received[rank] * row_bytes + at.start;
         if (!rows->is_sum && !is_own) {
             memcpy(out, slot, at.length);
@@ -108,7 +119,7 @@ static void take_rows(tsh_group *group, const tsh_move *move, size_t index, uint
     }
 }
 
-size_t tsh_max_row_bytes(const tsh_group *group) { return group->slot_bytes / (size_t)group->num_ranks; }
+size_t tsh_max_row_bytes(const tsh_group *group) { return group->slot_bytes / num_shares(group); }
 
 /* Rows that nothing was added to are zero. */
 static void clear_untouched(const tsh_exchange_state *state) {
@@ -117,6 +128,13 @@ static void clear_untouched(const tsh_exchange_state *state) {
             memset(state->rows->out + row * state->rows->row_bytes, 0, state->rows->row_bytes);
         }
     }
+}
+
+/* The number of the common buffer that rows are written into, or, where they are added up, read from as they lie. */
+static uint64_t common_of_rows(const tsh_group *group, const tsh_rows *rows) {
+    const char *place = rows->is_sum ? rows->in : rows->out;
+    uint64_t number = rows->is_sum && rows->sent != NULL ? 0 : tsh_common_number(group, TSH_APART, place);
+    return number != 0 && place == tsh_common_start(group, TSH_APART, number, group->rank) ? number : 0;
 }
 
 int tsh_exchange_rows(tsh_group *group, const tsh_rows *rows, const size_t *in_counts, const size_t *out_counts,
@@ -142,9 +160,11 @@ int tsh_exchange_rows(tsh_group *group, const tsh_rows *rows, const size_t *in_c
         num_sent += in_counts[rank];
         num_received += out_counts[rank];
     }
-    tsh_move move = {.put = put_rows, .take = take_rows, .out_bytes = out_bytes, .in_bytes = in_bytes,
+    const char *direct[TSH_MAX_RANKS] = {NULL};
+    tsh_move move = {.put = put_rows, .take = take_rows, .write = rows->is_sum ? NULL : write_rows, .direct = direct,
+                     .out_bytes = out_bytes, .in_bytes = in_bytes,
                      .chunk = tsh_max_row_bytes(group) / rows->row_bytes * rows->row_bytes, .root = -1, .more = state};
-    int status = tsh_exchange(group, &move, dtype, rows->row_bytes);
+    int status = tsh_exchange(group, &move, dtype, rows->row_bytes, common_of_rows(group, rows));
     if (status == TSH_OK && rows->is_sum) {
         clear_untouched(state);
     }
