@@ -28,15 +28,15 @@ _MAX_TRIED = 4
 _WORTH_TRYING = 4.0
 _SMALL_BYTES = 512 * 1024
 _LARGEST_TRIED_BYTES = 64 * 2**20
-_TRIAL_S = 0.1
+_TRIAL_S = 0.08
 """About how long each candidate is tried in the first round."""
 _NUM_ROUNDS = 3
 _STILL_IN = 1.6
 """Who took no longer than this times the best stays for the next round, which is twice as long."""
 _MAX_ROUND_S = 0.25
 """After a round in which the best took this long its times are trusted."""
-_BLOCK = 5
-"""Calls in a row, as in training: a backend's slow calls count as often as they come."""
+_BLOCK, _SMALL_BLOCK = 5, 25
+"""Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm that is each algorithm's own."""
 _USUAL = 0.9
 """The share of blocks that count; the slowest do not."""
 _TIE = 1.05
@@ -67,7 +67,7 @@ class Chooser:
         candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
         if not deterministic:
             candidates[_BACKEND] = None
-        taken_s, fastest = _race(candidates, num_bytes, group, num_blocks=_first_blocks(estimates))
+        taken_s, fastest = _race(candidates, num_bytes, group, num_blocks=_first_blocks(num_bytes, estimates))
         tried = ", ".join(f"{name} {taken_s[name] * 1e3:.3f} ms" for name in candidates)
         events.emit(
             events.DecisionEvent(
@@ -92,8 +92,12 @@ def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = Fal
     return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
 
 
-def _first_blocks(estimates: Mapping[str, float]) -> int:
-    return max(3, min(10, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
+def _block(num_bytes: int) -> int:
+    return _SMALL_BLOCK if num_bytes <= _SMALL_BYTES else _BLOCK
+
+
+def _first_blocks(num_bytes: int, estimates: Mapping[str, float]) -> int:
+    return max(2, min(10, round(_TRIAL_S / _block(num_bytes) / max(min(estimates.values()), 1e-6))))
 
 
 def _race(
@@ -110,7 +114,7 @@ def _race(
         known |= taken_s
         best_s = min(taken_s.values())
         field = {name: field[name] for name in taken_s if taken_s[name] <= _STILL_IN * best_s}
-        if len(field) == 1 or best_s * _BLOCK * (num_blocks << turn) > _MAX_ROUND_S:
+        if len(field) == 1 or best_s * _block(num_bytes) * (num_blocks << turn) > _MAX_ROUND_S:
             break
     return known, _pick({name: known[name] for name in field})
 
@@ -119,16 +123,17 @@ def _try_all(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> dict[str, float]:
     """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them."""
-    buffer = torch.zeros(max(1, num_bytes // 4))
+    buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
-    for index in range(num_blocks + 1):
+    for body in bodies:
+        body()
+    for _ in range(num_blocks):
         for body, times in zip(bodies, taken, strict=True):
             started_s = time.perf_counter()
-            for _ in range(_BLOCK):
+            for _ in range(block):
                 body()
-            if index > 0:
-                times.append((time.perf_counter() - started_s) / _BLOCK)
+            times.append((time.perf_counter() - started_s) / block)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     usual = slowest.sort(dim=1).values[
