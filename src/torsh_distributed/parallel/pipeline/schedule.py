@@ -74,12 +74,13 @@ class Timeline:
     def costs(self) -> dict[str, float]:
         """The mean time of an action of each kind: what to compute a schedule with that is to be like this one.
 
-        Halves of the first stage's backward do not count: see `lay_out`.
+        The first stage has no halves: what it does at "W" is a "B", see `lay_out`.
         """
         times: dict[str, list[float]] = {}
         for action in self.actions:
-            if action.stage > 0 or action.kind not in "IW":
-                times.setdefault(action.kind, []).append(action.end - action.start)
+            kind = "B" if action.stage == 0 and action.kind == "W" else action.kind
+            if action.stage > 0 or kind != "I":
+                times.setdefault(kind, []).append(action.end - action.start)
         return {kind: sum(some) / len(some) for kind, some in times.items()}
 
     @property
@@ -248,7 +249,7 @@ def _run(
 
 def _cost(stage: int, kind: Kind, costs: Mapping[str, float]) -> float:
     if stage == 0 and kind in "IW":
-        return 0.0 if kind == "I" else costs["I"] + costs["W"]
+        return 0.0 if kind == "I" else costs["B"]
     return costs[kind]
 
 
