@@ -21,6 +21,7 @@ def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     # A pipeline by measured time: the demo gives its first inputs to measure on.

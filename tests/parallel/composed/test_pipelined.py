@@ -219,14 +219,19 @@ def encoded_all(plans: list[Plan]) -> list[Any]:
     return [encoded(plan) for plan in plans]
 
 
-def test_gradients_between_replicas_travel_encoded(world: World) -> None:
+ENCODED = [
+    plan_of(MeshConfig(dp=2, pp=2), pipeline=TWO, compress=INT8),
+    plan_of(MeshConfig(dp=1, shard=2, tp=2), compress=INT8),
+]
+ENCODED_TOO = [
+    plan_of(MeshConfig(dp=1, shard=2, pp=2), pipeline=INTERLEAVED, compress=INT8),
+    plan_of(MeshConfig(dp=2, tp=2), compress=INT8),
+]
+
+
+@pytest.mark.parametrize("plans", [ENCODED, pytest.param(ENCODED_TOO, marks=pytest.mark.matrix)], ids=["some", "more"])
+def test_gradients_between_replicas_travel_encoded(world: World, plans: list[Plan]) -> None:
     """The bound: 0.02 on losses and norms near 3, as for other strategies in 8 bits with feedback."""
-    plans = [
-        plan_of(MeshConfig(dp=2, pp=2), pipeline=TWO, compress=INT8),
-        plan_of(MeshConfig(dp=1, shard=2, pp=2), pipeline=INTERLEAVED, compress=INT8),
-        plan_of(MeshConfig(dp=2, tp=2), compress=INT8),
-        plan_of(MeshConfig(dp=1, shard=2, tp=2), compress=INT8),
-    ]
     expected = reference()[:6]
     for results in world.run(encoded_all, plans, num_ranks=4, backend="torsh", timeout_s=90):
         for plan, (values, kept) in zip(plans, results, strict=True):
