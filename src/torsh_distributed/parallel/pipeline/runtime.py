@@ -106,8 +106,9 @@ class PipelineParallel:
         self._scale = scale
         with events.phase("schedule"):
             with self._context():
+                # torch 2.11 takes inputs of the first stage only as they would lie in memory of their own.
                 self._schedule.step(
-                    *(arguments if self.is_first else ()),
+                    *(map(_packed, arguments) if self.is_first else ()),
                     target=targets if self.is_last else None,
                     losses=losses if self.is_last else None,
                     return_outputs=False,
@@ -281,6 +282,10 @@ def _merge(into: nn.Module, module: nn.Module) -> None:
         into.register_parameter(name, param)
     for name, buffer in module.named_buffers(recurse=False):
         into.register_buffer(name, buffer)
+
+
+def _packed(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _timeline(gathered: Sequence[Sequence[Any]]) -> Timeline:

@@ -33,6 +33,11 @@ keeps_logits_split: ContextVar[bool] = ContextVar("keeps_logits_split", default=
 """Whether what follows can work with split logits: then a head gives them as they are, otherwise whole."""
 
 
+# DTensor of older versions cannot cut the output of a fused layer into heads; there it is gathered, and every rank
+# attends with all heads: right, but slower. Drop with support for torch < 2.13.
+_VIEWS_SECTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 class ColumnParallelLinear(nn.Linear):
     """A linear layer whose output features are split: rank r computes its piece of them from the whole input.
 
@@ -82,6 +87,8 @@ class ColumnParallelLinear(nn.Linear):
                 hint='use output="whole" or "local"',
                 sections=sections,
             )
+        if sections and output == "sharded" and not _VIEWS_SECTIONS:
+            self.output = "whole"
 
     @override
     def forward(self, input: Tensor) -> Tensor:
