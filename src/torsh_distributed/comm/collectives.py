@@ -83,7 +83,7 @@ def all_reduce(
         fold_of = getattr(world, "fold_of", None)  # isinstance() of a class of c10d takes five times that
         fold = None if fold_of is None else fold_of(op, tensor.dtype)
         if fold is not None and (algorithm is None or leaves_to_backend(algorithm, tensor, world)):
-            record = recorder.begin("all_reduce", world.getGroupName(), tensor.nbytes)
+            record = recorder.begin("all_reduce", world.getGroupName(), num_bytes(tensor))
             try:
                 is_done = world.all_reduce_now(tensor, fold)
             except (TorshError, RuntimeError) as error:

@@ -35,13 +35,14 @@ def all_ways() -> dict[str, tuple[float, int]]:
     def note(name: str, tensor: torch.Tensor) -> None:
         before = len(through_torch)
         assert td.all_reduce(tensor) is tensor
-        found[name] = (float(tensor.detach().flatten()[0]), len(through_torch) - before)
+        found[name] = (float(tensor.detach().to_dense().flatten()[0]), len(through_torch) - before)
 
     note("first", torch.ones(8))
     note("short", torch.ones(8))
     note("parameter", torch.nn.Parameter(torch.ones(8)))
     note("strided", torch.ones(8, 2)[:, 0])
     note("subclass", torch.ones(8).as_subclass(Named))
+    note("sparse", torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True))
     pending = td.all_reduce(torch.ones(2**20), async_op=True)
     note("behind another", torch.ones(8))
     pending.wait()
@@ -53,7 +54,7 @@ def test_what_is_not_plain_goes_through_torch(world: World, backend: str) -> Non
     for found in world.run(all_ways, backend=backend):
         assert {value for value, _ in found.values()} == {2.0}
         assert found["short"][1] == found["parameter"][1] == 0
-        for name in ("first", "strided", "subclass"):
+        for name in ("first", "strided", "subclass", "sparse"):
             assert found[name][1] == 1, name
 
 

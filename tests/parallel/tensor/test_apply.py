@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.bed.world import World
 from tests.parallel.reference import batches, build, train_alone
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.tensor import param_cuts, tensor_parallel, tensor_parallel_context
+from torsh_distributed.parallel.tensor import layers, param_cuts, tensor_parallel, tensor_parallel_context
 from torsh_distributed.plan import TensorParallelConfig
 from torsh_distributed.train.demos.gpt import next_character_loss
 
@@ -62,6 +62,18 @@ def test_losses_at_tp_2_are_those_of_one_process(world: World) -> None:
 
 def test_losses_at_tp_4_are_those_of_one_process(world: World) -> None:
     check(world, [("gpt", "plain"), ("tied", "both")], 4, "gloo")
+
+
+def train_as_before_sections() -> list[list[float]]:
+    """As where DTensor cannot view the output of a fused layer as heads, which torch 2.13 is the first to do."""
+    layers._VIEWS_SECTIONS = False
+    return train_all([("gpt", "plain"), ("tied", "both")])
+
+
+def test_a_fused_layer_whose_output_cannot_be_viewed_is_gathered(world: World) -> None:
+    for gpt, tied in world.run(train_as_before_sections, num_ranks=2, backend="torsh", timeout_s=60):
+        assert gpt == pytest.approx(train_alone("gpt", clip=1e9)[::2], abs=1e-4)
+        assert tied == pytest.approx(train_alone("tied", clip=1e9)[::2], abs=1e-4)
 
 
 def refuse() -> None:

@@ -136,9 +136,8 @@ def _try_all(
             times.append((time.perf_counter() - started_s) / block)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    usual = slowest.sort(dim=1).values[
-        :, : max(1, round(num_blocks * _USUAL))
-    ]  # without the moments that hit one alone
+    num_usual = max(1, round(num_blocks * _USUAL))  # without the moments that hit one alone
+    usual = slowest.sort(dim=1).values[:, :num_usual]
     return dict(zip(candidates, usual.mean(dim=1).tolist(), strict=True))
 
 
@@ -174,7 +173,8 @@ def _new_chooser(group: dist.ProcessGroup) -> Chooser:
 
 def leaves_to_backend(wanted: str | Algorithm, tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether `auto` is wanted, and has found before that the backend's own is the fastest."""
-    return (id(group), tensor.nbytes.bit_length()) in _left_to_backend and wanted == AUTO
+    num_bytes = tensor.numel() * tensor.element_size()  # not nbytes, which a sparse tensor does not have
+    return (id(group), num_bytes.bit_length()) in _left_to_backend and wanted == AUTO
 
 
 def choose_algorithm(

@@ -79,7 +79,8 @@ def segmented_linear(
 
     Why not autograd over slices: each slice would come back as a gradient of the whole stack.
     """
-    out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments, new_rows or _new_rows)  # type: ignore[no-untyped-call]
+    makes = new_rows or _new_rows
+    out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments, makes)  # type: ignore[no-untyped-call]  # in torch
     return out
 
 

@@ -166,7 +166,8 @@ def lend(stacks: Stacks, lending: Lending, group: dist.ProcessGroup, dtype: torc
     receive = [0] * group.size()
     for expert in lending.borrowed[me]:
         receive[placement.owner_of(expert)] += 1
-    *own, flat = _Lend.apply(away, receive, group, dtype, *stacks.values())  # type: ignore[no-untyped-call]
+    lent = _Lend.apply(away, receive, group, dtype, *stacks.values())  # type: ignore[no-untyped-call]  # in torch
+    *own, flat = lent
     parts = torch.split(flat, [stack[0].numel() for stack in own], dim=1)
     shaped = [part.view(-1, *stack.shape[1:]) for part, stack in zip(parts, own, strict=True)]
     return dict(zip(stacks, own, strict=True)), dict(zip(stacks, shaped, strict=True))
