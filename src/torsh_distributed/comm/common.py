@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment, SegmentAddress
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.comm.backends.wire import CommonUse
+from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.errors import TorshError
+
+_log = logging.getLogger(__name__)
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
@@ -25,3 +33,32 @@ def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use:
     collective is correct in any case. What nothing refers to any more is used again.
     """
     return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
+
+
+def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
+    """Memory that all ranks of the group have, for as long as something points into it; None where there is none.
+
+    Every rank calls this with the same size, and all get it or none does. Who may write when is the callers' concern.
+    """
+    if num_bytes == 0 or not shares_memory(group):
+        return None
+    segment, address, problem = None, None, ""
+    try:
+        if group.rank() == 0:
+            size_bytes = PREAMBLE_BYTES + num_bytes
+            segment, address = Segment.create(size_bytes, backed_bytes=size_bytes)
+    except TorshError as error:
+        problem = str(error)
+    offered = all_gather_object(asdict(address) if address else None, group=group)[0]
+    try:
+        if offered is not None and segment is None:
+            segment = Segment.open(SegmentAddress(**offered))
+    except TorshError as error:
+        problem = str(error)
+    problems = [text for text in all_gather_object(problem, group=group) if text]
+    if segment is not None:
+        segment.close()  # everybody has it mapped, or nobody will use it
+    if problems or segment is None:
+        _log.warning("the ranks of this node cannot share memory for parameters: %s", problems[0].splitlines()[0])
+        return None
+    return memoryview(segment.memory)[PREAMBLE_BYTES:]

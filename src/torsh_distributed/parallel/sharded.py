@@ -37,6 +37,7 @@ from torsh_distributed.parallel.sharded_compression import (
     check_method,
     replica_average,
 )
+from torsh_distributed.parallel.shared_shards import share_shards
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.wrapping import WrapFn, ignored_modules, pieces_of
 from torsh_distributed.plan.compression import CompressionConfig
@@ -149,7 +150,10 @@ class FullyShardedDataParallel(nn.Module):
             )
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
-        self._fill_slots(mesh.size(-1), mesh.get_group(mesh.ndim - 1))
+        group = mesh.get_group(mesh.ndim - 1)
+        self._fill_slots(mesh.size(-1), group)
+        if policy.param_dtype is None and self.config.gather_codec == "none":  # else what is gathered is not the shard
+            share_shards(self.module, group)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""

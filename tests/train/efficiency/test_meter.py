@@ -69,8 +69,9 @@ def test_operations_and_bytes_are_those_of_each_layout(world: World) -> None:
     assert dp["dp"]["num_bytes"] == whole + 4, "every gradient once, and the loss"
     shard = first["shard"]["mean"]["axes"]
     assert set(shard) == {"dp", "shard", "dp×shard"}
-    # Parameters are gathered for forward and for backward, gradients scattered, their shards averaged over replicas.
-    assert 2.5 * whole < shard["shard"]["num_bytes"] < 3.5 * whole
+    # Shards lie in memory that the ranks share, but for uneven ones, which are gathered for forward and for backward.
+    # Gradients are scattered, their shards averaged over replicas.
+    assert whole < shard["shard"]["num_bytes"] < 1.2 * whole
     assert shard["dp"]["num_bytes"] == pytest.approx(whole / 2, rel=0.1)
     tp = first["tp"]["mean"]["axes"]
     assert tp["tp"]["num_operations"] >= 4 * 2, "two layers, two sums each, forward and backward"
