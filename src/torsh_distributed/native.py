@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent
-_FLAGS = ("-std=c11", "-O3", "-fwrapv", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+_FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-fwrapv",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+)
 
 
 class Part(NamedTuple):
@@ -43,7 +53,13 @@ CODEC_KERNELS = Part(
     target=PACKAGE / "compress/_kernels.abi3.so",
     without_it="torch's operators will be used; they give the same bytes, several times slower",
 )
-PARTS = (SHM_CORE, CODEC_KERNELS)
+ADAM_KERNEL = Part(
+    name="the compiled kernel of Adam on host memory",
+    sources=PACKAGE / "parallel/native",
+    target=PACKAGE / "parallel/_adam.abi3.so",
+    without_it="torch's fused kernel will be used; it gives the same results, more slowly on some processors",
+)
+PARTS = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL)
 
 
 def fingerprint(sources: Path) -> int:

@@ -1,5 +1,6 @@
 """Training: spread a model over the world with `parallelize`, run its steps with the `Engine`."""
 
+from torsh_distributed.parallel.cpu_adam import CpuAdam
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.batch_size import BatchSizeConfig, plan_batch_size
 from torsh_distributed.train.efficiency import EfficiencyMeter, EfficiencyReport
@@ -11,6 +12,7 @@ from torsh_distributed.train.sampler import DistributedSampler, DistributedSampl
 __all__ = [
     "AsyncSGD",
     "BatchSizeConfig",
+    "CpuAdam",
     "DistributedOptimizer",
     "DistributedSampler",
     "DistributedSamplerWrapper",

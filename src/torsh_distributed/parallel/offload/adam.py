@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.cpu_adam import CpuAdam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +44,10 @@ class AdamSettings:
 
 def require_adam(optimizer: Optimizer) -> None:
     """Refuse optimizers whose update we do not know."""
-    if type(optimizer) not in (Adam, AdamW):
+    if type(optimizer) not in (Adam, AdamW, CpuAdam):
         raise InvalidArgument(
             f"offload updates with Adam or AdamW, not with {type(optimizer).__name__}",
-            hint="use torch.optim.AdamW or torch.optim.Adam, or turn offload.offload_optimizer_states off and shard",
+            hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.offload_optimizer_states off and shard",
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise InvalidArgument("offload does not keep the state of amsgrad", hint="set amsgrad=False")
