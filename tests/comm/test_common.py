@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ from torch import Tensor
 
 from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.shm.segment import Segment
 from torsh_distributed.comm.backends.wire import CommonUse
-from torsh_distributed.comm.common import common_buffer
+from torsh_distributed.comm.common import common_buffer, shared_memory
+from torsh_distributed.errors import BackendError, MemoryAllocationFailed
 from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
 
 NUMEL = 1000
@@ -136,3 +141,87 @@ def without_common() -> bool:
 
 def test_gloo_has_no_common_memory(world: World) -> None:
     assert world.run(without_common, backend="gloo") == [True, True]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def write_and_read() -> tuple[list[int], bool, bool]:
+    """What each rank finds where all have written; whether nothing is nothing; whether tensors outlive the group."""
+    group = _world()
+    memory = shared_memory(3 * group.size(), group)
+    assert memory is not None
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    view[3 * group.rank() : 3 * group.rank() + 3] = group.rank() + 1
+    dist.barrier()
+    found = view.tolist()
+    is_none = shared_memory(0, group) is None
+    del memory
+    dist.destroy_process_group()
+    return found, is_none, view.tolist() == found
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh"])
+def test_all_ranks_have_the_same_memory_for_as_long_as_they_point_into_it(world: World, backend: str) -> None:
+    for found in world.run(write_and_read, num_ranks=3, backend=backend):
+        assert found == ([1] * 3 + [2] * 3 + [3] * 3, True, True)
+
+
+def no_memory(*_: object, **__: object) -> NoReturn:
+    raise MemoryAllocationFailed("there is no memory for a shared segment: test", hint="none", requested_bytes=1)
+
+
+def no_access(*_: object, **__: object) -> NoReturn:
+    raise BackendError("rank 0's shared memory cannot be opened: test", hint="none", backend="shm")
+
+
+def no_files(*_: object, **__: object) -> NoReturn:
+    raise OSError(24, "Too many open files")
+
+
+FAULTS: list[tuple[int, str, Callable[..., NoReturn], str]] = [
+    (0, "create", no_memory, "there is no memory for a shared segment"),
+    (0, "create", no_files, "Too many open files"),
+    (1, "open", no_access, "rank 0's shared memory cannot be opened"),
+    (2, "open", no_files, "Too many open files"),
+]
+"""The rank on which it fails, where, how, and what all are told."""
+
+
+def fail_in_turn() -> list[tuple[bool, list[str]]]:
+    """By fault: whether this rank got nothing, and the warnings it gave; then once more without one."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
+    logging.getLogger("torsh_distributed.comm.common").addHandler(handler)
+    found = []
+    for rank, name, fails, _ in FAULTS:
+        records.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(Segment, name, fails)
+            is_none = shared_memory(64, _world()) is None
+        found.append((is_none, [f"{one.levelname} {one.getMessage()}" for one in records]))
+    assert shared_memory(64, _world()) is not None
+    return found
+
+
+def test_what_one_rank_cannot_have_no_rank_gets_and_all_say_why(world: World) -> None:
+    for found in world.run(fail_in_turn, num_ranks=3, backend="shm"):
+        for (is_none, texts), (*_, reason) in zip(found, FAULTS, strict=True):
+            assert is_none
+            assert len(texts) == 1
+            assert texts[0].startswith("WARNING the ranks of this node cannot share memory for parameters: ")
+            assert reason in texts[0]
+            assert "\n" not in texts[0]
+
+
+def no_sharing() -> bool:
+    return shared_memory(64, _world()) is None
+
+
+def test_gloo_has_no_memory_to_share(world: World) -> None:
+    assert world.run(no_sharing, backend="gloo") == [True, True]

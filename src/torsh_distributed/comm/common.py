@@ -47,13 +47,13 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None
         if group.rank() == 0:
             size_bytes = PREAMBLE_BYTES + num_bytes
             segment, address = Segment.create(size_bytes, backed_bytes=size_bytes)
-    except TorshError as error:
+    except (TorshError, OSError) as error:  # whatever it is, the others wait to hear of it
         problem = str(error)
     offered = all_gather_object(asdict(address) if address else None, group=group)[0]
     try:
         if offered is not None and segment is None:
             segment = Segment.open(SegmentAddress(**offered))
-    except TorshError as error:
+    except (TorshError, OSError) as error:
         problem = str(error)
     problems = [text for text in all_gather_object(problem, group=group) if text]
     if segment is not None:
