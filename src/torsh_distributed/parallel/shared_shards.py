@@ -7,6 +7,8 @@ a gather is no more than a meeting of the ranks. FSDP2 is told so through its ow
 A rank writes its shard when it updates it, and the others read it in forward and backward: these must not meet. After a
 gather all earlier updates are there. Before an update all are done with reading, for gradients are reduced after the
 last use of a parameter; and because a forward may have no backward, the ranks also meet where it ends.
+
+What gives a parameter other memory, as `to` and loading with `assign` do, is brought back before the next forward.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torsh_distributed.comm.collectives import barrier
 from torsh_distributed.comm.common import shared_memory
+from torsh_distributed.errors import InvalidArgument
 
 _ALIGNMENT = 64
 
@@ -32,17 +35,61 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
 
     Every rank calls this, after `fully_shard` and before the first forward.
     """
-    params = [param for param in model.parameters() if isinstance(param, DTensor) and _is_even(param, group)]
-    sizes = [-(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT for param in params]
+    params = {
+        name: param for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_even(param, group)
+    }
+    sizes = [-(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT for param in params.values()]
     memory = shared_memory(sum(sizes), group)
     if memory is None:
         return False
-    start = 0
-    for param, size in zip(params, sizes, strict=True):
-        _move(param, memory[start : start + param.numel() * param.element_size()], group)
+    start, shards = 0, []
+    for (path, param), size in zip(params.items(), sizes, strict=True):
+        shard = _move(param, memory[start : start + param.numel() * param.element_size()], group)
+        owner, _, name = path.rpartition(".")
+        shards.append((model.get_submodule(owner), name, shard))
         start += size
-    model.register_forward_hook(lambda *_: barrier(group=group))
+    bring_back = _Places(shards).bring_back
+
+    def meet(*_: object) -> None:
+        barrier(group=group)
+
+    # The compiler leaves these alone, as it does FSDP2's hooks: a meeting happens, and is not traced.
+    untraced: Callable[..., Any] = torch.compiler.disable
+    model.register_forward_pre_hook(untraced(bring_back), prepend=True)  # before FSDP2 gathers
+    model.register_forward_hook(untraced(meet))
     return True
+
+
+class _Places:
+    """Where the shards belong: what has become of them goes back into the memory that all ranks read."""
+
+    def __init__(self, shards: list[tuple[nn.Module, str, Tensor]]) -> None:
+        self._shards = shards
+        self._has_run = False
+
+    def bring_back(self, *_: object) -> None:
+        """Before each forward."""
+        self._shards = [one for one in self._shards if self._is_back(*one)]
+        self._has_run = True
+
+    def _is_back(self, module: nn.Module, name: str, shard: Tensor) -> bool:
+        """Whether the parameter's values are in the shard; if not, it is not shared any more."""
+        param = module._parameters.get(name)
+        if not isinstance(param, DTensor) or param._local_tensor is shard:  # whole at the moment, or as it was
+            return True
+        local = param._local_tensor.detach()
+        if (local.shape, local.dtype, local.device) == (shard.shape, shard.dtype, shard.device):
+            shard.copy_(local)
+            param._local_tensor = shard
+            return True
+        if self._has_run:  # FSDP2 has settled what it gathers, and would go on computing with the old values
+            raise InvalidArgument(
+                f"a sharded parameter cannot change its dtype or shape after the first forward: {name}",
+                hint="convert the model before it is sharded",
+                was=f"{tuple(shard.shape)} {shard.dtype}",
+                became=f"{tuple(local.shape)} {local.dtype}",
+            )
+        return False
 
 
 def _is_even(param: DTensor, group: dist.ProcessGroup) -> bool:
@@ -59,7 +106,8 @@ def _is_even(param: DTensor, group: dist.ProcessGroup) -> bool:
     )
 
 
-def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup) -> None:
+def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup) -> Tensor:
+    """Put this rank's part of a parameter into its place in the memory; returns it."""
     local = param.to_local().detach()
     own = memory[group.rank() * local.nbytes : (group.rank() + 1) * local.nbytes]
     shard = torch.frombuffer(own, dtype=param.dtype).view(local.shape)
@@ -68,7 +116,10 @@ def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup) -> None:
     # FSDP2 looks for these two on the local tensor, at the first forward, and keeps the tensor object as it is.
     shard.fsdp_pre_all_gather = before  # type: ignore[attr-defined]
     shard.fsdp_post_all_gather = after  # type: ignore[attr-defined]
+    # They mean nothing in another process: a pickle is that of the values alone.
+    shard.__getstate__ = dict  # type: ignore[method-assign]
     param._local_tensor = shard
+    return shard
 
 
 def _extensions(whole: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
