@@ -39,7 +39,7 @@ def decide() -> list[tuple[str, str]]:
     seen: list[events.Event] = []
     end = events.subscribe(seen.append, events.DecisionEvent)
     me, size = dist.get_rank(), dist.get_world_size()
-    for numel in (16, 100_000, 17, 100_001, 0):
+    for numel in (16, 100_000, 17, 100_001, 4_000, 0):
         result = all_reduce(torch.full((numel,), float(me)), algorithm="auto")
         assert result.unique().tolist() == ([sum(range(size))] if numel else [])
     all_reduce(torch.zeros(16), algorithm="auto", deterministic=True)
@@ -66,7 +66,9 @@ def test_every_rank_decides_the_same_once_for_each_size(world: World, backend: s
         ([{"ring": 1.0, "tree": 1.5, "backend": 9.0}, {"ring": 1.4, "tree": 1.0}, {"ring": 1.4, "tree": 1.0}], "tree"),
         ([{"ring": 1.0, "tree": 1.7, "backend": 1.7}], "ring"),  # alone after the first round
         ([{"ring": 1.0, "tree": 9.0, "backend": 1.04}] * 2 + [{"ring": 1.0, "backend": 1.04}], "backend"),  # a tie
-        ([{"ring": 0.0, "tree": 0.0, "backend": 0.3}] * 2 + [{"ring": 0.0, "tree": 0.0}], "ring"),
+        ([{"ring": 0.0, "tree": 0.0, "backend": 0.3}] * 2 + [{"ring": 0.0, "tree": 0.0}] * 2, "ring"),
+        # What was seen before counts: one slow round of three does not decide.
+        ([{"ring": 1.0, "tree": 1.2, "backend": 9.0}, {"ring": 1.0, "tree": 1.2}, {"ring": 1.3, "tree": 1.2}], "ring"),
     ],
 )
 def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
@@ -83,7 +85,7 @@ def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
     known, fastest = choice._race(dict.fromkeys(("ring", "tree", "backend")), 64, group, num_blocks=3)
     assert fastest == winner
     assert set(known) == {"ring", "tree", "backend"}
-    assert [num_blocks for _, num_blocks in asked] == [3, 6, 12][: len(rounds)]
+    assert [num_blocks for _, num_blocks in asked] == [3, 6, 12, 24][: len(rounds)]
     assert len(asked) == len(rounds)
 
 

@@ -2,7 +2,8 @@
 
 The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
 puts within four times the best is tried for each size (in powers of two), together with the backend's own, in a race
-from which the slow drop out. Small buffers, where all it knows is a latency, are tried in every way there is.
+from which the slow drop out. Small buffers, where all it knows is a latency, are tried in every way there is, and the
+smallest, where there is nothing but latency, once for all of their sizes.
 Every number that decides was agreed by all ranks before: they all come to the same choice.
 """
 
@@ -27,14 +28,16 @@ _BACKEND = "backend"
 _MAX_TRIED = 4
 _WORTH_TRYING = 4.0
 _SMALL_BYTES = 512 * 1024
+_LATENCY_BYTES = 16 * 1024
+"""What takes as long as nothing at all: one choice for all these sizes, tried at this one."""
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.08
 """About how long each candidate is tried in the first round."""
-_NUM_ROUNDS = 3
+_NUM_ROUNDS = 4
 _STILL_IN = 1.6
 """Who took no longer than this times the best stays for the next round, which is twice as long."""
 _MAX_ROUND_S = 0.25
-"""After a round in which the best took this long its times are trusted."""
+"""After a round in which the best took this long there is no other."""
 _BLOCK, _SMALL_BLOCK = 5, 25
 """Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm that is each algorithm's own."""
 _USUAL = 0.9
@@ -52,7 +55,7 @@ class Chooser:
 
     def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         """The algorithm for a buffer of this size, None for the backend's own; every rank of the group calls this."""
-        tried_bytes = min(num_bytes, _LARGEST_TRIED_BYTES)
+        tried_bytes = min(max(num_bytes, _LATENCY_BYTES), _LARGEST_TRIED_BYTES) if num_bytes else 0
         key = (tried_bytes.bit_length(), deterministic)
         if key not in self._chosen:
             self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
@@ -103,7 +106,7 @@ def _first_blocks(num_bytes: int, estimates: Mapping[str, float]) -> int:
 def _race(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> tuple[dict[str, float], str]:
-    """Seconds of each when it was last tried, and the fastest: who falls behind drops out, the rest is tried longer.
+    """Seconds of each, over all its tries, and the fastest: who falls behind drops out, the rest is tried longer.
 
     Why: small calls of a backend that sleeps take one of several times by chance, up to five times apart. Few tries
     find out who is slow, but not who is best.
@@ -111,9 +114,13 @@ def _race(
     field, known = dict(candidates), dict[str, float]()
     for turn in range(_NUM_ROUNDS):
         taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks << turn)
-        known |= taken_s
-        best_s = min(taken_s.values())
-        field = {name: field[name] for name in taken_s if taken_s[name] <= _STILL_IN * best_s}
+        before = (1 << turn) - 1  # blocks so far, of those of the first round
+        known |= {
+            name: (known.get(name, 0.0) * before + taken * (before + 1)) / (2 * before + 1)
+            for name, taken in taken_s.items()
+        }
+        best_s = min(known[name] for name in field)
+        field = {name: field[name] for name in field if known[name] <= _STILL_IN * best_s}
         if len(field) == 1 or best_s * _block(num_bytes) * (num_blocks << turn) > _MAX_ROUND_S:
             break
     return known, _pick({name: known[name] for name in field})
