@@ -6,12 +6,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
 from torsh_distributed.parallel.probing import probing
+
+# Where backward is cut in two, older torch detaches a stage's outputs in place. One that is an input handed on, such as
+# a table of positions, then lets no gradient through in the next step. Drop with support for torch < 2.13.
+_DETACHES_INPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @dataclass
@@ -67,6 +72,19 @@ class TimedStage(PipelineStage):
         out = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._note("W", bwd_chunk_id, started)
         return out
+
+    @override
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if backward_type == "input" and _DETACHES_INPUTS:
+            inputs = bwd_kwargs["input_values"]
+            outputs = tuple(
+                output.clone() if any(output is one for one in inputs) else output
+                for output in bwd_kwargs["stage_output"]
+            )
+            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs}
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
     def _note(self, kind: Kind, microbatch: int, started: float) -> None:
         ended = time.monotonic()
