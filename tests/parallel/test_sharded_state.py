@@ -20,6 +20,7 @@ from torsh_distributed.parallel.shard_records import MemoryStats
 from torsh_distributed.parallel.sharded import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded_strategy import Sharded
 from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
+from torsh_distributed.plan.precision import MixedPrecisionConfig
 from torsh_distributed.train import parallelize
 
 WIDTH = 64
@@ -276,6 +277,9 @@ def refused(case: str) -> str:
             FullyShardedDataParallel(nn.Linear(2, 2), FsdpConfig(strategy="no_shard"))
         elif case == "mesh":
             FullyShardedDataParallel(nn.Linear(2, 2), mesh=Mesh(MeshConfig(dp=3)))
+        elif case == "norm":
+            model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+            FullyShardedDataParallel(model, precision=MixedPrecisionConfig(dtype="bf16"))
         elif case == "pattern":
             FullyShardedDataParallel(gpt(), FsdpConfig(wrap_classes=("Layer",)))
         elif case == "algorithm":
@@ -298,6 +302,7 @@ REFUSALS = {
     "mixed": "0.weight is torch.float32, 1.weight is torch.float64",
     "strategy": "which fsdp.strategy 'no_shard' does not",
     "mesh": "there is nothing to shard over: dp 3",
+    "norm": "the batch norm 1 computes in bf16 with running means in torch.float32",
     "pattern": "fsdp.wrap_classes: no module is a Layer",
     "algorithm": "distributed.algorithm has no effect on sharded parameters",
     "closure": "takes no closure",

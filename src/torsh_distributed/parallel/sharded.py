@@ -149,6 +149,7 @@ class FullyShardedDataParallel(nn.Module):
                 ignored_params=whole,
             )
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
+        _check_batch_norms(self.module, policy.param_dtype)
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
@@ -383,6 +384,20 @@ def _persistent_buffers(module: nn.Module) -> list[Tensor]:
     """Buffers that are part of the model's state, such as running means: replicas of them must not drift apart."""
     kept = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in kept]
+
+
+def _check_batch_norms(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """On a CPU torch normalises only with means and weights of one dtype, and says so in the middle of a forward."""
+    for name, norm in module.named_modules():
+        is_cast = isinstance(norm, nn.modules.batchnorm._BatchNorm) and isinstance(norm.weight, DTensor)
+        mean = norm.running_mean if is_cast else None
+        if dtype is not None and isinstance(mean, Tensor) and mean.is_cpu and mean.dtype != dtype:
+            short = next(short for short, known in _DTYPES.items() if known == dtype)
+            raise InvalidArgument(
+                f"the batch norm {name} computes in {short} with running means in {mean.dtype}, which a CPU cannot",
+                hint=f'set precision.buffer_dtype = "{short}", or normalise by layer or group',
+                module=name,
+            )
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
