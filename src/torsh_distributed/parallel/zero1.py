@@ -39,6 +39,7 @@ class ShardedOptimizerState:
         self._optimizer = optimizer
         self._mesh = mesh
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._grads: dict[nn.Parameter, DTensor] = {}
         for param in _params(optimizer):
             if param.dim() > 0:  # a single number cannot be cut: every rank updates it alike
                 self._shards[param] = nn.Parameter(_rows(param.data, mesh), requires_grad=param.requires_grad)
@@ -59,13 +60,23 @@ class ShardedOptimizerState:
                 hint="compute the loss and call backward before step()",
             )
         for param, shard in self._shards.items():
-            shard.grad = None if param.grad is None else _rows(param.grad, self._mesh)
+            shard.grad = None if param.grad is None else self._rows_of_grad(param, param.grad)
         self._exchange(optimizer, self._shards)
+
+    def _rows_of_grad(self, param: nn.Parameter, grad: Tensor) -> DTensor:
+        """This rank's rows of a gradient, in the wrapper of the last step: one takes longer to make than to update."""
+        known = self._grads.get(param)
+        if known is None or known.stride() != grad.stride():
+            known = self._grads[param] = _rows(grad, self._mesh)
+        known._local_tensor = _own_rows(grad, self._mesh)
+        return known
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._exchange(optimizer, {shard: param for param, shard in self._shards.items()})
-        for shard in self._shards.values():
-            shard.grad = None
+        for param, shard in self._shards.items():
+            if shard.grad is not None:
+                self._grads[param]._local_tensor = _local(shard)  # the gradient's memory may go
+                shard.grad = None
         self._gather_rows()
 
     @torch.no_grad()
@@ -143,10 +154,14 @@ def _rows_per_rank(tensor: Tensor, num_ranks: int) -> int:
 
 def _rows(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's rows of a tensor that is equal on all ranks: a view, as a DTensor."""
+    mine = _own_rows(tensor, mesh)
+    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _own_rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     count = _rows_per_rank(tensor, mesh.size())
     start = min(mesh.get_local_rank() * count, tensor.shape[0])
-    mine = tensor.detach()[start : start + count]
-    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return tensor.detach()[start : start + count]
 
 
 def _local(shard: Tensor) -> Tensor:
