@@ -32,6 +32,7 @@ def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "batch 8" in done.stdout
     assert "step     3/3" in done.stdout
+    assert "communicating" not in done.stdout, "a pipeline has no gradients on their way: nothing is measured"
 
 
 @pytest.mark.matrix

@@ -43,10 +43,11 @@ class TrainReport:
         recent = self.steps[-self.log_every :]
         done = round(_BAR_WIDTH * event.step / self.total_steps)
         bar = "━" * done + "─" * (_BAR_WIDTH - done)
+        share = comm_share(recent)
         return (
             f"step {event.step:>5}/{self.total_steps} {bar} loss {event.loss:7.4f}  "
-            f"{self.tokens_per_s(recent):>9,.0f} tokens/s  {_mean_step_ms(recent):7.1f} ms/step  "
-            f"communicating {comm_share(recent):4.0%}"
+            f"{self.tokens_per_s(recent):>9,.0f} tokens/s  {_mean_step_ms(recent):7.1f} ms/step"
+            + ("" if share is None else f"  communicating {share:4.0%}")
         )
 
     def tokens_per_s(self, steps: list[StepEvent]) -> float:
@@ -57,6 +58,7 @@ class TrainReport:
     def summary(self, facts: dict[str, str]) -> Table:
         """The closing table: `facts` about the job first, then what was measured."""
         last = self.steps[-min(10, len(self.steps)) :]
+        share = comm_share(self.steps)
         rows = {
             **facts,
             "steps": f"{len(self.steps)} in {time.monotonic() - self.started:.1f} s",
@@ -64,8 +66,9 @@ class TrainReport:
             f"(mean of the last {len(last)})",
             "throughput": f"{self.tokens_per_s(self.steps):,.0f} tokens/s",
             "step time": f"{statistics.median(event.duration_s for event in self.steps) * 1e3:.1f} ms (median)",
-            "communicating": f"{comm_share(self.steps):.1%} of the time had gradients on their way",
         }
+        if share is not None:
+            rows["communicating"] = f"{share:.1%} of the time had gradients on their way"
         if self.num_skipped:
             rows["skipped"] = f"{self.num_skipped} steps overflowed fp16 and were tried again at half the loss scale"
         table = Table(show_header=False, title="summary", title_justify="left")
@@ -97,9 +100,15 @@ class TrainReport:
         figure.savefig(path, dpi=120)
 
 
-def comm_share(steps: list[StepEvent]) -> float:
-    """The share of step time during which gradients were on their way (it overlaps with computing)."""
-    return sum(event.comm_s or 0.0 for event in steps) / sum(event.duration_s for event in steps)
+def comm_share(steps: list[StepEvent]) -> float | None:
+    """The share of step time with gradients on their way, which overlaps with computing; None where it is not measured.
+
+    It is not in pipelines without replicas, nor on a GPU.
+    """
+    measured = [event for event in steps if event.comm_s is not None]
+    if not measured:
+        return None
+    return sum(event.comm_s or 0.0 for event in measured) / sum(event.duration_s for event in measured)
 
 
 def _mean_step_ms(steps: list[StepEvent]) -> float:
