@@ -549,8 +549,54 @@ static PyObject *segment_bytes(PyObject *module, PyObject *args) {
                          (Py_ssize_t)tsh_backed_bytes(num_ranks, (size_t)slot_bytes));
 }
 
+static PyObject *packed_room(PyObject *module, PyObject *numel) {
+    (void)module;
+    size_t count = PyLong_AsSize_t(numel);
+    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(tsh_packed_room(count));
+}
+
+static PyObject *pack(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (!takes("pack", num_args, 3)) {
+        return NULL;
+    }
+    const char *floats = address(args[0]);
+    size_t numel = PyLong_AsSize_t(args[1]), bytes;
+    char *out = address(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    bytes = tsh_pack(floats, numel, out);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *unpack(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (!takes("unpack", num_args, 3)) {
+        return NULL;
+    }
+    const char *message = address(args[0]);
+    size_t numel = PyLong_AsSize_t(args[1]);
+    char *floats = address(args[2]);
+    bool is_whole;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    is_whole = tsh_unpack(message, numel, floats);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(is_whole);
+}
+
+#define PLAIN(NAME, DOC) {#NAME, (PyCFunction)(void (*)(void))NAME, METH_FASTCALL, DOC}
+
 static PyMethodDef module_methods[] = {
     {"segment_bytes", segment_bytes, METH_VARARGS, "(num_ranks, slot_bytes, ring_bytes) -> (whole, backed) bytes"},
+    {"packed_room", packed_room, METH_O, "packed_room(numel) -> the most bytes that so many floats take when packed"},
+    PLAIN(pack, "pack(floats, numel, message) -> bytes of the message"),
+    PLAIN(unpack, "unpack(message, numel, floats) -> whether it was a message"),
     {NULL, NULL, 0, NULL},
 };
 
