@@ -25,15 +25,18 @@ class Connections:
     inodes: dict[int, int] = field(default_factory=dict)
 
     def cut(self) -> int:
-        """Shut down every connection that is still open; returns how many. Blocked calls on them fail at once."""
-        num_cut = 0
-        for fd, inode in self.inodes.items():
+        """Shut down every connection that is still open; returns how many. Blocked calls on them fail at once.
+
+        From any thread, even two at once: a call that is released by one abort ends its group with another.
+        """
+        num_cut, inodes = 0, self.inodes
+        self.inodes = {}
+        for fd, inode in inodes.items():
             if _open_sockets().get(fd) != inode:
                 continue
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
                 num_cut += 1
-        self.inodes.clear()
         return num_cut
 
 

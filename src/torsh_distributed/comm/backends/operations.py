@@ -37,9 +37,12 @@ def fold(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     return result / len(tensors) if op is ReduceOp.MEAN else result
 
 
-def fold_into(target: Tensor, other: Tensor, op: ReduceOp) -> None:
-    """Reduce two tensors into the first; the same result whichever is first, but for a mean, which is not divided."""
-    _FOLDS[op](target, other, out=target)
+def fold_into(target: Tensor, first: Tensor, second: Tensor, op: ReduceOp) -> None:
+    """Reduce two tensors into `target`, which may be one of them; a mean is not divided.
+
+    The order is seen in NaNs and in zeros of both signs alone.
+    """
+    _FOLDS[op](first, second, out=target)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Leg:
         with _making, new_connections() as self._connections:
             self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
 
-    def start_all_reduce(self, buffer: Tensor, op: ReduceOp, *, is_alone: bool) -> Folding:
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> Folding:
         """Start folding `buffer` over the leg, in place; `finish` ends it. `is_alone`: nothing else is on its way.
 
         Two nodes then swap their values and each folds them: as many bytes as by gloo's way, which is to fold a half
@@ -55,9 +56,8 @@ class Leg:
         time between the journeys, and gloo's threads fold beside the caller.
         """
         if is_alone and len(self.ranks) == 2:
-            peer, theirs = 1 - self.index, torch.empty_like(buffer)
-            arriving = self._group.recv([theirs], peer, _SWAP_TAG)
-            return Folding((self._group.send([buffer], peer, _SWAP_TAG), arriving), buffer, theirs, op)
+            theirs = torch.empty_like(buffer)
+            return Folding(self._swap(buffer, theirs, call), buffer, theirs, op)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op.to_torch())
         return Folding((self._group.allreduce([buffer], options),), buffer, None, op)
@@ -67,7 +67,15 @@ class Leg:
         for work in folding.works:
             self.wait(work, call)
         if folding.theirs is not None:
-            fold_into(folding.buffer, folding.theirs, folding.op)
+            # In the order of nodes on both: they get the same bits, NaNs and zeros included.
+            first, second = (folding.buffer, folding.theirs) if self.index == 0 else (folding.theirs, folding.buffer)
+            fold_into(folding.buffer, first, second, folding.op)
+
+    def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> tuple[dist.Work, dist.Work]:
+        """Start sending to the other of two nodes and receiving from it."""
+        with self._explained(call):
+            arriving = self._group.recv([theirs], 1 - self.index, _SWAP_TAG)
+            return self._group.send([mine], 1 - self.index, _SWAP_TAG), arriving
 
     def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
         """Make every rank's `buffer` equal to the root's."""
@@ -96,24 +104,24 @@ class Leg:
 
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
         """Start sending; a thread of its own waits for gloo, which has no other way to tell."""
-        self._complete_later(self._group.send([buffer], peer, tag), work, call)
+        with self._explained(call):
+            pending = self._group.send([buffer], peer, tag)
+        self._complete_later(pending, work, call)
 
     def receive(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
         """Start receiving from one rank."""
-        self._complete_later(self._group.recv([buffer], peer, tag), work, call)
+        with self._explained(call):
+            pending = self._group.recv([buffer], peer, tag)
+        self._complete_later(pending, work, call)
 
     def wait(self, work: dist.Work, call: Call) -> None:
         """Wait until the call's deadline; what goes wrong is an error of ours that names the operation."""
-        started = time.monotonic()
-        timeout_s = call.timeout_ns / 1e9
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._explain(error, call, time.monotonic() - started >= 0.98 * timeout_s) from error
+        with self._explained(call):
+            work.wait(timedelta(seconds=call.timeout_ns / 1e9))
 
     def abort(self, reason: str) -> None:
-        """Cut the connections: every call blocked on them returns with an error."""
-        self._reason = reason
+        """Cut the connections: every call blocked on them returns with an error, which names the first reason."""
+        self._reason = self._reason or reason
         self._connections.cut()
 
     def _complete_later(self, pending: dist.Work, work: PendingWork, call: Call) -> None:
@@ -126,6 +134,16 @@ class Leg:
             work.complete(error)
 
         threading.Thread(target=complete, name="torsh-leg", daemon=True).start()
+
+    @contextmanager
+    def _explained(self, call: Call) -> Iterator[None]:
+        """Around calls of gloo, which refuses even to start on a connection that is gone."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            is_late = time.monotonic() - started >= 0.98 * call.timeout_ns / 1e9
+            raise self._explain(error, call, is_late) from error
 
     def _explain(self, error: RuntimeError, call: Call, is_late: bool) -> TorshError:
         facts: dict[str, Any] = {"operation": call.operation, "sequence": call.sequence, "backend": "torsh"}

@@ -74,7 +74,7 @@ class HierarchicalWire(Wire):
     def _fold_to_leaders(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """The fold over all ranks, in the buffer of each node's first rank."""
         self._node.reduce(flat, op, 0, call)
-        self._led(lambda lane: lane.finish(lane.start_all_reduce(flat, op, is_alone=True), call))
+        self._led(lambda lane: lane.finish(lane.start_all_reduce(flat, op, call, is_alone=True), call))
 
     def _all_reduce_in_lanes(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """Piece by piece: fold on the node into a shard per lane, fold each between nodes, gather the shards again."""
@@ -86,7 +86,7 @@ class HierarchicalWire(Wire):
             self._node.reduce_scatter(mine, shards, op, call)
             folding = None
             if self._lane is not None and mine.numel():
-                folding = self._lane.start_all_reduce(mine, op, is_alone=is_alone)
+                folding = self._lane.start_all_reduce(mine, op, call, is_alone=is_alone)
             under_way.append((shards, mine, folding))
         for shards, mine, folding in under_way:
             if folding is not None and self._lane is not None:
