@@ -11,6 +11,7 @@ from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.hierarchical.leg import Leg
 from torsh_distributed.comm.backends.hierarchical.nodes import find_layout
 from torsh_distributed.comm.backends.hierarchical.wire import HierarchicalWire
+from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.backends.wire import Wire
 
@@ -52,7 +53,8 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
         lane = None
         if layout.position < layout.num_lanes:
             members = [ranks[layout.position] for ranks in layout.nodes]
-            lane = Leg(dist.PrefixStore(f"lane/{layout.position}", store), members, rank, timeout)
+            native = load_native() if chosen.shm.core != "portable" else None
+            lane = Leg(dist.PrefixStore(f"lane/{layout.position}", store), members, rank, timeout, native)
         across = Leg(dist.PrefixStore("across", store), range(options.group_size), rank, timeout)
         wire = HierarchicalWire(layout, wire, lane, across)
     return TorshProcessGroup(store, wire, timeout)

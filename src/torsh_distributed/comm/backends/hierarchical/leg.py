@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_distributed.comm.backends.hierarchical.packing import Packing
 from torsh_distributed.comm.backends.operations import fold_into
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.backends.work import PendingWork
@@ -34,14 +35,20 @@ class Folding(NamedTuple):
     theirs: Tensor | None
     """What the other of two nodes has, once it is here; None where gloo folds."""
     op: ReduceOp
+    is_packed: bool = False
+    """Whether `theirs` is a packed message, not yet the values."""
 
 
 class Leg:
     """gloo between `ranks` of a group; ranks and roots in the calls below are indices into `ranks`."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, native: Any | None = None
+    ) -> None:
+        """`native`: the compiled core, if what crosses the leg may be packed. Any: see `load_native`."""
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
+        self._packing = Packing(native) if len(self.ranks) == 2 else None
         self._reason: str | None = None
         # Any: torch's stubs do not declare the methods of this class.
         # One at a time in a process: the connections that come up meanwhile are taken for this group's.
@@ -53,8 +60,12 @@ class Leg:
 
         Two nodes then swap their values and each folds them: as many bytes as by gloo's way, which is to fold a half
         each and to swap the halves, but one journey instead of two. Where many pieces are on their way, others fill the
-        time between the journeys, and gloo's threads fold beside the caller.
+        time between the journeys, and gloo's threads fold beside the caller; where the link is slow, they too are
+        swapped, packed.
         """
+        if self._packing is not None and self._packing.packs(buffer):
+            theirs = self._packing.room_for(buffer)
+            return Folding(self._swap(self._packing.pack(buffer), theirs, call), buffer, theirs, op, is_packed=True)
         if is_alone and len(self.ranks) == 2:
             theirs = torch.empty_like(buffer)
             return Folding(self._swap(buffer, theirs, call), buffer, theirs, op)
@@ -66,13 +77,28 @@ class Leg:
         """Wait for it until the call's deadline; its buffer then has the fold."""
         for work in folding.works:
             self.wait(work, call)
-        if folding.theirs is not None:
+        theirs = folding.theirs
+        if theirs is not None and self._packing is not None and folding.is_packed:
+            theirs = self._packing.unpack(theirs, like=folding.buffer)
+        if theirs is not None:
             # In the order of nodes on both: they get the same bits, NaNs and zeros included.
-            first, second = (folding.buffer, folding.theirs) if self.index == 0 else (folding.theirs, folding.buffer)
+            first, second = (folding.buffer, theirs) if self.index == 0 else (theirs, folding.buffer)
             fold_into(folding.buffer, first, second, folding.op)
 
+    def timed(self, num_bytes: int, spent_s: float, call: Call) -> None:
+        """Learn how long a large all-reduce took here, to choose whether to pack; every rank of the leg calls it."""
+        if self._packing is not None and self._packing.timed(num_bytes, spent_s):
+            mine = self._packing.seen()
+            theirs = torch.empty_like(mine)
+            for work in self._swap(mine, theirs, call):
+                self.wait(work, call)
+            self._packing.agree(theirs)
+
     def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> tuple[dist.Work, dist.Work]:
-        """Start sending to the other of two nodes and receiving from it."""
+        """Start sending to the other of two nodes and receiving from it.
+
+        What comes may be shorter than the room for it: gloo only sees to it that it is not longer.
+        """
         with self._explained(call):
             arriving = self._group.recv([theirs], 1 - self.index, _SWAP_TAG)
             return self._group.send([mine], 1 - self.index, _SWAP_TAG), arriving

@@ -7,6 +7,7 @@ sockets inside the node besides; here a node folds its ranks' data in memory fir
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -79,11 +80,13 @@ class HierarchicalWire(Wire):
     def _all_reduce_in_lanes(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """Piece by piece: fold on the node into a shard per lane, fold each between nodes, gather the shards again."""
         under_way: list[tuple[list[Tensor], Tensor, Folding | None]] = []
-        is_alone = flat.nbytes <= _ALONE_BYTES
+        is_alone, started_s, link_bytes = flat.nbytes <= _ALONE_BYTES, 0.0, 0
         for piece in [flat] if is_alone else torch.split(flat, _piece_numels(flat)):
             shards = self._shards(piece)
             mine = torch.empty_like(shards[self._layout.position])
             self._node.reduce_scatter(mine, shards, op, call)
+            # From here on, for before it the ranks of the node wait for each other.
+            started_s, link_bytes = started_s or time.monotonic(), link_bytes + mine.nbytes
             folding = None
             if self._lane is not None and mine.numel():
                 folding = self._lane.start_all_reduce(mine, op, call, is_alone=is_alone)
@@ -92,6 +95,8 @@ class HierarchicalWire(Wire):
             if folding is not None and self._lane is not None:
                 self._lane.finish(folding, call)
             self._node.all_gather(shards, mine, call)
+        if self._lane is not None and not is_alone:
+            self._lane.timed(link_bytes, time.monotonic() - started_s, call)
 
     def _shards(self, piece: Tensor) -> list[Tensor]:
         """One shard for each rank of this node, cut alike on all nodes; empty beyond the lanes."""

@@ -1,0 +1,76 @@
+"""Packing what crosses a slow link: float32 in fewer bits, without loss, where both ends of a lane agree on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torsh_distributed import events
+
+_NUM_TIMED = 3  # all-reduces; the first ones also pay for new memory and for connections that have yet to speed up
+_SLOW_BYTES_PER_S = 130e6
+"""Of one lane. Below this, packing saves more on the link than it costs; decision 0013 has the figures."""
+_LEAST_BYTES = 64 * 1024  # smaller messages are latency
+
+
+class Packing:
+    """One end of a lane between two nodes: is its link slow, and if so, messages packed.
+
+    Why measured: nobody tells a backend how fast a link is, and on a fast one packing costs more than it saves. Both
+    ends must come to the same answer, so they exchange what they have seen, once.
+    """
+
+    def __init__(self, native: Any | None) -> None:
+        """`native`: the compiled core, without which nothing is packed. Any: see `load_native`."""
+        self._native: Any = native
+        self._num_left = _NUM_TIMED
+        self._bytes_per_s = 0.0
+        self._is_on = False
+
+    def packs(self, buffer: Tensor) -> bool:
+        """Whether this buffer is sent packed; the same at both ends."""
+        return self._is_on and buffer.dtype is torch.float32 and buffer.nbytes >= _LEAST_BYTES
+
+    def timed(self, num_bytes: int, spent_s: float) -> bool:
+        """Take note of a large all-reduce; true once, when it is time to `agree`, at both ends after the same one."""
+        self._num_left -= 1
+        self._bytes_per_s = max(self._bytes_per_s, num_bytes / spent_s)
+        return self._num_left == 0
+
+    def seen(self) -> Tensor:
+        """What the other end is told: the best rate, and which compiled core is here."""
+        version = 0 if self._native is None else self._native.VERSION
+        return torch.tensor([self._bytes_per_s, version], dtype=torch.float64)
+
+    def agree(self, theirs: Tensor) -> None:
+        """Decide by what both ends have seen.
+
+        The better rate counts: an end that came early has also timed how long it waited for the other.
+        """
+        (rate, version), (their_rate, their_version) = self.seen().tolist(), theirs.tolist()
+        rate = max(rate, their_rate)
+        self._is_on = rate < _SLOW_BYTES_PER_S and 0 < version == their_version
+        reason = f"a lane carried {rate / 1e6:.0f} MB/s at its best"
+        if version != their_version or not version:
+            reason += ", and its ends do not have the same compiled core"
+        events.emit(
+            events.DecisionEvent(subject="packing between nodes", choice="on" if self._is_on else "off", reason=reason)
+        )
+
+    def pack(self, buffer: Tensor) -> Tensor:
+        """The message that `unpack` makes the same floats of; this and what follows is for buffers that it `packs`."""
+        message = self.room_for(buffer)
+        return message[: self._native.pack(buffer.data_ptr(), buffer.numel(), message.data_ptr())]
+
+    def room_for(self, buffer: Tensor) -> Tensor:
+        """Memory for a message with as many floats, whatever their values; one that comes may be shorter."""
+        return torch.empty(self._native.packed_room(buffer.numel()), dtype=torch.uint8)
+
+    def unpack(self, message: Tensor, like: Tensor) -> Tensor:
+        """The floats of a message."""
+        values = torch.empty_like(like)
+        is_whole = self._native.unpack(message.data_ptr(), values.numel(), values.data_ptr())
+        assert is_whole, "both ends pack alike: they have the same core"
+        return values
