@@ -84,20 +84,28 @@ OPERATIONS: dict[str, Callable[[Tensor, int], Callable[[], object]]] = {
 def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> Timing:
     """Time `op` on a float32 buffer of `num_bytes`, for about `duration_s`; every rank of the world calls this.
 
-    `num_bytes` is the whole buffer: what all_gather fills, what reduce_scatter and all_to_all take in.
+    `num_bytes` is the whole buffer: what all_gather fills, what reduce_scatter and all_to_all take in. Every block of
+    calls begins with normally distributed values, as gradients are: a backend may gain by what they have in common.
     """
     if op not in OPERATIONS:
         raise InvalidArgument("unknown operation", hint=f"use one of: {', '.join(OPERATIONS)}", op=op)
     size = dist.get_world_size()
-    call = OPERATIONS[op](torch.zeros(max(num_bytes // 4, size)), size)
+    values = torch.randn(max(num_bytes // 4, size), generator=torch.Generator().manual_seed(dist.get_rank()))
+    buffer = values.clone()
+    call = OPERATIONS[op](buffer, size)
     call()
+
+    def block(calls: int) -> float:
+        buffer.copy_(values)
+        return _block(call, calls)
+
     calls = 1
-    spent = _block(call, calls)
+    spent = block(calls)
     # Double until a block is long enough to be timed; the time is the slowest rank's, so all ranks stop together.
     while spent < duration_s / _BLOCKS / 2 and calls < _MAX_CALLS:
         calls = min(_MAX_CALLS, max(calls * 2, int(calls * duration_s / _BLOCKS / 2 / spent)))
-        spent = _block(call, calls)
-    per_call = [_block(call, calls) / calls for _ in range(_BLOCKS)]
+        spent = block(calls)
+    per_call = [block(calls) / calls for _ in range(_BLOCKS)]
     return Timing(
         op=op,
         num_bytes=num_bytes,
