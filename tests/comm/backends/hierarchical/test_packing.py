@@ -40,7 +40,6 @@ def ends(rates: tuple[float, float], versions: tuple[int, int]) -> list[Packing]
     for end, rate in zip(found, rates, strict=True):
         is_time = [end.timed(num_bytes, 1.0) for num_bytes in (10, int(rate), 20, 10**12)]
         assert is_time == [False, False, True, False]
-        end._bytes_per_s = rate  # the last one came after the decision
     seen = [end.seen() for end in found]
     for end, other in zip(found, reversed(seen), strict=True):
         end.agree(other)
@@ -154,6 +153,18 @@ def reduce_unpacked() -> list[tuple[str, str]]:
 
 def test_three_nodes_do_not_pack(world: World) -> None:
     assert world.run(reduce_unpacked, num_ranks=3, backend=None) == [[], [], []]
+
+
+def of_two_sizes() -> str:
+    begin("ab")
+    with pytest.raises(TorshError) as caught:
+        dist.all_reduce(torch.randn(NUMEL - 20_000 * dist.get_rank()))
+    return str(caught.value)
+
+
+@needs_core
+def test_another_size_on_the_other_node_is_told(world: World) -> None:
+    assert "has another size on the other node" in world.run(of_two_sizes, num_ranks=2, backend=None)[0]
 
 
 def lose_a_rank(is_killed: bool) -> tuple[str, float]:

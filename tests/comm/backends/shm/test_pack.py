@@ -32,7 +32,7 @@ def packed(bits: Tensor) -> Tensor:
 def unpacked(message: Tensor, numel: int) -> Tensor | None:
     """The bits of a message that lies at the beginning of room for any; None if it is none."""
     assert native is not None
-    room = torch.zeros(native.packed_room(numel), dtype=torch.uint8)
+    room = torch.zeros(max(native.packed_room(numel), message.numel()), dtype=torch.uint8)
     room[: message.numel()] = message
     bits = torch.full((numel + _GUARD,), -1, dtype=torch.int32)
     is_whole = native.unpack(room.data_ptr(), numel, bits.data_ptr())
@@ -77,6 +77,14 @@ def test_normal_values_shrink_and_random_bits_do_not_grow() -> None:
     assert packed(mixed).numel() < 30 / 32 * mixed.nbytes
 
 
-@given(head=st.binary(min_size=8, max_size=8), numel=st.integers(0, 2 * BLOCK))
+def test_a_message_of_another_length_is_told() -> None:
+    message = packed(torch.zeros(2 * BLOCK, dtype=torch.int32))
+    assert unpacked(message, 3 * BLOCK) is None
+    assert unpacked(message, BLOCK + 1) is None
+
+
+@given(head=st.binary(min_size=8, max_size=8), numel=st.integers(1, 2 * BLOCK))
 def test_what_is_no_message_is_told_or_stays_within_bounds(head: bytes, numel: int) -> None:
-    unpacked(torch.tensor(list(head), dtype=torch.uint8)[: native.packed_room(numel)], numel)  # type: ignore[union-attr]  # the mark above
+    message = packed(torch.zeros(numel, dtype=torch.int32))
+    message[8:16] = torch.tensor(list(head), dtype=torch.uint8)  # how the first block is stored
+    unpacked(message, numel)

@@ -79,7 +79,7 @@ class Leg:
             self.wait(work, call)
         theirs = folding.theirs
         if theirs is not None and self._packing is not None and folding.is_packed:
-            theirs = self._packing.unpack(theirs, like=folding.buffer)
+            theirs = self._packing.unpack(theirs, folding.buffer, call)
         if theirs is not None:
             # In the order of nodes on both: they get the same bits, NaNs and zeros included.
             first, second = (folding.buffer, theirs) if self.index == 0 else (theirs, folding.buffer)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from torsh_distributed import events
+from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.errors import TensorShapeMismatch
 
 _NUM_TIMED = 3  # all-reduces; the first ones also pay for new memory and for connections that have yet to speed up
 _SLOW_BYTES_PER_S = 130e6
@@ -16,7 +18,7 @@ _LEAST_BYTES = 64 * 1024  # smaller messages are latency
 
 
 class Packing:
-    """One end of a lane between two nodes: is its link slow, and if so, messages packed.
+    """One end of a lane between two nodes, which packs its messages if the link is slow.
 
     Why measured: nobody tells a backend how fast a link is, and on a fast one packing costs more than it saves. Both
     ends must come to the same answer, so they exchange what they have seen, once.
@@ -35,6 +37,8 @@ class Packing:
 
     def timed(self, num_bytes: int, spent_s: float) -> bool:
         """Take note of a large all-reduce; true once, when it is time to `agree`, at both ends after the same one."""
+        if not self._num_left:
+            return False
         self._num_left -= 1
         self._bytes_per_s = max(self._bytes_per_s, num_bytes / spent_s)
         return self._num_left == 0
@@ -68,9 +72,15 @@ class Packing:
         """Memory for a message with as many floats, whatever their values; one that comes may be shorter."""
         return torch.empty(self._native.packed_room(buffer.numel()), dtype=torch.uint8)
 
-    def unpack(self, message: Tensor, like: Tensor) -> Tensor:
-        """The floats of a message."""
+    def unpack(self, message: Tensor, like: Tensor, call: Call) -> Tensor:
+        """The floats of a message; raises if they are not as many as `like` has."""
         values = torch.empty_like(like)
-        is_whole = self._native.unpack(message.data_ptr(), values.numel(), values.data_ptr())
-        assert is_whole, "both ends pack alike: they have the same core"
+        if not self._native.unpack(message.data_ptr(), values.numel(), values.data_ptr()):
+            raise TensorShapeMismatch(
+                f"{call.operation} number {call.sequence} has another size on the other node",
+                hint="every rank must call it with a tensor of the same size",
+                operation=call.operation,
+                sequence=call.sequence,
+                backend="torsh",
+            )
         return values

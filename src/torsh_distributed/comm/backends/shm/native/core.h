@@ -216,8 +216,8 @@ void tsh_common_release(tsh_group *group, tsh_common_use use, uint64_t number);
 uint64_t tsh_common_number(const tsh_group *group, tsh_common_use use, const char *address);
 char *tsh_common_start(const tsh_group *group, tsh_common_use use, uint64_t number, int rank);
 
-/* pack.c: a packed message has at most the room that is told for its number of floats; false: it is none. Addresses of
- * messages are multiples of eight. */
+/* pack.c: a packed message has at most the room that is told for its number of floats; false: it has
+ * another number, or is none. Addresses of messages are multiples of eight. */
 size_t tsh_packed_room(size_t numel);
 size_t tsh_pack(const char *floats, size_t numel, char *out);
 bool tsh_unpack(const char *in, size_t numel, char *floats);

@@ -596,7 +596,7 @@ static PyMethodDef module_methods[] = {
     {"segment_bytes", segment_bytes, METH_VARARGS, "(num_ranks, slot_bytes, ring_bytes) -> (whole, backed) bytes"},
     {"packed_room", packed_room, METH_O, "packed_room(numel) -> the most bytes that so many floats take when packed"},
     PLAIN(pack, "pack(floats, numel, message) -> bytes of the message"),
-    PLAIN(unpack, "unpack(message, numel, floats) -> whether it was a message"),
+    PLAIN(unpack, "unpack(message, numel, floats) -> whether it was a message of so many floats"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -31,7 +31,9 @@ typedef struct {
 
 static size_t filled_up(size_t bytes) { return (bytes + 7) / 8 * 8; }
 
-size_t tsh_packed_room(size_t numel) { return (numel / BLOCK + 1) * sizeof(tsh_block_head) + 4 * numel; }
+size_t tsh_packed_room(size_t numel) {
+    return sizeof(uint64_t) + (numel / BLOCK + 1) * sizeof(tsh_block_head) + 4 * numel;
+}
 
 /* The first of the seven exponents in a row that cover most of a sample. */
 static uint32_t choose_base(const uint32_t *bits) {
@@ -146,9 +148,12 @@ static size_t unpack_block(const char *restrict in, tsh_block_head head, uint32_
     return sizeof head + LOW_BYTES + HIGH_BYTES + CODES_BYTES + filled_up(head.num_elsewhere);
 }
 
+/* A message begins with how many floats it has. */
 size_t tsh_pack(const char *floats, size_t numel, char *out) {
     const uint32_t *bits = (const uint32_t *)floats;
-    char *end = out;
+    uint64_t count = numel;
+    char *end = out + sizeof count;
+    memcpy(out, &count, sizeof count);
     for (; numel >= BLOCK; numel -= BLOCK, bits += BLOCK) {
         end += pack_block(bits, end);
     }
@@ -157,6 +162,12 @@ size_t tsh_pack(const char *floats, size_t numel, char *out) {
 
 bool tsh_unpack(const char *in, size_t numel, char *floats) {
     uint32_t *bits = (uint32_t *)floats;
+    uint64_t told;
+    memcpy(&told, in, sizeof told);
+    if (told != numel) {
+        return false;
+    }
+    in += sizeof told;
     for (size_t count = BLOCK; count == BLOCK; bits += count, numel -= count) {
         tsh_block_head head;
         memcpy(&head, in, sizeof head);
