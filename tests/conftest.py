@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld
 from tests.lab.network import Lab
 
 pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
+
+# The same examples in every run, however long one takes: what fails, fails for all, and a busy machine fails nothing.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""How many examples a property of a codec is tried on: the same ones at every run."""
+"""How many examples a property of a codec is tried on."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-examples = settings(deadline=None, derandomize=True, max_examples=60)
+examples = settings(max_examples=60)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -76,7 +76,6 @@ def assert_close(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
 
 
-@settings(deadline=None)  # the first example loads torch's optimizers
 @given(chosen=choices, seed=st.integers(0, 1000))
 def test_updates_are_those_of_torch(chosen: dict[str, Any], seed: int) -> None:
     ours, theirs = parameters(seed), parameters(seed)

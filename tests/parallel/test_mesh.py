@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> MeshLayout:
     return MeshLayout(MeshConfig(**degrees), draw(st.sampled_from([TP_FASTEST, PP_FASTEST])))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts(), st.data())
 def test_rank_and_coordinates_are_two_names_of_one_place(layout: MeshLayout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -42,7 +42,7 @@ def test_rank_and_coordinates_are_two_names_of_one_place(layout: MeshLayout, dat
     assert all(0 <= index < layout.degree(axis) for axis, index in coordinates.items())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts(), st.sets(st.sampled_from(AXES)))
 def test_groups_along_axes_cover_every_rank_once(layout: MeshLayout, axes: set[str]) -> None:
     groups = list(layout.groups(*axes))
@@ -55,7 +55,7 @@ def test_groups_along_axes_cover_every_rank_once(layout: MeshLayout, axes: set[s
         assert all(layout.group_ranks(rank, *axes) == members for rank in members)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts())
 def test_the_parts_of_a_batch_are_told_apart_by_the_data_axes_alone(layout: MeshLayout) -> None:
     for members in layout.groups("dp", "shard", "ep"):
@@ -64,7 +64,7 @@ def test_the_parts_of_a_batch_are_told_apart_by_the_data_axes_alone(layout: Mesh
         assert len({layout.data_part(rank) for rank in members}) == 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(layouts(), st.sampled_from(AXES))
 def test_neighbours_along_an_axis_lead_from_head_to_tail(layout: MeshLayout, axis: str) -> None:
     for members in layout.groups(axis):

@@ -22,7 +22,7 @@ from torsh_distributed.plan.plan import PlanArguments
 
 @pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])
 @given(plan=plans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_saved_plan_loads_as_an_equal_one(tmp_path_factory: pytest.TempPathFactory, suffix: str, plan: Plan) -> None:
     path = tmp_path_factory.mktemp("plan") / f"plan{suffix}"
     plan.save(path)
@@ -35,7 +35,7 @@ def test_a_saved_plan_loads_as_an_equal_one(tmp_path_factory: pytest.TempPathFac
 
 
 @given(plan=plans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_plan_survives_dict_pickle_and_copy(plan: Plan) -> None:
     for twin in (Plan.from_dict(plan.to_dict()), pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert twin == plan
@@ -44,7 +44,7 @@ def test_a_plan_survives_dict_pickle_and_copy(plan: Plan) -> None:
 
 
 @given(one=plans(), other=plans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_plans_are_equal_exactly_if_nothing_differs(one: Plan, other: Plan) -> None:
     assert (one == other) == (one.diff(other) == ()) == (one.hash == other.hash)
 
@@ -59,7 +59,7 @@ keys = st.sampled_from([key.partition(".")[2] for key in keys_of(Plan)] + ["memo
 
 
 @given(document=st.dictionaries(names, json_values | st.dictionaries(keys, json_values, max_size=4), max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_a_file_holds_it_is_a_plan_or_a_configuration_error(document: dict[str, Any]) -> None:
     with suppress(ConfigurationError):  # any other exception fails the test
         plan = Plan.from_dict(document)

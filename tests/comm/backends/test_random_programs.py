@@ -109,7 +109,7 @@ def run_program(program: list[Step]) -> int:
 
 
 @pytest.mark.parametrize("core", CORES)
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(steps, min_size=10, max_size=40), num_ranks=st.integers(1, 4), number=st.integers(0, 10**9))
 def test_every_step_of_a_program_is_right(
     world: World, tmp_path: Path, core: str, program: list[Step], num_ranks: int, number: int

@@ -138,7 +138,7 @@ class Subject:
         return (self.store.prefix(prefix) if prefix else self.store).num_keys()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(STEPS, max_size=25))
 def test_a_random_program_has_the_answers_of_a_dict(store: Store, program: list[Step]) -> None:
     with store.prefix(f"run-{next(_runs)}") as fresh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.comm.store.table import Table
@@ -54,7 +54,6 @@ def apply(table: Table, name: str, *args: Any) -> None:
             table.delete(key)
 
 
-@settings(derandomize=True)
 @given(program=st.lists(STEPS, max_size=40))
 def test_a_key_lives_exactly_its_time(program: list[tuple[Any, ...]]) -> None:
     model = ExpiringModel()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bed.zygote import free_port
@@ -219,7 +219,6 @@ def greeted(port: int) -> Iterator[socket.socket]:
 PARTS = st.lists(st.none() | st.binary(max_size=50), max_size=6)
 
 
-@settings(derandomize=True)
 @given(parts=PARTS)
 def test_frames_come_back_as_they_were(parts: list[bytes | None]) -> None:
     frame = wire.encode(parts)
@@ -227,7 +226,6 @@ def test_frames_come_back_as_they_were(parts: list[bytes | None]) -> None:
     assert wire.decode(frame[wire.FRAME_HEADER.size :]) == parts
 
 
-@settings(derandomize=True)
 @given(body=st.binary(max_size=60))
 def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
     try:

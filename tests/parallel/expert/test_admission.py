@@ -22,7 +22,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[list[int]]], int]:
     return draw(st.lists(st.lists(token, max_size=12), min_size=1, max_size=4)), num_experts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batch=batches(), capacity=st.integers(0, 8), reroute=st.booleans())
 def test_every_choice_ends_where_one_process_would_put_it(
     batch: tuple[list[list[list[int]]], int], capacity: int, reroute: bool

@@ -19,7 +19,7 @@ def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[Segme
     return torch.cat([rows @ weight[0] * 0, *made])[len(rows) :]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(counts=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=3))
 def test_segments_are_computed_as_one_by_one(counts: list[list[int]]) -> None:
     """Experts come back once for each source, and some have no row at all."""

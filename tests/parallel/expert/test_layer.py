@@ -135,7 +135,7 @@ def check(results: list[Any], shares: list[int]) -> None:
         assert grads["router.gate.experts.weight"].abs().max() > 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_tokens=st.integers(0, 40),
     num_experts=st.integers(1, 9),

@@ -14,7 +14,7 @@ def values_of(seed: int, numel: int, scale: float) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.integers(1, 700), st.sampled_from([1e-3, 1.0, 50.0]), st.sampled_from(sorted(FORMS)))
 def test_what_comes_back_is_within_the_bound_of_the_form(seed: int, numel: int, scale: float, name: str) -> None:
     form, generator = FORMS[name], torch.Generator().manual_seed(seed)

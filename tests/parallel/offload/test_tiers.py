@@ -47,7 +47,7 @@ def test_the_disk_holds_what_host_memory_cannot(tmp_path: Path) -> None:
     store.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=30))
 def test_regions_of_the_file_never_overlap(
     tmp_path_factory: pytest.TempPathFactory, work: list[tuple[bool, int]]

@@ -80,7 +80,7 @@ def test_ranks_of_other_speed_converge_together_within_the_bound(world: World, s
     assert results[1][2] <= staleness
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 3), st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_the_bound_holds_for_any_speeds(staleness: int, steps: list[int]) -> None:
     center = Center([torch.zeros(2)], range(len(steps)), staleness=staleness, timeout_s=30, lr=1.0)
