@@ -15,6 +15,8 @@ native = load_native()
 pytestmark = pytest.mark.skipif(native is None, reason="the compiled core is not built")
 
 BLOCK = 4096
+# As in pack.c: the most exponents that may follow a block, and the mark of one that is copied.
+MOST_ELSEWHERE, COPIED = 4 * BLOCK - 2 * BLOCK - BLOCK - 3 * BLOCK // 8 - 8, 2**32 - 1
 _GUARD = 64
 
 
@@ -83,8 +85,17 @@ def test_a_message_of_another_length_is_told() -> None:
     assert unpacked(message, BLOCK + 1) is None
 
 
-@given(head=st.binary(min_size=8, max_size=8), numel=st.integers(1, 2 * BLOCK))
-def test_what_is_no_message_is_told_or_stays_within_bounds(head: bytes, numel: int) -> None:
+counts = st.one_of(st.integers(0, 2**32 - 1), st.integers(0, MOST_ELSEWHERE + 2), st.just(COPIED))
+
+
+@given(base=st.integers(0, 2**32 - 1), count=counts, numel=st.integers(1, 2 * BLOCK))
+def test_what_is_no_message_is_told_or_stays_within_bounds(base: int, count: int, numel: int) -> None:
+    """A first block that says it is stored in another way: `unpacked` also looks beyond the floats."""
     message = packed(torch.zeros(numel, dtype=torch.int32))
-    message[8:16] = torch.tensor(list(head), dtype=torch.uint8)  # how the first block is stored
-    unpacked(message, numel)
+    message[8:16] = torch.from_numpy(np.array([base, count], dtype=np.uint32).view(np.uint8))
+    found = unpacked(message, numel)
+    if count != COPIED and (numel < BLOCK or count > MOST_ELSEWHERE):
+        assert found is None, "no block is stored like this"
+    elif numel < BLOCK:
+        assert found is not None
+        assert not found.any(), "it is what it says: copied"
