@@ -158,6 +158,7 @@ if _TYPE_CHECKING:
     from torsh_distributed.train import (
         AsyncSGD,
         BatchSizeConfig,
+        CpuAdam,
         DistributedOptimizer,
         DistributedSampler,
         DistributedSamplerWrapper,
@@ -234,6 +235,7 @@ _HOMES = {
     "tensor_parallel": "torsh_distributed.parallel.tensor",
     "AsyncSGD": "torsh_distributed.train",
     "BatchSizeConfig": "torsh_distributed.train",
+    "CpuAdam": "torsh_distributed.train",
     "DistributedOptimizer": "torsh_distributed.train",
     "DistributedSampler": "torsh_distributed.train",
     "DistributedSamplerWrapper": "torsh_distributed.train",
@@ -268,6 +270,7 @@ __all__ = [
     "CompressionConfig",
     "CompressionStats",
     "ContextParallel",
+    "CpuAdam",
     "DistributedConfig",
     "DistributedDataParallel",
     "DistributedOptimizer",

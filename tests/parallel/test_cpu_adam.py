@@ -149,11 +149,34 @@ def test_groups_schedulers_hooks_and_closures() -> None:
     assert_close(ours, theirs)
 
 
+def test_a_scaled_loss_is_scaled_back_before_the_update() -> None:
+    trained = []
+    for kind in (CpuAdam, Adam):
+        layer = nn.Linear(3, 3)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.zeros_(layer.bias)
+        optimizer, scaler = kind(layer.parameters(), lr=0.1, eps=1e-2), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(layer(torch.full((1, 3), 1e-3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append(layer.weight.detach())
+    assert trained[0].isfinite().all(), "the step that overflowed was skipped"
+    torch.testing.assert_close(*trained)
+
+
 def test_what_it_cannot_update_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="fp32 parameters in host memory, not"):
         CpuAdam([nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])
     with pytest.raises(InvalidArgument, match="no amsgrad"):
         CpuAdam([{"params": [nn.Parameter(torch.zeros(3))], "amsgrad": True}])
+    given = [nn.Parameter(torch.zeros(3))]
+    loaded = CpuAdam(given)
+    loaded.load_state_dict(Adam(given, amsgrad=True).state_dict())
+    given[0].grad = torch.ones(3)
+    with pytest.raises(InvalidArgument, match="no amsgrad"):
+        loaded.step()
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = CpuAdam(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()

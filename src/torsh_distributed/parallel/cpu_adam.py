@@ -44,15 +44,14 @@ class CpuAdam(Adam):
             weight_decay,
             maximize=maximize,
             decoupled_weight_decay=decoupled_weight_decay,
-            fused=True,
+            foreach=False,  # nor fused: GradScaler leaves it to those that are to divide by its scale
         )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group.get("amsgrad"):
-            raise InvalidArgument("CpuAdam has no amsgrad", hint="use torch.optim.Adam(amsgrad=True, fused=True)")
+        _refuse_amsgrad(group)
         for param in group["params"]:
             if param.device.type not in ("cpu", "meta") or param.dtype != torch.float32:
                 raise InvalidArgument(
@@ -79,6 +78,7 @@ class CpuAdam(Adam):
         means: list[Tensor] = []
         squares: list[Tensor] = []
         steps: list[Tensor] = []
+        _refuse_amsgrad(group)  # settings come with loaded state, too
         self._init_group(group, params, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]  # untyped in torch
         if not params:
             return
@@ -104,6 +104,11 @@ class CpuAdam(Adam):
         )
 
 
+def _refuse_amsgrad(group: dict[str, Any]) -> None:
+    if group.get("amsgrad"):
+        raise InvalidArgument("CpuAdam has no amsgrad", hint="use torch.optim.Adam(amsgrad=True, fused=True)")
+
+
 def _held(tensor: Tensor) -> Tensor:
     """What this rank holds of it. Not by type: to import DTensor takes a second that many jobs need not spend."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -119,7 +124,7 @@ def _by_torch(group: dict[str, Any], pieces: list[tuple[Tensor, ...]], steps: li
         means,
         squares,
         [],
-        steps,
+        [step.float() for step in steps],
         lr=float(group["lr"]),
         beta1=beta1,
         beta2=beta2,
