@@ -91,6 +91,7 @@ def test_both_streams_are_shown_and_kept_and_the_end_of_stderr_remembered(bench:
     os.close(worker_out)
     os.close(worker_err)
     assert bench.pump.wait_ended({1}, timeout_s=10)
+    bench.terminal.close()  # the pump hands its lines to the terminal's thread: written once that has ended
     assert os.read(bench.out_read, 1000) == b"[rank 1] one\n[rank 1] two\n"
     assert os.read(bench.err_read, 1000).startswith(b"[rank 1] error 0\n")
     assert (tmp_path / "new" / "rank-1.stdout.log").read_bytes() == b"one\ntwo"
