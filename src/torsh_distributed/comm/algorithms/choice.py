@@ -35,11 +35,14 @@ _TRIAL_S = 0.08
 """About how long each candidate is tried in the first round."""
 _NUM_ROUNDS = 4
 _STILL_IN = 1.6
-"""Who took no longer than this times the best stays for the next round, which is twice as long."""
+"""Who took no longer than this times the best stays for the next round, whose blocks are twice as long."""
 _MAX_ROUND_S = 0.25
 """After a round in which the best took this long there is no other."""
 _BLOCK, _SMALL_BLOCK = 5, 25
-"""Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm that is each algorithm's own."""
+"""Calls in a row in the first round, of large and of small buffers; twice as many in each that follows.
+
+Ranks that sleep fall into a rhythm that is each algorithm's own, and some need a hundred calls for it.
+"""
 _USUAL = 0.9
 """The share of blocks that count; the slowest do not."""
 _TIE = 1.05
@@ -113,24 +116,25 @@ def _race(
     """
     field, known = dict(candidates), dict[str, float]()
     for turn in range(_NUM_ROUNDS):
-        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks << turn)
-        before = (1 << turn) - 1  # blocks so far, of those of the first round
+        block = _block(num_bytes) << turn
+        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks, block=block)
+        before = (1 << turn) - 1  # calls so far, of those of the first round
         known |= {
             name: (known.get(name, 0.0) * before + taken * (before + 1)) / (2 * before + 1)
             for name, taken in taken_s.items()
         }
         best_s = min(known[name] for name in field)
         field = {name: field[name] for name in field if known[name] <= _STILL_IN * best_s}
-        if len(field) == 1 or best_s * _block(num_bytes) * (num_blocks << turn) > _MAX_ROUND_S:
+        if len(field) == 1 or best_s * block * num_blocks > _MAX_ROUND_S:
             break
     return known, _pick({name: known[name] for name in field})
 
 
 def _try_all(
-    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int, block: int
 ) -> dict[str, float]:
     """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them."""
-    buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
+    buffer = torch.zeros(max(1, num_bytes // 4))
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
     for body in bodies:
