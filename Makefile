@@ -11,7 +11,7 @@ help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
 # The compiled parts are part of the install: a changed source means a new one.
-NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/* src/torsh_distributed/compress/native/*)
+NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/* src/torsh_distributed/compress/native/* src/torsh_distributed/parallel/native/*)
 
 $(READY): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "torsh-distributed needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
