@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 
@@ -16,8 +17,9 @@ from torsh_distributed.comm.collectives import all_reduce
 
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0
-# Below, a call on a backend that sleeps takes one of several times by chance: only long samples can be compared.
-_SMALL_BYTES, _SMALL_SAMPLE_S = 512 * 1024, 0.6
+# Ranks that sleep fall into one of several rhythms, up to three times apart, and keep it for as long as a sample lasts.
+# So what is to be expected of a few calls, which is what a step makes, shows in many short samples, not in long ones.
+_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 240, 40, 15
 # All ranks of this case live on one node: hierarchy would have nothing to separate.
 _WAYS = (None, *(name for name in ALGORITHMS if name != "hierarchical"))
 
@@ -40,16 +42,21 @@ def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[s
     for way in ways.values():
         all_reduce(buffer, algorithm=way)  # here "auto" measures and picks
     end()
-    warm = torch.tensor([_sample(way, buffer, 3) for way in ways.values()])
+    warm = torch.tensor([_sample(way, buffer, 10 if size_bytes <= _SMALL_BYTES else 2) for way in ways.values()])
     dist.all_reduce(warm, dist.ReduceOp.MAX)
-    loops = {name: max(1, round(sample_s / seconds)) for name, seconds in zip(ways, warm.tolist(), strict=True)}
-    taken = torch.tensor(
-        [[_sample(way, buffer, loops[name]) for name, way in ways.items()] for _ in range(num_samples)],
-        dtype=torch.float64,
-    )
+    most = _MAX_LOOPS if dist.get_backend() == "gloo" else 10**6
+    loops = {
+        name: max(1, min(most, round(sample_s / seconds))) for name, seconds in zip(ways, warm.tolist(), strict=True)
+    }
+    taken, places = torch.empty(len(ways), num_samples, dtype=torch.float64), list(enumerate(ways))
+    order = random.Random(0)  # the same on every rank
+    for number in range(num_samples):
+        order.shuffle(places)  # who comes next feels the rhythm of who was before
+        for place, name in places:
+            taken[place, number] = _sample(ways[name], buffer, loops[name])
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     [pick] = [event.choice for event in picks if isinstance(event, events.DecisionEvent)]
-    return dict(zip(ways, taken.t().tolist(), strict=True)), pick
+    return dict(zip(ways, taken.tolist(), strict=True)), pick
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
@@ -60,12 +67,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         for backend in _BACKENDS:
             for num_ranks in (2,) if budget.is_quick else (2, 3, 4):
                 for size_bytes in sizes:
-                    is_long = backend == "gloo" and size_bytes <= _SMALL_BYTES and not budget.is_quick
                     taken, pick = world.run(
                         _measure,
                         size_bytes,
-                        budget.num_samples,
-                        _SMALL_SAMPLE_S if is_long else budget.sample_s,
+                        _num_samples(backend, size_bytes, budget),
+                        budget.sample_s,
                         num_ranks=num_ranks,
                         backend=backend,
                         timeout_s=_TIMEOUT_S,
@@ -85,6 +91,12 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         f"and takes at most {worst_pick[0]:.2f} times as long: {worst_pick[1]}. auto itself takes at most "
         f"{worst[0]:.2f} times as long: {worst[1]}. The two are one way measured twice: chance makes the difference."
     )
+
+
+def _num_samples(backend: str, size_bytes: int, budget: Budget) -> int:
+    if backend != "gloo" or budget.is_quick:
+        return budget.num_samples
+    return _NUM_SMALL_SAMPLES if size_bytes <= _SMALL_BYTES else _NUM_LARGE_SAMPLES
 
 
 CASE = Case(

@@ -12,6 +12,7 @@ from torch import nn
 
 import torsh_distributed as td
 from tests.bed.world import World
+from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed.comm.stats import CommunicationStats
 from torsh_distributed.comm.trace import recorder
 from torsh_distributed.errors import ConfigurationError
@@ -36,6 +37,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return points, points.sum(dim=1, keepdim=True)
 
 
+@quick_choice()
 def train(distributed: dict[str, object]) -> tuple[list[float], str]:
     """Losses, and the bits of the parameters after the last step."""
     me, size = dist.get_rank(), dist.get_world_size()

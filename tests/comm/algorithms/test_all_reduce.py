@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bed.world import World
+from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
 from torsh_distributed.comm import process_group
 from torsh_distributed.comm.algorithms.base import Algorithm
@@ -122,6 +123,7 @@ def test_sizes_need_not_divide_and_ranks_need_not_be_a_power_of_two(world: World
     world.run(reduce_all_sizes, num_ranks=num_ranks, backend=backend, timeout_s=100)
 
 
+@quick_choice()
 def large_floats() -> None:
     me, size = dist.get_rank(), dist.get_world_size()
     parts = [torch.randn(300_001, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]

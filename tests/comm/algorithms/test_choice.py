@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
+from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
 from torsh_distributed.comm.algorithms import choice
 from torsh_distributed.comm.algorithms.base import LinkFigures
@@ -35,6 +36,7 @@ def test_links_are_measured_and_agreed(world: World, backend: str) -> None:
     assert found[0].near is None
 
 
+@quick_choice()
 def decide() -> list[tuple[str, str]]:
     seen: list[events.Event] = []
     end = events.subscribe(seen.append, events.DecisionEvent)
@@ -63,23 +65,24 @@ def test_every_rank_decides_the_same_once_for_each_size(world: World, backend: s
 @pytest.mark.parametrize(
     ("rounds", "winner"),
     [
-        ([{"ring": 1.0, "tree": 1.5, "backend": 9.0}, {"ring": 1.4, "tree": 1.0}, {"ring": 1.4, "tree": 1.0}], "tree"),
-        ([{"ring": 1.0, "tree": 1.7, "backend": 1.7}], "ring"),  # alone after the first round
-        ([{"ring": 1.0, "tree": 9.0, "backend": 1.04}] * 2 + [{"ring": 1.0, "backend": 1.04}], "backend"),  # a tie
-        ([{"ring": 0.0, "tree": 0.0, "backend": 0.3}] * 2 + [{"ring": 0.0, "tree": 0.0}] * 2, "ring"),
-        # What was seen before counts: one slow round of three does not decide.
-        ([{"ring": 1.0, "tree": 1.2, "backend": 9.0}, {"ring": 1.0, "tree": 1.2}, {"ring": 1.3, "tree": 1.2}], "ring"),
+        ([{"ring": 1.0, "tree": 1.4, "backend": 9.0}, {"ring": 1.4, "tree": 1.0}, {"ring": 2.0, "tree": 1.0}], "tree"),
+        ([{"ring": 1.0, "tree": 2.6, "backend": 2.6}], "ring"),  # alone after the first round
+        ([{"ring": 1.0, "tree": 9.0, "backend": 1.04}, *[{"ring": 1.0, "backend": 1.04}] * 4], "backend"),  # a tie
+        ([{"ring": 1.0, "tree": 1.0, "backend": 2.4}] * 2 + [{"ring": 1.0, "tree": 1.0}] * 3, "ring"),
+        # What was seen before counts: the last round does not decide alone.
+        (
+            [{"ring": 1.0, "tree": 1.2, "backend": 9.0}, *[{"ring": 1.0, "tree": 1.2}, {"ring": 1.3, "tree": 1.2}] * 2],
+            "ring",
+        ),
     ],
 )
 def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
     rounds: list[dict[str, float]], winner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[set[str], int]] = []
 
-    def timed(
-        field: dict[str, object], num_bytes: int, group: object, *, num_blocks: int, block: int
-    ) -> dict[str, float]:
-        asked.append((num_blocks, block))
+    def timed(field: dict[str, object], num_bytes: int, group: object, *, num_blocks: int) -> dict[str, float]:
+        asked.append((set(field), num_blocks))
         return {name: rounds[len(asked) - 1][name] * 1e-3 for name in field}
 
     monkeypatch.setattr(choice, "_try_all", timed)
@@ -87,9 +90,11 @@ def test_who_falls_behind_drops_out_and_the_rest_is_tried_longer(
     known, fastest = choice._race(dict.fromkeys(("ring", "tree", "backend")), 64, group, num_blocks=3)
     assert fastest == winner
     assert set(known) == {"ring", "tree", "backend"}
-    assert asked == [(3, 25), (3, 50), (3, 100), (3, 200)][: len(rounds)]
+    assert [num_blocks for _, num_blocks in asked] == [3, 6, 12, 24, 48][: len(rounds)]
+    assert len(asked) == len(rounds)
 
 
+@quick_choice()
 def forget() -> tuple[int, int]:
     """How many quick answers there are for a group, before and after its end."""
     group = dist.new_group([0, 1])

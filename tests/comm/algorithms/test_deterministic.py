@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bed.world import World
+from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
 from torsh_distributed.comm.algorithms.spread import scatter_reduce
 from torsh_distributed.comm.collectives import all_reduce
@@ -39,6 +40,7 @@ def in_rank_order(num_ranks: int, dtype: torch.dtype, op: str) -> Tensor:
     return total / num_ranks if op == "mean" else total
 
 
+@quick_choice()
 def reduce_all_ways() -> dict[str, set[str]]:
     """The bits found in each case, over ways and repetitions: one, if all is well."""
     me, found = dist.get_rank(), {}

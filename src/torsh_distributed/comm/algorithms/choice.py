@@ -9,6 +9,7 @@ Every number that decides was agreed by all ranks before: they all come to the s
 
 from __future__ import annotations
 
+import random
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,16 +34,13 @@ _LATENCY_BYTES = 16 * 1024
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.08
 """About how long each candidate is tried in the first round."""
-_NUM_ROUNDS = 4
-_STILL_IN = 1.6
-"""Who took no longer than this times the best stays for the next round, whose blocks are twice as long."""
-_MAX_ROUND_S = 0.25
+_STILL_IN = (2.5, 1.5, 1.25, 1.15, 1.05)
+"""Who took no longer than this times the best, after each round, stays for the next one, of twice as many blocks."""
+_MAX_ROUND_S = 2.0
 """After a round in which the best took this long there is no other."""
-_BLOCK, _SMALL_BLOCK = 5, 25
-"""Calls in a row in the first round, of large and of small buffers; twice as many in each that follows.
-
-Ranks that sleep fall into a rhythm that is each algorithm's own, and some need a hundred calls for it.
-"""
+_BLOCK, _SMALL_BLOCK = 5, 15
+"""Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm, one of several, and keep it while
+they go on: only many blocks show what to expect."""
 _USUAL = 0.9
 """The share of blocks that count; the slowest do not."""
 _TIE = 1.05
@@ -115,32 +113,38 @@ def _race(
     find out who is slow, but not who is best.
     """
     field, known = dict(candidates), dict[str, float]()
-    for turn in range(_NUM_ROUNDS):
-        block = _block(num_bytes) << turn
-        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks, block=block)
-        before = (1 << turn) - 1  # calls so far, of those of the first round
+    for turn, still_in in enumerate(_STILL_IN):
+        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks << turn)
+        before = (1 << turn) - 1  # blocks so far, of those of the first round
         known |= {
             name: (known.get(name, 0.0) * before + taken * (before + 1)) / (2 * before + 1)
             for name, taken in taken_s.items()
         }
         best_s = min(known[name] for name in field)
-        field = {name: field[name] for name in field if known[name] <= _STILL_IN * best_s}
-        if len(field) == 1 or best_s * block * num_blocks > _MAX_ROUND_S:
+        field = {name: field[name] for name in field if known[name] <= still_in * best_s}
+        if len(field) == 1 or best_s * _block(num_bytes) * (num_blocks << turn) > _MAX_ROUND_S:
             break
     return known, _pick({name: known[name] for name in field})
 
 
 def _try_all(
-    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int, block: int
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> dict[str, float]:
-    """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them."""
-    buffer = torch.zeros(max(1, num_bytes // 4))
+    """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them.
+
+    Who comes next feels the rhythm of who was before: so the ranks meet in between, and the order of turns changes, on
+    all ranks alike.
+    """
+    buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
     taken: list[list[float]] = [[] for _ in bodies]
     for body in bodies:
         body()
+    turns, order = list(zip(bodies, taken, strict=True)), random.Random(num_blocks)
     for _ in range(num_blocks):
-        for body, times in zip(bodies, taken, strict=True):
+        order.shuffle(turns)
+        for body, times in turns:
+            dist.barrier(group)
             started_s = time.perf_counter()
             for _ in range(block):
                 body()
