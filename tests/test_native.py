@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.native import CODEC_KERNELS, PARTS, build, fingerprint, is_stale
+from torsh_distributed.native import CODEC_KERNELS, PARTS, build, fingerprint, is_stale, load
 
 
 def test_a_part_is_built_and_knows_its_sources(tmp_path: Path) -> None:
@@ -35,6 +35,15 @@ def test_a_part_from_other_sources_is_stale(tmp_path: Path) -> None:
     (tmp_path / "kernels.h").write_text("/* other */")
     assert is_stale(copied, version)
     assert not is_stale(CODEC_KERNELS._replace(sources=tmp_path / "none, as in a wheel"), version)
+
+
+def test_only_what_was_built_from_the_sources_beside_it_is_loaded(tmp_path: Path) -> None:
+    for part in PARTS:
+        module = load(part)
+        assert module is None or fingerprint(part.sources) == module.VERSION
+        assert load(part._replace(target=part.target.with_name("_missing.abi3.so"))) is None
+    stale = CODEC_KERNELS._replace(sources=tmp_path)  # a folder without sources is not what it was built from
+    assert load(stale) is None
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ without: every part has a portable twin.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import shlex
 import shutil
@@ -15,7 +17,7 @@ import sys
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent
 _FLAGS = (
@@ -73,6 +75,21 @@ def fingerprint(sources: Path) -> int:
 def is_stale(part: Part, version: int) -> bool:
     """Whether a module of that version was built from other sources than those beside it; wheels carry none."""
     return part.sources.exists() and fingerprint(part.sources) != version
+
+
+@functools.cache
+def load(part: Part) -> Any | None:
+    """The compiled module, or None where there is none, or one of other sources than those beside it.
+
+    Any: it has no Python source; its docstrings give the arguments.
+    """
+    folder = part.target.relative_to(PACKAGE).parent
+    name = ".".join((PACKAGE.name, *folder.parts, part.target.name.partition(".")[0]))
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    return None if is_stale(part, module.VERSION) else module
 
 
 def build(sources: Path, target: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from torsh_distributed.native import CODEC_KERNELS, is_stale
+from torsh_distributed.native import CODEC_KERNELS, load
 
 TINY = 2.0**-120
 """A block whose scale is below this is sent as zeros: the inverse of its scale would overflow."""
@@ -118,12 +118,6 @@ def compiled_kernels() -> Kernels | None:
     return None if module is None else NativeKernels(module)
 
 
-@functools.cache
 def compiled_module() -> Any | None:
-    """What was compiled, or None where nothing was, or from other sources than those beside it."""
-    # Any: the module has no Python source; its docstrings give the arguments.
-    try:
-        from torsh_distributed.compress import _kernels  # type: ignore[attr-defined]  # built at install, or not
-    except ImportError:
-        return None
-    return None if is_stale(CODEC_KERNELS, _kernels.VERSION) else _kernels
+    """What was compiled, if it was."""
+    return load(CODEC_KERNELS)

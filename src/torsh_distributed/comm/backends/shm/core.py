@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torsh_distributed.native import SHM_CORE, is_stale
+from torsh_distributed.native import SHM_CORE, load
 
 Receipt = tuple[int, int, int, int]
 """An order of point-to-point that ended: id, status, peer, bytes of the message."""
@@ -135,7 +135,20 @@ class Core(Protocol):
 
 
 class NativeCore(Core, Protocol):
-    """The compiled core alone: rows gathered and added up on their way, tensors that lie in the segment."""
+    """The compiled core alone: rows gathered and added up on their way, tensors that lie where all ranks see them."""
+
+    def all_reduce_shared(
+        self,
+        addresses: tuple[int, ...],
+        number: int,
+        numel: int,
+        dtype: int,
+        reduction: int,
+        timeout_ns: int,
+        is_background: bool,
+        /,
+    ) -> int:
+        """Fold tensors of all ranks, which this rank sees at these addresses, in place; `number` is theirs alone."""
 
     def common(self, use: int, num_bytes: int, /) -> Any | None:
         """A writable buffer in the segment, given back when nothing refers to it; None if there is no room now."""
@@ -164,12 +177,5 @@ class NativeCore(Core, Protocol):
 
 
 def load_native() -> Any | None:
-    """The compiled module, or None where none was built, or from other sources than those beside it.
-
-    Any: the module has no Python source; `Core` says what its `Group` does.
-    """
-    try:
-        from torsh_distributed.comm.backends.shm import _core  # type: ignore[attr-defined]  # built at install, or not
-    except ImportError:
-        return None
-    return None if is_stale(SHM_CORE, _core.VERSION) else _core
+    """The compiled core, if there is one; `Core` says what its `Group` does."""
+    return load(SHM_CORE)
