@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -18,8 +18,11 @@ from torsh_distributed.comm.collectives import all_reduce
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0
 # Ranks that sleep fall into one of several rhythms, up to three times apart, and keep it for as long as a sample lasts.
-# So what is to be expected of a few calls, which is what a step makes, shows in many short samples, not in long ones.
-_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 240, 40, 15
+# So what is to be expected of a few calls, which is what a step makes, shows in many short samples, not in long ones;
+# and a way is sampled many times in a row, for it hands its rhythm on to what comes next.
+_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 160, 25, 15
+_NUM_ROUNDS = 5
+_CLOSE = 1.1
 # All ranks of this case live on one node: hierarchy would have nothing to separate.
 _WAYS = (None, *(name for name in ALGORITHMS if name != "hierarchical"))
 
@@ -34,7 +37,7 @@ def _sample(way: str | None, buffer: torch.Tensor, loops: int) -> float:
 
 
 def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[str, list[float]], str]:
-    """On every rank: seconds by way, in turns; the slowest rank counts. Also what `auto` picked."""
+    """On every rank: seconds by way, in rounds; the slowest rank counts. Also what `auto` picked."""
     picks: list[events.Event] = []
     end = events.subscribe(picks.append, events.DecisionEvent)
     buffer = torch.zeros(size_bytes // 4)
@@ -48,21 +51,24 @@ def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[s
     loops = {
         name: max(1, min(most, round(sample_s / seconds))) for name, seconds in zip(ways, warm.tolist(), strict=True)
     }
-    taken, places = torch.empty(len(ways), num_samples, dtype=torch.float64), list(enumerate(ways))
-    order = random.Random(0)  # the same on every rank
-    for number in range(num_samples):
-        order.shuffle(places)  # who comes next feels the rhythm of who was before
-        for place, name in places:
-            taken[place, number] = _sample(ways[name], buffer, loops[name])
+    in_a_row = max(1, num_samples // _NUM_ROUNDS)
+    taken = torch.tensor(
+        [
+            [[_sample(way, buffer, loops[name]) for _ in range(in_a_row)] for name, way in ways.items()]
+            for _ in range(num_samples // in_a_row)
+        ],
+        dtype=torch.float64,
+    )
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     [pick] = [event.choice for event in picks if isinstance(event, events.DecisionEvent)]
-    return dict(zip(ways, taken.tolist(), strict=True)), pick
+    return dict(zip(ways, taken.transpose(0, 1).flatten(1).tolist(), strict=True)), pick
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     world = World()
     sizes = (2**10, 2**20) if budget.is_quick else tuple(2**power for power in range(8, 27, 3))
-    worst, worst_pick, num_close, num_rows = (0.0, ""), (0.0, ""), 0, 0
+    worst, num_rows = (0.0, ""), 0
+    beyond = dict[str, bool]()  # rows in which the pick is not within 10 %, and whether that is more than chance
     try:
         for backend in _BACKENDS:
             for num_ranks in (2,) if budget.is_quick else (2, 3, 4):
@@ -79,18 +85,33 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                     measured = {name: Measurement.of(samples) for name, samples in taken.items()}
                     auto = measured.pop("auto")
                     name = f"{backend}, {num_ranks} ranks, {size_bytes >> 10 or size_bytes / 1024:g} KB ({pick})"
-                    best = min(one.median for one in measured.values())
-                    picked = measured[pick].median / best
-                    worst, worst_pick = max(worst, (auto.median / best, name)), max(worst_pick, (picked, name))
-                    num_close, num_rows = num_close + (picked <= 1.1), num_rows + 1
+                    best = min(measured, key=lambda way: measured[way].median)
+                    picked = measured[pick].median / measured[best].median
+                    worst, num_rows = max(worst, (picked, name)), num_rows + 1
+                    if picked > _CLOSE:
+                        beyond[name] = _is_sure(taken[pick], taken[best])
                     yield Row(name=name, unit=Unit.SECONDS, ours=auto, rivals=measured, x=size_bytes)
     finally:
         world.close()
+    sure = [name for name, is_sure in beyond.items() if is_sure]
     yield Note(
-        text=f"What auto picked, called by its name, is within 10 % of the best way in {num_close} of {num_rows} rows, "
-        f"and takes at most {worst_pick[0]:.2f} times as long: {worst_pick[1]}. auto itself takes at most "
-        f"{worst[0]:.2f} times as long: {worst[1]}. The two are one way measured twice: chance makes the difference."
+        text=f"What auto picked, called by its name, is within 10 % of the best way in {num_rows - len(beyond)} of "
+        f"{num_rows} rows, and takes at most {worst[0]:.2f} times as long: {worst[1]}. In the {len(beyond)} others the "
+        f"difference is more than twice its standard error, over the rounds of the measurement, in {len(sure)}"
+        f"{': ' + '; '.join(sure) if sure else ''}."
     )
+
+
+def _is_sure(picked: list[float], best: list[float]) -> bool:
+    """Whether the pick is slower by more than chance would make it: rounds are what is independent."""
+    size = max(1, len(best) // _NUM_ROUNDS)
+    per_round = [
+        [statistics.median(samples[start : start + size]) for start in range(0, len(samples), size)]
+        for samples in (picked, best)
+    ]
+    difference = statistics.mean(per_round[0]) - statistics.mean(per_round[1])
+    error = sum(statistics.variance(rounds) / len(rounds) for rounds in per_round) ** 0.5
+    return difference > 2 * error
 
 
 def _num_samples(backend: str, size_bytes: int, budget: Budget) -> int:

@@ -9,7 +9,6 @@ Every number that decides was agreed by all ranks before: they all come to the s
 
 from __future__ import annotations
 
-import random
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,10 +32,12 @@ _LATENCY_BYTES = 16 * 1024
 """What takes as long as nothing at all: one choice for all these sizes, tried at this one."""
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.08
-"""About how long each candidate is tried in the first round."""
-_STILL_IN = (2.5, 1.5, 1.25, 1.15, 1.05)
+"""About how long each candidate is tried in the first round, with large buffers."""
+_SMALL_BLOCKS = 20
+"""Blocks of the first round with small ones."""
+_STILL_IN = (2.5, 1.5, 1.25, 1.05)
 """Who took no longer than this times the best, after each round, stays for the next one, of twice as many blocks."""
-_MAX_ROUND_S = 2.0
+_MAX_ROUND_S = 1.0
 """After a round in which the best took this long there is no other."""
 _BLOCK, _SMALL_BLOCK = 5, 15
 """Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm, one of several, and keep it while
@@ -101,7 +102,9 @@ def _block(num_bytes: int) -> int:
 
 
 def _first_blocks(num_bytes: int, estimates: Mapping[str, float]) -> int:
-    return max(2, min(10, round(_TRIAL_S / _block(num_bytes) / max(min(estimates.values()), 1e-6))))
+    if num_bytes <= _SMALL_BYTES:
+        return _SMALL_BLOCKS
+    return max(2, min(10, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
 
 
 def _race(
@@ -130,25 +133,22 @@ def _race(
 def _try_all(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> dict[str, float]:
-    """Seconds of each candidate on the slowest rank: means over blocks, in turns: a slow moment hits all of them.
+    """Seconds of each candidate on the slowest rank: means over blocks, one candidate after the other.
 
-    Who comes next feels the rhythm of who was before: so the ranks meet in between, and the order of turns changes, on
-    all ranks alike.
+    Not in turns: ranks that sleep hand their rhythm on to what comes next, and in use nothing else comes in between.
     """
     buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
-    bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
-    taken: list[list[float]] = [[] for _ in bodies]
-    for body in bodies:
+    taken: list[list[float]] = []
+    for algorithm in candidates.values():
+        body = _body(algorithm, buffer, group)
         body()
-    turns, order = list(zip(bodies, taken, strict=True)), random.Random(num_blocks)
-    for _ in range(num_blocks):
-        order.shuffle(turns)
-        for body, times in turns:
+        taken.append([])
+        for _ in range(num_blocks):
             dist.barrier(group)
             started_s = time.perf_counter()
             for _ in range(block):
                 body()
-            times.append((time.perf_counter() - started_s) / block)
+            taken[-1].append((time.perf_counter() - started_s) / block)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     num_usual = max(1, round(num_blocks * _USUAL))  # without the moments that hit one alone
