@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from dataclasses import asdict
 
 import torch
@@ -12,11 +14,14 @@ from torch import Tensor
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment, SegmentAddress
 from torsh_distributed.comm.backends.shm.wire import ShmWire
-from torsh_distributed.comm.backends.wire import CommonUse
+from torsh_distributed.comm.backends.wire import CommonUse, SharedBuffer
 from torsh_distributed.comm.objects import all_gather_object
 from torsh_distributed.errors import TorshError
 
 _log = logging.getLogger(__name__)
+
+# Where torch puts the memory that it shares; containers often give it little.
+_TORCHS_PLACE = "/dev/shm"  # noqa: S108 (nothing is named there: it is looked at)
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
@@ -62,3 +67,62 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None
         _log.warning("the ranks of this node cannot share memory for parameters: %s", problems[0].splitlines()[0])
         return None
     return memoryview(segment.memory)[PREAMBLE_BYTES:]
+
+
+def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | None:
+    """Move a tensor, and all its views, to where all ranks of the group see it; None where that cannot be.
+
+    Every rank calls this with a contiguous tensor of the same size, which fills its storage; all get it or none does.
+    For as long as what is returned lives, an all-reduce of the tensor reads and writes where the ranks' tensors lie.
+    """
+    if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared:
+        return None
+    if not all(all_gather_object(_has_room(buffer.nbytes * group.size()), group=group)):
+        _log.info(
+            "buffers of %d bytes are not shared by the ranks: there is too little room in %s",
+            buffer.nbytes,
+            _TORCHS_PLACE,
+        )
+        return None
+    offer: tuple[str, int] | None = None
+    everyone, problem = list[Tensor](), ""
+    try:
+        fd, _ = buffer.untyped_storage()._share_fd_cpu_()
+        offer = f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino
+    except (RuntimeError, OSError) as error:  # whatever it is, the others wait to hear of it
+        problem = str(error)
+    offers = all_gather_object(offer, group=group)
+    try:
+        if None not in offers:
+            everyone = [
+                buffer if rank == group.rank() else _mapped(path, inode, buffer.nbytes)
+                for rank, (path, inode) in enumerate(offers)
+            ]
+    except OSError as error:
+        problem = str(error)
+    problems = [text for text in all_gather_object(problem, group=group) if text]
+    if problems:
+        _log.warning("the ranks of this node cannot share buffers: %s", problems[0].splitlines()[0])
+        return None
+    shared = SharedBuffer(buffer, tuple(one.data_ptr() for one in everyone), tuple(everyone))
+    group.wire.share(shared)
+    return shared
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Whether torch can share so much more: where it cannot, the kernel would end the process, not tell it."""
+    try:
+        place = os.statvfs(_TORCHS_PLACE)
+    except OSError:
+        return False
+    return place.f_bavail * place.f_frsize > num_bytes + num_bytes // 4
+
+
+def _mapped(path: str, inode: int, num_bytes: int) -> Tensor:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_ino != inode:
+            raise OSError(f"{path} is not what the other rank has offered")
+        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)

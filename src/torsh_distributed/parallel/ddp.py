@@ -124,6 +124,7 @@ class DistributedDataParallel(TorchDDP):
             is_bucketed=config.enabled,
         )
         self._gradient_sync.compress_with(compressor)
+        self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
         self.register_comm_hook(self._gradient_sync, average_bucket)
 
     # --- settings ---------------------------------------------------------------------------------------------
@@ -188,6 +189,10 @@ class DistributedDataParallel(TorchDDP):
             unused=unused,
         )
 
+    def averaged_parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients are averaged, and which are therefore equal on all ranks."""
+        return list(self._trained.values())
+
     def has_gradients(self) -> bool:
         """Whether any parameter holds a gradient."""
         return any(param.grad is not None for param in self._trained.values())
@@ -230,6 +235,8 @@ class DistributedDataParallel(TorchDDP):
                 "join(divide_by_initial_world_size=False) is not possible: means are over all ranks of the group",
                 hint="scale the loss of the ranks that still have data, or leave the argument out",
             )
+        if enable:
+            self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
         return super().join(True, enable, throw_on_early_termination)
 
     # --- figures and checks -----------------------------------------------------------------------------------

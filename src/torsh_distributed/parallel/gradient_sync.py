@@ -23,6 +23,7 @@ from torsh_distributed.compress.pipeline import Pipeline
 from torsh_distributed.errors import CommunicationError, InvalidArgument, TensorShapeMismatch, TorshError
 from torsh_distributed.parallel.bucket_clock import BucketClock
 from torsh_distributed.parallel.buckets import Reduce
+from torsh_distributed.parallel.shared_buckets import SharedBuckets
 
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
@@ -94,6 +95,7 @@ class GradientSync:
         self._held: list[tuple[_Parcel, Future[Tensor]]] = []
         self._travelling: list[Future[Tensor]] = []
         self._watched = -1
+        self._buckets: SharedBuckets | None = None
         self._infos: dict[int, BucketInfo] = {}
         self._layout: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self.is_bucketed = is_bucketed
@@ -114,6 +116,10 @@ class GradientSync:
             if self._pipeline is None:
                 self._pipeline = Pipeline(self._group, self._device)
         self._compressor = compressor
+
+    def share_buckets(self, is_wanted: bool) -> None:
+        """Move buckets into memory that ranks share, where they do; or let those that come be as they are."""
+        self._buckets = SharedBuckets(self._group) if is_wanted else None
 
     def add_hook(self, hook: GradientHook) -> RemovableHandle:
         """Call `hook` on every gradient of this rank before it is averaged."""
@@ -205,6 +211,8 @@ class GradientSync:
         # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
         clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
         num_bytes = parcel.num_bytes
+        if self._buckets is not None and self.is_bucketed and self._dtype is None:
+            self._buckets.settle(index, buffer, is_last=parcel.is_last)
         if not self._is_mean:
             buffer.div_(self._group.size())
         parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])

@@ -48,6 +48,24 @@ ScatterFolder = Callable[[Tensor, Tensor, Call], None]
 """A reduce-scatter of which they are: the output, and the sources for all ranks in one tensor."""
 
 
+@dataclass(eq=False)
+class SharedBuffer:
+    """A tensor of this rank that all ranks of the group see, as this rank sees theirs of the same size.
+
+    It is one for as long as this lives.
+    """
+
+    tensor: Tensor
+    addresses: tuple[int, ...]
+    """Where the tensor of each rank lies in this process."""
+
+    memory: tuple[object, ...]
+    """What holds the memory of the others."""
+
+    number: int = 0
+    """The same on all ranks, for this buffer alone."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Which rows of a tensor go to which rank, and where those that come belong. Indices are int64, contiguous."""
@@ -153,6 +171,15 @@ class Wire(ABC):
         Every rank asks in the same order, for `together` also for the same size. It lasts until nothing refers to it.
         """
         return None
+
+    @property
+    def takes_shared(self) -> bool:
+        """Whether `share` is of use; the same on every rank."""
+        return False
+
+    def share(self, buffer: SharedBuffer) -> None:
+        """From now on an all-reduce of this buffer may read and write those of all ranks; they share in one order."""
+        raise AssertionError(f"{self.name} takes no shared buffers, and says so")
 
     def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
         """Whether `exchange_rows` is for rows like these; the same on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torsh_distributed.comm.backends.shm.core import Core, NativeCore
 from torsh_distributed.comm.backends.shm.failures import Failures
 from torsh_distributed.comm.backends.shm.mailroom import Mailroom
 from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import Call, CommonUse, Folder, Rows, ScatterFolder, Wire
+from torsh_distributed.comm.backends.wire import Call, CommonUse, Folder, Rows, ScatterFolder, SharedBuffer, Wire
 from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.comm.reduce_op import ReduceOp
 
@@ -33,6 +34,8 @@ class ShmWire(Wire):
         self._core = core
         self._native = cast("NativeCore", core) if hasattr(core, "exchange_rows") else None
         self._segment = segment
+        self._shared = WeakValueDictionary[int, SharedBuffer]()
+        self._num_shared = 0
         self._failures = Failures(core, rank)
         self._mailroom = Mailroom(core, self._failures)
 
@@ -61,7 +64,22 @@ class ShmWire(Wire):
         dtype_code, reduction = FOLDS[op, dtype]
 
         def all_reduce(buffer: Tensor, call: Call) -> None:
-            status = fold(buffer.data_ptr(), buffer.numel(), dtype_code, reduction, call.timeout_ns, call.is_background)
+            shared = self._shared.get(buffer.data_ptr()) if self._num_shared else None
+            if shared is not None and shared.tensor.nbytes == buffer.nbytes:
+                assert self._native is not None, "else nothing is shared"
+                status = self._native.all_reduce_shared(
+                    shared.addresses,
+                    shared.number,
+                    buffer.numel(),
+                    dtype_code,
+                    reduction,
+                    call.timeout_ns,
+                    call.is_background,
+                )
+            else:
+                status = fold(
+                    buffer.data_ptr(), buffer.numel(), dtype_code, reduction, call.timeout_ns, call.is_background
+                )
             if status:
                 raise_for(status, call)
 
@@ -196,6 +214,17 @@ class ShmWire(Wire):
             return None
         memory = self._native.common(_COMMON_USES[use], numel * dtype.itemsize)
         return None if memory is None else torch.frombuffer(memory, dtype=dtype)
+
+    @property
+    @override
+    def takes_shared(self) -> bool:
+        return self._native is not None
+
+    @override
+    def share(self, buffer: SharedBuffer) -> None:
+        self._num_shared += 1
+        buffer.number = self._num_shared
+        self._shared[buffer.tensor.data_ptr()] = buffer
 
     @override
     def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:

@@ -127,10 +127,28 @@ static void copy_others(char *to, const char *from, tsh_span mine, size_t length
     copy(to + end * size, from + end * size, (length - end) * size);
 }
 
+/* After the first meeting: whether some rank, or every rank, was called with tensors that all ranks see. */
+static bool some_shared(const tsh_group *group) {
+    bool is_some = false;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        is_some = is_some || tsh_signature_of(group, rank)->common != 0;
+    }
+    return is_some;
+}
+
+static bool all_shared(const tsh_group *group, uint64_t number) {
+    bool is_all = true;
+    for (int rank = 0; rank < group->num_ranks; rank++) {
+        is_all = is_all && tsh_signature_of(group, rank)->common == number;
+    }
+    return is_all;
+}
+
 /* Every chunk is copied in, folded part by part by the ranks, and copied out: to all ranks, or to `root` alone.
- * In turn t chunk t is copied in, chunk t - 1 folded and chunk t - 2 copied out. */
+ * In turn t chunk t is copied in, chunk t - 1 folded and chunk t - 2 copied out. With `shown` NULL: signatures were
+ * compared already. */
 static int reduce_chunks(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, int root,
-                         tsh_signature mine) {
+                         const tsh_signature *shown) {
     size_t size = fold->element_bytes, chunk = units_per_slot(group, 1, size), num = num_chunks(numel, chunk);
     uint64_t step = group->step + 1;
     bool everyone = root < 0, takes = everyone || root == group->rank;
@@ -150,12 +168,51 @@ static int reduce_chunks(tsh_group *group, char *buffer, size_t numel, const tsh
             tsh_span part = part_of(group, at.length, size, group->rank);
             copy_others(buffer + at.start * size, result_slot(group, step + turn - 2), part, at.length, size);
         }
-        int status = meet_in_turn(group, turn, num + 1, &mine);
+        int status = meet_in_turn(group, turn, num + 1, shown);
         if (status != TSH_OK) {
             return status;
         }
+        if (turn == 0 && shown != NULL && some_shared(group)) {
+            return reduce_chunks(group, buffer, numel, fold, root, NULL); /* as those begin who are */
+        }
     }
     return TSH_OK;
+}
+
+/* Every rank's tensor is where all of them see it: each folds its part out of all of them, and into all of them. */
+static int reduce_in_place(tsh_group *group, char *const *buffers, size_t numel, const tsh_fold *fold) {
+    const char *in[TSH_MAX_RANKS];
+    size_t size = fold->element_bytes, piece = TSH_PIECE_BYTES / size;
+    tsh_span part = part_of(group, numel, size, group->rank);
+    char *own = buffers[group->rank];
+    for (size_t done = 0; done < part.length; done += piece) {
+        size_t at = (part.start + done) * size, bytes = smaller(piece, part.length - done) * size;
+        for (int rank = 0; rank < group->num_ranks; rank++) {
+            in[rank] = buffers[rank] + at;
+        }
+        fold_inputs(group, fold, own + at, in, bytes / size);
+        for (int rank = 0; rank < group->num_ranks; rank++) {
+            copy(buffers[rank] + at, own + at, bytes);
+        }
+    }
+    return tsh_meet(group);
+}
+
+/* `buffers` are the tensors of all ranks, as this rank sees them; `number` is the same on all ranks for those. */
+int tsh_all_reduce_shared(tsh_group *group, char *const *buffers, uint64_t number, size_t numel, const tsh_fold *fold) {
+    char *own = buffers[group->rank];
+    size_t bytes = numel * fold->element_bytes;
+    tsh_signature mine = signature(TSH_ALL_REDUCE, fold->dtype, fold->reduction, -1, bytes);
+    if (bytes <= smaller(TSH_SINGLE_BYTES, group->slot_bytes)) {
+        return all_reduce_whole(group, own, numel, fold, mine);
+    }
+    mine.common = number;
+    int status = tsh_meet_as(group, mine);
+    if (status != TSH_OK) {
+        return status;
+    }
+    return all_shared(group, number) ? reduce_in_place(group, buffers, numel, fold)
+                                     : reduce_chunks(group, own, numel, fold, -1, NULL);
 }
 
 int tsh_all_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold) {
@@ -164,12 +221,12 @@ int tsh_all_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold 
     if (bytes <= smaller(TSH_SINGLE_BYTES, group->slot_bytes)) {
         return all_reduce_whole(group, buffer, numel, fold, mine);
     }
-    return reduce_chunks(group, buffer, numel, fold, -1, mine);
+    return reduce_chunks(group, buffer, numel, fold, -1, &mine);
 }
 
 int tsh_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, int root) {
     tsh_signature mine = signature(TSH_REDUCE, fold->dtype, fold->reduction, root, numel * fold->element_bytes);
-    return numel == 0 ? tsh_meet_as(group, mine) : reduce_chunks(group, buffer, numel, fold, root, mine);
+    return numel == 0 ? tsh_meet_as(group, mine) : reduce_chunks(group, buffer, numel, fold, root, &mine);
 }
 
 static size_t longest_of(const tsh_group *group, const size_t *lengths, size_t *total) {

@@ -71,7 +71,7 @@ typedef enum {
 typedef struct {
     uint64_t kind; /* operation | dtype << 8 | reduction << 16 | (root + 1) << 32 */
     uint64_t amount; /* bytes, by the operation's own measure */
-    uint64_t common; /* the number of the common buffer it was called with, or 0; ranks may differ in this */
+    uint64_t common; /* the number of the common or shared buffer it was called with, or 0; ranks may differ in this */
 } tsh_signature;
 
 /* Whose a common buffer is: all ranks have it together, as what is gathered, or each has one, as what is scattered. */
@@ -185,6 +185,7 @@ typedef struct {
 } tsh_fold;
 int tsh_barrier(tsh_group *group);
 int tsh_all_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold);
+int tsh_all_reduce_shared(tsh_group *group, char *const *buffers, uint64_t number, size_t numel, const tsh_fold *fold);
 int tsh_reduce(tsh_group *group, char *buffer, size_t numel, const tsh_fold *fold, int root);
 int tsh_reduce_scatter(tsh_group *group, char *out, char *const *in, const size_t *numels, const tsh_fold *fold);
 int tsh_broadcast(tsh_group *group, char *buffer, size_t bytes, int dtype, int root);

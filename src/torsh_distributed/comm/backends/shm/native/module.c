@@ -116,6 +116,19 @@ static PyObject *group_all_reduce(PyObject *self, PyObject *const *args, Py_ssiz
     RUN(tsh_all_reduce(group, buffer, numel, &fold));
 }
 
+static PyObject *group_all_reduce_shared(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    tsh_group *group = group_of(self);
+    tsh_fold fold;
+    char *buffers[TSH_MAX_RANKS];
+    if (!takes("all_reduce_shared", num_args, 7) || !addresses(args[0], group->num_ranks, buffers) ||
+        !choose_fold(group, args[3], args[4], &fold) || !prepare(group, args + 5)) {
+        return NULL;
+    }
+    uint64_t number = (uint64_t)PyLong_AsSize_t(args[1]);
+    size_t numel = PyLong_AsSize_t(args[2]);
+    RUN(tsh_all_reduce_shared(group, buffers, number, numel, &fold));
+}
+
 static PyObject *group_reduce(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
     tsh_group *group = group_of(self);
     tsh_fold fold;
@@ -496,6 +509,8 @@ static void group_dealloc(PyObject *self) {
 static PyMethodDef group_methods[] = {
     FAST(barrier, "barrier(timeout_ns, is_background) -> status"),
     FAST(all_reduce, "all_reduce(address, numel, dtype, reduction, timeout_ns, is_background) -> status"),
+    FAST(all_reduce_shared, "all_reduce_shared(addresses, number, numel, dtype, reduction, timeout_ns, is_background) "
+                            "-> status"),
     FAST(reduce, "reduce(address, numel, dtype, reduction, root, timeout_ns, is_background) -> status"),
     FAST(reduce_scatter, "reduce_scatter(out, ins, numels, dtype, reduction, timeout_ns, is_background) -> status"),
     FAST(broadcast, "broadcast(address, bytes, dtype, root, timeout_ns, is_background) -> status"),
