@@ -123,6 +123,11 @@ def test_parameters_that_are_not_contiguous(kernel: str) -> None:
     CpuAdam([ours]).step()
     Adam([theirs]).step()
     torch.testing.assert_close(ours, theirs)
+    # Gradients that lie in another order than their parameters.
+    ours.grad, theirs.grad = torch.empty_like(theirs).copy_(grads.t()), grads.clone().t()
+    CpuAdam([ours]).step()
+    CpuAdam([theirs]).step()
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_groups_schedulers_hooks_and_closures() -> None:

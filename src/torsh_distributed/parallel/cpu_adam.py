@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Adam
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.native import ADAM_KERNEL, is_stale
+from torsh_distributed.native import ADAM_KERNEL, load
+from torsh_distributed.parallel.divided_update import DividedUpdate
 
 # Fewer elements than this are done before another thread has been started.
 _ELEMENTS_PER_THREAD = 1 << 17
@@ -24,6 +26,8 @@ class CpuAdam(Adam):
     Sharded parameters are updated where they lie. The state is torch's: either can load what the other has saved.
     Threads are torch's number (`torch.set_num_threads`). Where the kernel was not compiled torch's fused one is used.
     """
+
+    _divided: DividedUpdate | None = None
 
     def __init__(
         self,
@@ -60,6 +64,16 @@ class CpuAdam(Adam):
                     shape=tuple(param.shape),
                 )
 
+    def divide(self, params: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
+        """Let the ranks of `group`, where these and their gradients are equal, each do a part of every update for all.
+
+        Says whether that is so from now on: where they are on one node, and the kernel was compiled. Then all ranks
+        call `step` at the same point, and parameters and state lie in memory that they share.
+        """
+        if compiled_kernel() is not None:
+            self._divided = DividedUpdate.of(params, ("exp_avg", "exp_avg_sq"), group)
+        return self._divided is not None
+
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,8 +82,9 @@ class CpuAdam(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update(group)
+        with nullcontext() if self._divided is None else self._divided.updating():
+            for group in self.param_groups:
+                self._update(group)
         return loss
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -83,25 +98,53 @@ class CpuAdam(Adam):
         if not params:
             return
         torch._foreach_add_(steps, 1)
-        pieces = [tuple(map(_held, of_one)) for of_one in zip(params, grads, means, squares, strict=True)]
-        kernel = compiled_kernel()
-        if kernel is None or not all(part.is_contiguous() for piece in pieces for part in piece):
-            _by_torch(group, pieces, steps)
-            return
-        num_elements = sum(piece[0].numel() for piece in pieces)
-        kernel.adam(
-            [
-                (*(part.data_ptr() for part in piece), piece[0].numel(), float(step))
-                for piece, step in zip(pieces, steps, strict=True)
-            ],
-            float(group["lr"]),
-            *map(float, group["betas"]),
-            group["eps"],
-            group["weight_decay"],
-            group["decoupled_weight_decay"],
-            group["maximize"],
-            min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_PER_THREAD),
-        )
+        kernel, divided = compiled_kernel(), self._divided
+        alone, together, odd = list[_Piece](), list[_Piece](), list[_Piece]()
+        for param, grad, step in zip(params, grads, steps, strict=True):
+            state = self.state[param]
+            part = None if divided is None else divided.part(param, state)
+            value, mean, square = map(_held, (param, state["exp_avg"], state["exp_avg_sq"]))
+            tensors = value, _like(value, _held(grad)), mean, square
+            if part is not None:
+                together.append(_Piece(tensors, step, part))
+            elif kernel is not None and all(tensor.is_contiguous() for tensor in tensors):
+                alone.append(_Piece(tensors, step, slice(0, tensors[0].numel())))
+            else:
+                odd.append(_Piece(tensors, step, slice(None)))
+        _by_kernel(kernel, group, alone, [])
+        _by_kernel(kernel, group, together, [] if divided is None else divided.distances)
+        _by_torch(group, odd)
+
+
+class _Piece(NamedTuple):
+    """A parameter, its gradient, the means of that and of its square; its number of updates; what is to be updated."""
+
+    tensors: tuple[Tensor, ...]
+    step: Tensor
+    part: slice
+
+    def entry(self) -> tuple[float, ...]:
+        """As the kernel takes it: addresses, the number of elements, the number of updates."""
+        start, stop = self.part.start, self.part.stop
+        return (*(tensor.data_ptr() + 4 * start for tensor in self.tensors), stop - start, float(self.step))
+
+
+def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_Piece], distances: list[int]) -> None:
+    """Update in place, and as far away as `distances` say, in bytes."""
+    if not pieces:
+        return
+    num_elements = sum(piece.part.stop - piece.part.start for piece in pieces)
+    kernel.adam(
+        [piece.entry() for piece in pieces],
+        float(group["lr"]),
+        *map(float, group["betas"]),
+        group["eps"],
+        group["weight_decay"],
+        group["decoupled_weight_decay"],
+        group["maximize"],
+        min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_PER_THREAD),
+        distances,
+    )
 
 
 def _refuse_amsgrad(group: dict[str, Any]) -> None:
@@ -114,9 +157,16 @@ def _held(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _by_torch(group: dict[str, Any], pieces: list[tuple[Tensor, ...]], steps: list[Tensor]) -> None:
+def _like(value: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, its elements in the order of the parameter's: kernels go through memory, torch's as well."""
+    return grad if grad.stride() == value.stride() else torch.empty_like(value).copy_(grad)
+
+
+def _by_torch(group: dict[str, Any], pieces: list[_Piece]) -> None:
+    if not pieces:
+        return
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    values, grads, means, squares = map(list, zip(*pieces, strict=True))
+    values, grads, means, squares = map(list, zip(*(piece.tensors for piece in pieces), strict=True))
     beta1, beta2 = map(float, group["betas"])
     kernel(
         values,
@@ -124,7 +174,7 @@ def _by_torch(group: dict[str, Any], pieces: list[tuple[Tensor, ...]], steps: li
         means,
         squares,
         [],
-        [step.float() for step in steps],
+        [piece.step.float() for piece in pieces],
         lr=float(group["lr"]),
         beta1=beta1,
         beta2=beta2,
@@ -135,12 +185,6 @@ def _by_torch(group: dict[str, Any], pieces: list[tuple[Tensor, ...]], steps: li
     )
 
 
-@functools.cache
 def compiled_kernel() -> Any | None:
-    """The compiled module, or None where there is none, or one of other sources than those beside it."""
-    # Any: the module has no Python source; its docstrings give the arguments.
-    try:
-        from torsh_distributed.parallel import _adam  # type: ignore[attr-defined]  # built at install, or not
-    except ImportError:
-        return None
-    return None if is_stale(ADAM_KERNEL, _adam.VERSION) else _adam
+    """What was compiled, if it was."""
+    return load(ADAM_KERNEL)

@@ -9,9 +9,11 @@ from typing import Any, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.cpu_adam import CpuAdam
 from torsh_distributed.parallel.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mean import mean_over
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
@@ -79,6 +81,11 @@ class DataParallel(Strategy):
     @override
     def data_degree(self) -> int:
         return dist.get_world_size(self._group)
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        if type(optimizer) is CpuAdam:
+            optimizer.divide(self._ddp.averaged_parameters(), self._group)
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

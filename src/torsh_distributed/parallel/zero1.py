@@ -133,7 +133,6 @@ class ShardedOptimizer(DataParallel):
 
     @override
     def attach(self, optimizer: Optimizer) -> None:
-        super().attach(optimizer)
         self._state = ShardedOptimizerState(optimizer, self._mesh.slice("shard"))
 
     @override

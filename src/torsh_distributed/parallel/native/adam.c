@@ -13,8 +13,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define TSH_MAX_THREADS 64
+#define TSH_MAX_COPIES 1024
+#define TSH_BLOCK 2048 /* elements, which are copied while they are in the nearest cache */
 /* On x86 the kernel is compiled for wide vectors too, and the loader takes what the machine has. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define TSH_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -46,6 +49,8 @@ typedef struct {
     float added;  /* times the value, onto the gradient: Adam's decay */
     float kept;   /* what a value is multiplied with first: AdamW's decay */
     float sign;   /* of the gradient: -1 to go uphill */
+    const ptrdiff_t *distances; /* in bytes, from each value to where it is written too */
+    size_t num_distances;
 } tsh_update;
 
 typedef struct {
@@ -85,10 +90,25 @@ TSH_WIDE static void update_decaying(const tsh_update *how, const tsh_piece *pie
     }
 }
 
+static void update(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
+    bool is_plain = how->added == 0.0f && how->kept == 1.0f && how->sign == 1.0f;
+    (is_plain ? update_plain : update_decaying)(how, piece, start, stop);
+}
+
+static void update_and_copy(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
+    for (size_t end; start < stop; start = end) {
+        end = stop - start > TSH_BLOCK ? start + TSH_BLOCK : stop;
+        update(how, piece, start, end);
+        for (size_t index = 0; index < how->num_distances; index++) {
+            memcpy((char *)(piece->value + start) + how->distances[index], piece->value + start,
+                   (end - start) * sizeof(float));
+        }
+    }
+}
+
 static void *run_share(void *given) {
     const tsh_share *share = given;
     const tsh_update *how = share->update;
-    bool is_plain = how->added == 0.0f && how->kept == 1.0f && how->sign == 1.0f;
     size_t first = 0;
     for (size_t index = 0; index < how->num_pieces && first < share->stop; index++) {
         const tsh_piece *piece = &how->pieces[index];
@@ -96,7 +116,7 @@ static void *run_share(void *given) {
         if (last > share->start) {
             size_t start = share->start > first ? share->start - first : 0;
             size_t stop = (share->stop < last ? share->stop : last) - first;
-            (is_plain ? update_plain : update_decaying)(how, piece, start, stop);
+            (how->num_distances == 0 ? update : update_and_copy)(how, piece, start, stop);
         }
         first = last;
     }
@@ -150,16 +170,31 @@ static bool read_piece(PyObject *entry, double learning_rate, double beta1, doub
     return true;
 }
 
+static bool read_distances(PyObject *list, ptrdiff_t *distances) {
+    if (PyList_Size(list) > TSH_MAX_COPIES) {
+        PyErr_Format(PyExc_ValueError, "an update is written to at most %d other places", TSH_MAX_COPIES);
+        return false;
+    }
+    for (Py_ssize_t index = 0; index < PyList_Size(list); index++) {
+        distances[index] = PyLong_AsSsize_t(PyList_GetItem(list, index));
+    }
+    return PyErr_Occurred() == NULL;
+}
+
 static PyObject *adam(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *entries;
+    PyObject *entries, *copies;
     double learning_rate, beta1, beta2, eps, decay;
     int is_decoupled, is_maximizing, num_threads;
-    if (!PyArg_ParseTuple(args, "O!dddddppi", &PyList_Type, &entries, &learning_rate, &beta1, &beta2, &eps, &decay,
-                          &is_decoupled, &is_maximizing, &num_threads)) {
+    if (!PyArg_ParseTuple(args, "O!dddddppiO!", &PyList_Type, &entries, &learning_rate, &beta1, &beta2, &eps, &decay,
+                          &is_decoupled, &is_maximizing, &num_threads, &PyList_Type, &copies)) {
         return NULL;
     }
     Py_ssize_t num_pieces = PyList_Size(entries);
+    ptrdiff_t distances[TSH_MAX_COPIES];
+    if (!read_distances(copies, distances)) {
+        return NULL;
+    }
     tsh_piece *pieces = PyMem_Malloc((size_t)(num_pieces > 0 ? num_pieces : 1) * sizeof *pieces);
     if (pieces == NULL) {
         return PyErr_NoMemory();
@@ -182,6 +217,8 @@ static PyObject *adam(PyObject *module, PyObject *args) {
         .added = is_decoupled ? 0.0f : (float)decay,
         .kept = is_decoupled ? (float)(1.0 - learning_rate * decay) : 1.0f,
         .sign = is_maximizing ? -1.0f : 1.0f,
+        .distances = distances,
+        .num_distances = (size_t)PyList_Size(copies),
     };
     num_threads = num_threads < 1 ? 1 : num_threads > TSH_MAX_THREADS ? TSH_MAX_THREADS : num_threads;
     Py_BEGIN_ALLOW_THREADS;
@@ -194,7 +231,7 @@ static PyObject *adam(PyObject *module, PyObject *args) {
 static PyMethodDef module_methods[] = {
     {"adam", adam, METH_VARARGS,
      "([(value, grad, mean, square, numel, step)], learning_rate, beta1, beta2, eps, decay, is_decoupled, is_maximizing, "
-     "num_threads)"},
+     "num_threads, distances)"},
     {NULL, NULL, 0, NULL},
 };
 
