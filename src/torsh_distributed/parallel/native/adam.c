@@ -58,50 +58,57 @@ typedef struct {
     size_t start, stop; /* elements of all pieces, one after the other */
 } tsh_share;
 
-/* Downhill and without decay, which is what most ask for: three operations less an element. */
-TSH_WIDE static void update_plain(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
-    float *restrict value = piece->value, *restrict mean = piece->mean, *restrict square = piece->square;
-    const float *restrict grad = piece->grad;
-    const float beta2 = how->beta2, take1 = how->take1, take2 = how->take2, eps = how->eps;
-    const float step_size = piece->step_size, root_scale = piece->root_scale;
-    for (size_t i = start; i < stop; i++) {
-        float g = grad[i];
-        float m = MADD(take1, g - mean[i], mean[i]);
-        float s = MADD(take2, g * g, beta2 * square[i]);
-        mean[i] = m;
-        square[i] = s;
-        value[i] = MADD(-step_size, m / MADD(sqrtf(s), root_scale, eps), value[i]);
-    }
-}
-
-TSH_WIDE static void update_decaying(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
+/* Elements from `start` to `stop`, written to `also` too where it `copies`: a store that costs nothing while the root and
+ * the division of the next elements are under way. */
+static inline __attribute__((always_inline)) void update_elements(const tsh_update *how, const tsh_piece *piece, size_t start,
+                                                                  size_t stop, float *restrict also, bool decays,
+                                                                  bool copies) {
     float *restrict value = piece->value, *restrict mean = piece->mean, *restrict square = piece->square;
     const float *restrict grad = piece->grad;
     const float beta2 = how->beta2, take1 = how->take1, take2 = how->take2, eps = how->eps;
     const float added = how->added, kept = how->kept, sign = how->sign;
     const float step_size = piece->step_size, root_scale = piece->root_scale;
     for (size_t i = start; i < stop; i++) {
-        float g = MADD(added, value[i], sign * grad[i]);
+        float g = decays ? MADD(added, value[i], sign * grad[i]) : grad[i];
         float m = MADD(take1, g - mean[i], mean[i]);
         float s = MADD(take2, g * g, beta2 * square[i]);
+        float v = MADD(-step_size, m / MADD(sqrtf(s), root_scale, eps), decays ? kept * value[i] : value[i]);
         mean[i] = m;
         square[i] = s;
-        value[i] = MADD(-step_size, m / MADD(sqrtf(s), root_scale, eps), kept * value[i]);
+        value[i] = v;
+        if (copies) {
+            also[i] = v;
+        }
     }
 }
 
+typedef void (*tsh_updater)(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop, float *also);
+
+#define UPDATER(NAME, DECAYS, COPIES)                                                                                  \
+    TSH_WIDE static void NAME(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop, float *also) { \
+        update_elements(how, piece, start, stop, also, DECAYS, COPIES);                                                \
+    }
+/* Downhill and without decay is what most ask for: three operations less an element. */
+UPDATER(update_plain, false, false)
+UPDATER(update_plain_and_copy, false, true)
+UPDATER(update_decaying, true, false)
+UPDATER(update_decaying_and_copy, true, true)
+
+static float *moved(float *value, ptrdiff_t distance) { return (float *)((char *)value + distance); }
+
 static void update(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
     bool is_plain = how->added == 0.0f && how->kept == 1.0f && how->sign == 1.0f;
-    (is_plain ? update_plain : update_decaying)(how, piece, start, stop);
-}
-
-static void update_and_copy(const tsh_update *how, const tsh_piece *piece, size_t start, size_t stop) {
+    if (how->num_distances == 0) {
+        (is_plain ? update_plain : update_decaying)(how, piece, start, stop, NULL);
+        return;
+    }
+    tsh_updater updater = is_plain ? update_plain_and_copy : update_decaying_and_copy;
+    float *also = moved(piece->value, how->distances[0]);
     for (size_t end; start < stop; start = end) {
         end = stop - start > TSH_BLOCK ? start + TSH_BLOCK : stop;
-        update(how, piece, start, end);
-        for (size_t index = 0; index < how->num_distances; index++) {
-            memcpy((char *)(piece->value + start) + how->distances[index], piece->value + start,
-                   (end - start) * sizeof(float));
+        updater(how, piece, start, end, also);
+        for (size_t index = 1; index < how->num_distances; index++) {
+            memcpy(moved(piece->value, how->distances[index]) + start, piece->value + start, (end - start) * sizeof(float));
         }
     }
 }
@@ -116,7 +123,7 @@ static void *run_share(void *given) {
         if (last > share->start) {
             size_t start = share->start > first ? share->start - first : 0;
             size_t stop = (share->stop < last ? share->stop : last) - first;
-            (how->num_distances == 0 ? update : update_and_copy)(how, piece, start, stop);
+            update(how, piece, start, stop);
         }
         first = last;
     }
