@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.bed.world import World
@@ -88,20 +89,49 @@ def test_training_is_that_of_torchs_ddp(world: World, settings: dict[str, Any], 
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def train_unevenly(kind: type[TorchDDP]) -> list[Tensor]:
+def train_unevenly(kind: type[TorchDDP], is_generic: bool) -> list[Tensor]:
     """Ranks have one, three and five batches: some run out before buckets would be shared."""
     layers = model()[:-1]  # running means would be sent in forward, which those who are out do not call
     ddp = DistributedDataParallel(layers, BUCKETS) if kind is DistributedDataParallel else TorchDDP(layers)
-    with ddp.join():
+    with Join([ddp]) if is_generic else ddp.join():
         train(ddp, range(1 + 2 * dist.get_rank()))
     return values(ddp)
 
 
-def test_ranks_that_run_out_of_data_are_not_waited_for(world: World) -> None:
-    expected = world.run(train_unevenly, TorchDDP, num_ranks=3, backend="gloo")[0]
-    for found in world.run(train_unevenly, DistributedDataParallel, num_ranks=3, backend="torsh"):
+@pytest.mark.parametrize("is_generic", [False, True])
+def test_ranks_that_run_out_of_data_are_not_waited_for(world: World, is_generic: bool) -> None:
+    expected = world.run(train_unevenly, TorchDDP, is_generic, num_ranks=3, backend="gloo")[0]
+    for found in world.run(train_unevenly, DistributedDataParallel, is_generic, num_ranks=3, backend="torsh"):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def train_sparse() -> tuple[list[bool], Tensor, Tensor]:
+    """A large embedding beside a large layer, four steps: its sparse gradients go their own way."""
+    found = []
+    for kind in (DistributedDataParallel, TorchDDP):
+        torch.manual_seed(0)
+        ddp = kind(nn.Sequential(nn.Embedding(500, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(4):
+            ids = torch.arange(8) * (1 + number) + dist.get_rank()
+            backward(ddp(ids).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(ddp)
+    ours, torchs = found
+    assert isinstance(ours, DistributedDataParallel)
+    return (
+        shared_of(ours),
+        torch.cat([p.flatten() for p in values(ours)]),
+        torch.cat([p.flatten() for p in values(torchs)]),
+    )
+
+
+def test_sparse_gradients_are_left_alone(world: World) -> None:
+    for shared, ours, torchs in world.run(train_sparse, backend="shm"):
+        assert shared == [True]
+        torch.testing.assert_close(ours, torchs)
 
 
 def kinds_of_travel() -> list[list[bool]]:

@@ -235,9 +235,13 @@ class DistributedDataParallel(TorchDDP):
                 "join(divide_by_initial_world_size=False) is not possible: means are over all ranks of the group",
                 hint="scale the loss of the ranks that still have data, or leave the argument out",
             )
-        if enable:
-            self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
         return super().join(True, enable, throw_on_early_termination)
+
+    @override
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, which calls it on every rank where a `join` begins."""
+        self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # --- figures and checks -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ a second time is there to stay: its memory is exchanged for shared memory under 
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class SharedBuckets:
 
     def settle(self, index: int, buffer: Tensor, *, is_last: bool) -> None:
         """Called with each bucket, which is about to be averaged."""
+        if buffer.layout is not torch.strided:
+            return
         known = self._seen.get(index)
         if known is None or known.data_ptr() != buffer.data_ptr():
             self._seen[index] = buffer
