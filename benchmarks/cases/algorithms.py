@@ -20,7 +20,7 @@ _TIMEOUT_S = 600.0
 # Ranks that sleep fall into one of several rhythms, up to three times apart, and keep it for as long as a sample lasts.
 # So what is to be expected of a few calls, which is what a step makes, shows in many short samples, not in long ones;
 # and a way is sampled many times in a row, for it hands its rhythm on to what comes next.
-_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 160, 25, 15
+_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 100, 25, 15
 _NUM_ROUNDS = 5
 _CLOSE = 1.1
 # All ranks of this case live on one node: hierarchy would have nothing to separate.

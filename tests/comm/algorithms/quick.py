@@ -10,7 +10,8 @@ from torsh_distributed.comm.algorithms import choice
 
 @contextmanager
 def quick_choice() -> Iterator[None]:
-    """`auto` decides after its first round: for what becomes of its choice, not for how good it is."""
+    """`auto` decides after one round of two blocks: for what becomes of its choice, not for how good it is."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_SMALL_BLOCKS", 2)
         patch.setattr(choice, "_MAX_ROUND_S", 0.0)
         yield
