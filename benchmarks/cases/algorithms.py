@@ -122,7 +122,7 @@ def _num_samples(backend: str, size_bytes: int, budget: Budget) -> int:
 
 CASE = Case(
     title="All-reduce algorithms: what `auto` picks against all others",
-    about="""One all-reduce of float32, seconds on the slowest rank, all ways in turns on the same group. Ours is
+    about="""One all-reduce of float32, seconds on the slowest rank, all ways in rounds on the same group. Ours is
     algorithm="auto", its pick in brackets; the rivals are our algorithms by name and the backend's own all-reduce. A
     ratio of 1 says that the pick is as fast as that way; the claim is that none is below 0.9.""",
     rows=_rows,

@@ -144,7 +144,7 @@ CASE = Case(
     title="ZeRO's stages, against DeepSpeed",
     about="""8 × Linear 1024 (8.4 M parameters), batch 8 on each of two ranks, one thread each, fp32, Adam, no clipping:
     steps in a second of the slower rank, and the same losses from both, in turns. Ours is the Engine on torsh with
-    CpuAdam. DeepSpeed runs as its CPU accelerator does on one node: on gloo, with its own compiled Adam and
-    its shared-memory operation built (which it uses for inference alone).""",
+    CpuAdam, whose update the replicas of stage 0 divide among them. DeepSpeed runs as its CPU accelerator does on one
+    node: on gloo, with its own compiled Adam and its shared-memory operation built (which is for inference alone).""",
     rows=_rows,
 )

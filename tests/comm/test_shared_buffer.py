@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.bed.world import World
 from torsh_distributed.comm import common
+from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.common import share_buffer
 from torsh_distributed.errors import ProcessFailure
@@ -72,6 +73,39 @@ def test_a_shared_tensor_is_reduced_where_it_lies_with_the_same_bits(
     world.run(reduce_shared, num_ranks=num_ranks, backend=backend)
 
 
+class Watched:
+    """A core that counts sums of shared tensors."""
+
+    def __init__(self, core: Any) -> None:
+        self.core, self.num_shared = core, 0
+
+    def all_reduce_shared(self, *args: Any) -> Any:
+        self.num_shared += 1
+        return self.core.all_reduce_shared(*args)
+
+
+def count_shared_sums() -> list[int]:
+    """After a sum of the shared tensor, of a part of it, of another tensor, and once nothing holds it."""
+    group = _world()
+    assert isinstance(group, TorshProcessGroup)
+    watched = group.wire._native = Watched(group.wire._native)  # type: ignore[attr-defined]
+    buffer = contribution(torch.float32, 0)
+    shared = share_buffer(buffer, group)
+    assert shared is not None
+    counts = []
+    for tensor in (buffer, buffer[:-1], buffer.clone()):
+        dist.all_reduce(tensor)
+        counts.append(watched.num_shared)
+    del shared
+    gc.collect()
+    dist.all_reduce(buffer)
+    return [*counts, watched.num_shared]
+
+
+def test_the_shared_tensor_alone_is_summed_in_place(world: World) -> None:
+    assert world.run(count_shared_sums, backend="shm") == [[1, 1, 1, 1]] * 2
+
+
 def write_to_the_other() -> bool:
     buffer = torch.full((NUMEL,), float(dist.get_rank()))
     shared = share_buffer(buffer, _world())
@@ -114,8 +148,14 @@ def test_ranks_need_not_all_come_with_what_they_share(world: World) -> None:
     world.run(reduce_with_others_unshared, num_ranks=3, backend="shm")
 
 
-def no_sharing_by_torch(*_: object) -> NoReturn:
-    raise RuntimeError("unable to open shared memory object: test")
+_share_fd = torch.UntypedStorage._share_fd_cpu_
+
+
+def no_sharing_by_torch(storage: torch.UntypedStorage) -> object:
+    """Large ones, that is: the look at how much room there is goes well."""
+    if storage.nbytes() > 1000:
+        raise RuntimeError("unable to open shared memory object: test")
+    return _share_fd(storage)
 
 
 def fail_to_share() -> list[tuple[bool, list[str]]]:

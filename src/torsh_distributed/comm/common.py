@@ -20,9 +20,6 @@ from torsh_distributed.errors import TorshError
 
 _log = logging.getLogger(__name__)
 
-# Where torch puts the memory that it shares; containers often give it little.
-_TORCHS_PLACE = "/dev/shm"  # noqa: S108 (nothing is named there: it is looked at)
-
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of the group talk through memory alone; the same on every rank."""
@@ -78,11 +75,7 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
     if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared:
         return None
     if not all(all_gather_object(_has_room(buffer.nbytes * group.size()), group=group)):
-        _log.info(
-            "buffers of %d bytes are not shared by the ranks: there is too little room in %s",
-            buffer.nbytes,
-            _TORCHS_PLACE,
-        )
+        _log.info("buffers of %d bytes are not shared by the ranks: /dev/shm has too little room", buffer.nbytes)
         return None
     offer: tuple[str, int] | None = None
     everyone, problem = list[Tensor](), ""
@@ -112,8 +105,9 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
 def _has_room(num_bytes: int) -> bool:
     """Whether torch can share so much more: where it cannot, the kernel would end the process, not tell it."""
     try:
-        place = os.statvfs(_TORCHS_PLACE)
-    except OSError:
+        probe = torch.UntypedStorage._new_using_fd_cpu(1)  # shared from the start, where all that it shares will be
+        place = os.fstatvfs(probe._share_fd_cpu_()[0])
+    except (RuntimeError, OSError):
         return False
     return place.f_bavail * place.f_frsize > num_bytes + num_bytes // 4
 

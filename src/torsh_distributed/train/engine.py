@@ -125,7 +125,7 @@ class Engine:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
 
         The batch is cut into `training.gradient_accumulation` microbatches; gradients travel with the last one.
-        After an exception the parameters are as before the step.
+        After an exception the parameters are as before the step, unless a rank died in the update itself.
         """
         for piece in self.microbatches(batch):
             self.backward(self.forward(piece))
