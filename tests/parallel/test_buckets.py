@@ -22,7 +22,7 @@ from torsh_distributed.plan.distributed import DistributedConfig
 BACKENDS = ["gloo", "shm", "torsh"]
 NUM_SAMPLES, NUM_STEPS = 12, 4
 BUCKETS = {"max_bucket_size_mb": 1.0}  # three of them
-ALGORITHMS = ["auto", "ring", "tree", "reduce_scatter_all_gather", "pipelined", "double_buffered"]
+ALGORITHMS = ["auto", "ring", "tree", "doubling", "reduce_scatter_all_gather", "pipelined", "double_buffered"]
 
 
 def build() -> nn.Module:

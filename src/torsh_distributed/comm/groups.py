@@ -7,12 +7,15 @@ makes two-axis layouts possible. A non-member has a `CommunicationGroup` whose `
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from torsh_distributed.comm.abort import forget_group, remember_connections
+from torsh_distributed.comm.gloo import patient_threads
 from torsh_distributed.comm.process_group import get_rank, get_world_size, roster
 from torsh_distributed.comm.sockets import new_connections
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
@@ -61,16 +64,19 @@ class CommunicationGroup:
         return self.ranks[group_rank]
 
 
+def group_over(members: Sequence[int]) -> dist.ProcessGroup:
+    """A group over `members`, ranks of the world, all of which call this, and nobody else."""
+    group = _new_group(members, use_local_synchronization=True)
+    assert group is not None, "the caller is a member"
+    return group
+
+
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group over the same ranks, all of which call this: for operations that another thread starts.
 
     Why: operations of one group start in the same order on every rank, and two threads have no order.
     """
-    with new_connections() as connections:
-        twin = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    assert isinstance(twin, dist.ProcessGroup), "the caller is a member"
-    remember_connections(twin, connections)
-    return twin
+    return group_over(dist.get_process_group_ranks(group))
 
 
 def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
@@ -78,16 +84,19 @@ def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
 
     Why: threads of `root` that each talk with one rank have no common order, and operations of one group need one.
     """
-    found: dict[int, dist.ProcessGroup] = {}
-    for rank in range(dist.get_world_size()):
-        if rank != root:
-            with new_connections() as connections:
-                pair = dist.new_group([root, rank])
-            if dist.get_rank() in (root, rank):
-                assert isinstance(pair, dist.ProcessGroup), "this rank is a member"
-                remember_connections(pair, connections)
-                found[rank] = pair
-    return found
+    pairs = {rank: _new_group([root, rank]) for rank in range(dist.get_world_size()) if rank != root}
+    return {rank: pair for rank, pair in pairs.items() if pair is not None}
+
+
+def _new_group(members: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
+    """c10d's group over `members`, known to `abort`; None for a rank outside. Any: whatever c10d's function takes."""
+    backend = options.get("backend") or str(dist.get_backend_config())
+    with patient_threads() if "gloo" in backend else nullcontext(), new_connections() as connections:
+        group = dist.new_group(list(members), **options)
+    if dist.get_rank() not in members:
+        return None
+    remember_connections(group, connections)
+    return cast(dist.ProcessGroup, group)
 
 
 class GroupManager:
@@ -102,12 +111,7 @@ class GroupManager:
         """A new group over `ranks`, in that order; every rank of the world calls this, members or not."""
         members = tuple(ranks)
         self._check(name, members)
-        with new_connections() as connections:
-            handle = dist.new_group(list(members), backend=backend, group_desc=name)
-        is_member = get_rank() in members
-        if is_member:
-            remember_connections(handle, connections)
-        group = CommunicationGroup(name, members, kind, handle if is_member else None)
+        group = CommunicationGroup(name, members, kind, _new_group(members, backend=backend, group_desc=name))
         self._groups[name] = group
         return group
 

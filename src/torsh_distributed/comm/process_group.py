@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.comm.abort import forget_group, remember_connections
 from torsh_distributed.comm.backend import choose_backend
+from torsh_distributed.comm.gloo import patient_threads
 from torsh_distributed.comm.key_wait import wait_for_keys
 from torsh_distributed.comm.rendezvous import Roster, join, open_store
 from torsh_distributed.comm.sockets import new_connections
@@ -96,6 +98,7 @@ def _bring_up(
     """torch's default group, with its connections noted so that `abort` can cut them."""
     with (
         translate_errors("init_process_group", rank=rank, backend=backend),
+        patient_threads() if "gloo" in backend else nullcontext(),
         new_connections(except_port=store_port) as connections,
     ):
         dist.init_process_group(

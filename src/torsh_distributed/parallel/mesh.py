@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torsh_distributed import events
 from torsh_distributed.comm import process_group
-from torsh_distributed.comm.abort import remember_connections
 from torsh_distributed.comm.collectives import resolve_group
-from torsh_distributed.comm.sockets import new_connections
+from torsh_distributed.comm.groups import group_over
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.parallel.layout import DATA_AXES, MeshLayout
 from torsh_distributed.plan.mesh import MeshConfig
@@ -79,7 +78,7 @@ class Mesh:
         used = tuple(axis for axis in self.layout.used_axes if axis in axes)
         if used not in self._groups:
             is_whole = len(members) == len(self._ranks)
-            self._groups[used] = self._everyone if is_whole else _group_over([self._ranks[one] for one in members])
+            self._groups[used] = self._everyone if is_whole else group_over([self._ranks[one] for one in members])
         return self._groups[used]
 
     @property
@@ -115,16 +114,6 @@ class Mesh:
         ranks = torch.tensor([[self._ranks[one] for one in row] for row in rows], dtype=torch.int)
         groups = [self.group(*outer), self.group(inner)]
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("replica", inner))
-
-
-def _group_over(members: list[int]) -> dist.ProcessGroup:
-    """A group over `members`, ranks of the world, all of which call this."""
-    with new_connections() as connections:
-        # Groups along an axis do not overlap: each rank has to take part in the making of its own alone.
-        group = dist.new_group(members, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "the caller is a member"
-    remember_connections(group, connections)
-    return group
 
 
 def _warn_of_crossing(layout: MeshLayout, ranks: list[int]) -> None:

@@ -32,6 +32,7 @@ class DistributedConfig(Section):
         "auto",
         "ring",
         "tree",
+        "doubling",
         "hierarchical",
         "reduce_scatter_all_gather",
         "pipelined",

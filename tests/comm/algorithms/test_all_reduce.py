@@ -137,6 +137,25 @@ def test_large_buffers_are_summed_within_the_tolerance_of_their_dtype(world: Wor
     world.run(large_floats, num_ranks=3, backend=backend)
 
 
+def awkward_bits() -> list[bytes]:
+    """What comes out, as bytes, where the order of two operands shows: zeros of both signs, complex products."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    zeros = torch.zeros(64) * torch.randn(64, generator=generator)
+    turned = torch.randn(64, dtype=torch.complex64, generator=generator)
+    return [
+        all_reduce(tensor.clone(), op, algorithm=algorithm).view(torch.uint8).numpy().tobytes()
+        for algorithm in variants(dist.get_world_size())
+        for tensor, op in ((zeros, "min"), (zeros, "max"), (turned, "product"), (turned, "sum"))
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_all_ranks_get_the_same_bits(world: World, num_ranks: int) -> None:
+    """Replicas that differ in one bit drift apart."""
+    first, *others = world.run(awkward_bits, num_ranks=num_ranks)
+    assert others == [first] * (num_ranks - 1)
+
+
 def odd_layouts() -> None:
     me, size = dist.get_rank(), dist.get_world_size()
     total = sum(range(size))

@@ -33,15 +33,15 @@ _LATENCY_BYTES = 16 * 1024
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.08
 """About how long each candidate is tried in the first round, with large buffers."""
-_SMALL_BLOCKS = 20
+_SMALL_BLOCKS = 8
 """Blocks of the first round with small ones."""
 _STILL_IN = (2.5, 1.5, 1.25, 1.05)
 """Who took no longer than this times the best, after each round, stays for the next one, of twice as many blocks."""
 _MAX_ROUND_S = 1.0
 """After a round in which the best took this long there is no other."""
 _BLOCK, _SMALL_BLOCK = 5, 15
-"""Calls in a row, of large and of small buffers. Ranks that sleep fall into a rhythm, one of several, and keep it while
-they go on: only many blocks show what to expect."""
+"""Calls in a row, of large and of small buffers. Ranks that share cores fall into step and keep it while they go on:
+only many blocks show what to expect."""
 _USUAL = 0.9
 """The share of blocks that count; the slowest do not."""
 _TIE = 1.05
@@ -112,8 +112,8 @@ def _race(
 ) -> tuple[dict[str, float], str]:
     """Seconds of each, over all its tries, and the fastest: who falls behind drops out, the rest is tried longer.
 
-    Why: small calls of a backend that sleeps take one of several times by chance, up to five times apart. Few tries
-    find out who is slow, but not who is best.
+    Why: how long a small call takes depends on where the kernel puts the threads. Few tries find out who is slow, but
+    not who is best.
     """
     field, known = dict(candidates), dict[str, float]()
     for turn, still_in in enumerate(_STILL_IN):
@@ -135,7 +135,7 @@ def _try_all(
 ) -> dict[str, float]:
     """Seconds of each candidate on the slowest rank: means over blocks, one candidate after the other.
 
-    Not in turns: ranks that sleep hand their rhythm on to what comes next, and in use nothing else comes in between.
+    Not in turns: ranks hand their step on to what comes next, and in use nothing else comes in between.
     """
     buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
     taken: list[list[float]] = []

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.double_buffered import DoubleBuffered
+from torsh_distributed.comm.algorithms.doubling import Doubling
 from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
 from torsh_distributed.comm.algorithms.reduce_scatter_all_gather import ReduceScatterAllGather
@@ -21,7 +22,15 @@ DETERMINISTIC = ReduceScatterAllGather()
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         algorithm.name: algorithm
-        for algorithm in (Ring(), Tree(), Hierarchical(), ReduceScatterAllGather(), Pipelined(), DoubleBuffered())
+        for algorithm in (
+            Ring(),
+            Tree(),
+            Doubling(),
+            Hierarchical(),
+            ReduceScatterAllGather(),
+            Pipelined(),
+            DoubleBuffered(),
+        )
     }
 )
 

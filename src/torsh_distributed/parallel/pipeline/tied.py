@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torsh_distributed.comm.abort import remember_connections
 from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.comm.sockets import new_connections
+from torsh_distributed.comm.groups import group_over
 from torsh_distributed.parallel.pipeline.stages import StagePlan
 
 
@@ -76,8 +75,4 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessG
     """A group over some ranks of `group`, all of which call this."""
     if len(ranks) == group.size():
         return group
-    with new_connections() as connections:
-        made = dist.new_group([dist.get_global_rank(group, rank) for rank in ranks], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "the caller is a member"
-    remember_connections(made, connections)
-    return made
+    return group_over([dist.get_global_rank(group, rank) for rank in ranks])

@@ -17,6 +17,7 @@ from torsh_distributed.comm.backends.hierarchical.packing import Packing
 from torsh_distributed.comm.backends.operations import fold_into
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.backends.work import PendingWork
+from torsh_distributed.comm.gloo import patient_threads
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.sockets import new_connections
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
@@ -52,7 +53,7 @@ class Leg:
         self._reason: str | None = None
         # Any: torch's stubs do not declare the methods of this class.
         # One at a time in a process: the connections that come up meanwhile are taken for this group's.
-        with _making, new_connections() as self._connections:
+        with _making, patient_threads(), new_connections() as self._connections:
             self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> Folding:
