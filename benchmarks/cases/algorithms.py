@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -19,7 +18,7 @@ from torsh_distributed.comm.groups import twin_group
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0
 # Ranks that share cores fall into step, and keep it as long as they call in a row: many short samples, not a few long.
-_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 50, 25, 15
+_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 80, 25, 15
 _NUM_ROUNDS = 5
 _CLOSE = 1.1
 # All ranks of this case live on one node: hierarchy would have nothing to separate.
@@ -67,7 +66,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     world = World()
     sizes = (2**10, 2**20) if budget.is_quick else tuple(2**power for power in range(8, 27, 3))
     worst, num_rows = (0.0, ""), 0
-    beyond = dict[str, bool]()  # rows in which the pick is not within 10 %, and whether that is more than chance
+    beyond: list[str] = []
     try:
         for backend in _BACKENDS:
             for num_ranks in (2,) if budget.is_quick else (2, 3, 4):
@@ -88,29 +87,15 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                     picked = measured[pick].median / measured[best].median
                     worst, num_rows = max(worst, (picked, name)), num_rows + 1
                     if picked > _CLOSE:
-                        beyond[name] = _is_sure(taken[pick], taken[best])
+                        beyond.append(name)
                     yield Row(name=name, unit=Unit.SECONDS, ours=auto, rivals=measured, x=size_bytes)
     finally:
         world.close()
-    sure = [name for name, is_sure in beyond.items() if is_sure]
     yield Note(
         text=f"What auto picked, called by its name, is within 10 % of the best way in {num_rows - len(beyond)} of "
-        f"{num_rows} rows, and takes at most {worst[0]:.2f} times as long: {worst[1]}. In the {len(beyond)} others the "
-        f"difference is more than twice its standard error, over the rounds of the measurement, in {len(sure)}"
-        f"{': ' + '; '.join(sure) if sure else ''}."
+        f"{num_rows} rows, and takes at most {worst[0]:.2f} times as long: {worst[1]}."
+        + (f" Beyond 10 %: {'; '.join(beyond)}." if beyond else "")
     )
-
-
-def _is_sure(picked: list[float], best: list[float]) -> bool:
-    """Whether the pick is slower by more than chance would make it: rounds are what is independent."""
-    size = max(1, len(best) // _NUM_ROUNDS)
-    per_round = [
-        [statistics.median(samples[start : start + size]) for start in range(0, len(samples), size)]
-        for samples in (picked, best)
-    ]
-    difference = statistics.mean(per_round[0]) - statistics.mean(per_round[1])
-    error = sum(statistics.variance(rounds) / len(rounds) for rounds in per_round) ** 0.5
-    return difference > 2 * error
 
 
 def _num_samples(backend: str, size_bytes: int, budget: Budget) -> int:

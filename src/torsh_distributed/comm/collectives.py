@@ -78,16 +78,17 @@ def all_reduce(
     backend, in every layout and every time.
     """
     record = None
-    if not (where or deterministic or async_op or are_checks_enabled()):
-        world: Any = dist.group.WORLD
-        fold_of = getattr(world, "fold_of", None)  # isinstance() of a class of c10d takes five times that
+    group: Any = dist.group.WORLD if not where else where.get("group") if len(where) == 1 else None
+    if not (group is None or deterministic or async_op or are_checks_enabled()):
+        fold_of = getattr(group, "fold_of", None)  # isinstance() of a class of c10d takes five times that
         fold = None if fold_of is None else fold_of(op, tensor.dtype)
-        if fold is not None and (algorithm is None or leaves_to_backend(algorithm, tensor, world)):
-            record = recorder.begin("all_reduce", world.getGroupName(), num_bytes(tensor))
+        size_bytes = num_bytes(tensor)
+        if fold is not None and (algorithm is None or leaves_to_backend(algorithm, size_bytes, group)):
+            record = recorder.begin("all_reduce", group.getGroupName(), size_bytes)
             try:
-                is_done = world.all_reduce_now(tensor, fold)
+                is_done = group.all_reduce_now(tensor, fold)
             except (TorshError, RuntimeError) as error:
-                _fail(error, world, record)
+                _fail(error, group, record)
             if is_done:
                 recorder.end(record)
                 return tensor

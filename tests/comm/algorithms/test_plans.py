@@ -133,7 +133,7 @@ def test_every_estimate_is_above_zero_and_grows_with_the_buffer(num_ranks: int, 
 def test_the_shortlist_is_short_and_deterministic_ones_keep_the_order(num_bytes: int) -> None:
     estimates = shortlist(num_bytes, figures())
     everything = {name for name, one in ALGORITHMS.items() if one.estimated_s(num_bytes, figures()) is not None}
-    if num_bytes <= 512 * 1024:
+    if num_bytes < 2 * 2**20:
         assert set(estimates) == everything
     else:
         assert 1 <= len(estimates) <= 4

@@ -32,13 +32,15 @@ def all_ways() -> dict[str, tuple[float, int]]:
     TorshProcessGroup.allreduce = noted  # type: ignore[method-assign]
     found = {}
 
-    def note(name: str, tensor: torch.Tensor) -> None:
+    def note(name: str, tensor: torch.Tensor, **where: Any) -> None:
         before = len(through_torch)
-        assert td.all_reduce(tensor) is tensor
+        assert td.all_reduce(tensor, **where) is tensor
         found[name] = (float(tensor.detach().to_dense().flatten()[0]), len(through_torch) - before)
 
     note("first", torch.ones(8))
     note("short", torch.ones(8))
+    note("in a group", torch.ones(8), group=group)
+    note("with a deadline", torch.ones(8), timeout_s=20)
     note("parameter", torch.nn.Parameter(torch.ones(8)))
     note("strided", torch.ones(8, 2)[:, 0])
     note("subclass", torch.ones(8).as_subclass(Named))
@@ -53,8 +55,8 @@ def all_ways() -> dict[str, tuple[float, int]]:
 def test_what_is_not_plain_goes_through_torch(world: World, backend: str) -> None:
     for found in world.run(all_ways, backend=backend):
         assert {value for value, _ in found.values()} == {2.0}
-        assert found["short"][1] == found["parameter"][1] == 0
-        for name in ("first", "strided", "subclass", "sparse"):
+        assert found["short"][1] == found["in a group"][1] == found["parameter"][1] == 0
+        for name in ("first", "with a deadline", "strided", "subclass", "sparse"):
             assert found[name][1] == 1, name
 
 

@@ -27,6 +27,8 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 _BACKEND = "backend"
 _MAX_TRIED = 4
 _WORTH_TRYING = 4.0
+_TRUSTED_FROM_BYTES = 2 * 2**20
+"""Where bytes, of which the model knows most, outweigh latencies: below that every way is tried."""
 _SMALL_BYTES = 512 * 1024
 _LATENCY_BYTES = 16 * 1024
 """What takes as long as nothing at all: one choice for all these sizes, tried at this one."""
@@ -91,7 +93,7 @@ def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = Fal
         and (estimated_s := algorithm.estimated_s(num_bytes, figures)) is not None
     }
     ordered = sorted(known.items(), key=lambda item: item[1])
-    if num_bytes <= _SMALL_BYTES:
+    if num_bytes < _TRUSTED_FROM_BYTES:
         return dict(ordered)
     limit_s = _WORTH_TRYING * ordered[0][1]
     return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
@@ -186,9 +188,8 @@ def _new_chooser(group: dist.ProcessGroup) -> Chooser:
     return chooser
 
 
-def leaves_to_backend(wanted: str | Algorithm, tensor: Tensor, group: dist.ProcessGroup) -> bool:
+def leaves_to_backend(wanted: str | Algorithm, num_bytes: int, group: dist.ProcessGroup) -> bool:
     """Whether `auto` is wanted, and has found before that the backend's own is the fastest."""
-    num_bytes = tensor.numel() * tensor.element_size()  # not nbytes, which a sparse tensor does not have
     return (id(group), num_bytes.bit_length()) in _left_to_backend and wanted == AUTO
 
 
