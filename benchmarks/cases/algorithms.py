@@ -17,9 +17,10 @@ from torsh_distributed.comm.groups import twin_group
 
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0
-# Ranks that share cores fall into step, and keep it as long as they call in a row: many short samples, not a few long.
-_SMALL_BYTES, _NUM_SMALL_SAMPLES, _NUM_LARGE_SAMPLES, _MAX_LOOPS = 2**20, 80, 25, 15
-_NUM_ROUNDS = 5
+# Where the kernel puts the threads of ranks that share cores, it leaves them for a while: one way takes one of two times.
+# So a round averages many short blocks of each way, where the median of a few would be one of the two by chance.
+_SMALL_BYTES, _NUM_SMALL_BLOCKS, _NUM_LARGE_BLOCKS, _MAX_LOOPS = 2**20, 80, 25, 15
+_NUM_ROUNDS = 10
 _CLOSE = 1.1
 # All ranks of this case live on one node: hierarchy would have nothing to separate.
 _WAYS = (None, *(name for name in ALGORITHMS if name != "hierarchical"))
@@ -34,8 +35,8 @@ def _sample(way: str | None, buffer: torch.Tensor, group: dist.ProcessGroup, loo
     return (time.perf_counter() - started_s) / loops
 
 
-def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[str, list[float]], str]:
-    """On every rank: seconds by way, in rounds; the slowest rank counts. Also what `auto` picked."""
+def _measure(size_bytes: int, num_blocks: int, sample_s: float) -> tuple[dict[str, list[float]], str]:
+    """On every rank: seconds by way and round; the slowest rank counts. Also what `auto` picked."""
     picks: list[events.Event] = []
     end = events.subscribe(picks.append, events.DecisionEvent)
     buffer, group = torch.zeros(size_bytes // 4), twin_group(resolve_group(None))
@@ -49,17 +50,17 @@ def _measure(size_bytes: int, num_samples: int, sample_s: float) -> tuple[dict[s
     loops = {
         name: max(1, min(most, round(sample_s / seconds))) for name, seconds in zip(ways, warm.tolist(), strict=True)
     }
-    in_a_row = max(1, num_samples // _NUM_ROUNDS)
+    in_a_row = max(1, num_blocks // _NUM_ROUNDS)
     taken = torch.tensor(
         [
             [[_sample(way, buffer, group, loops[name]) for _ in range(in_a_row)] for name, way in ways.items()]
-            for _ in range(num_samples // in_a_row)
+            for _ in range(num_blocks // in_a_row)
         ],
         dtype=torch.float64,
     )
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     [pick] = [event.choice for event in picks if isinstance(event, events.DecisionEvent)]
-    return dict(zip(ways, taken.transpose(0, 1).flatten(1).tolist(), strict=True)), pick
+    return dict(zip(ways, taken.mean(dim=2).t().tolist(), strict=True)), pick
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
@@ -74,7 +75,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                     taken, pick = world.run(
                         _measure,
                         size_bytes,
-                        _num_samples(backend, size_bytes, budget),
+                        _num_blocks(backend, size_bytes, budget),
                         budget.sample_s,
                         num_ranks=num_ranks,
                         backend=backend,
@@ -98,10 +99,10 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     )
 
 
-def _num_samples(backend: str, size_bytes: int, budget: Budget) -> int:
+def _num_blocks(backend: str, size_bytes: int, budget: Budget) -> int:
     if backend != "gloo" or budget.is_quick:
         return budget.num_samples
-    return _NUM_SMALL_SAMPLES if size_bytes <= _SMALL_BYTES else _NUM_LARGE_SAMPLES
+    return _NUM_SMALL_BLOCKS if size_bytes <= _SMALL_BYTES else _NUM_LARGE_BLOCKS
 
 
 CASE = Case(

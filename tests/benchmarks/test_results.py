@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from benchmarks.cases import case_names, load_case
 from benchmarks.harness import QUICK, Budget, Case, Measurement, Note, Row, Unit
@@ -62,6 +64,18 @@ def test_the_page_has_every_number_and_ratio(result: Result) -> None:
 
 def test_the_table_warns_of_a_quick_run(result: Result) -> None:
     assert "do not quote" in str(table_of(result).caption)
+
+
+def test_many_rivals_stand_below_each_other_on_a_narrow_terminal() -> None:
+    rivals = {f"a rival with a long name, number {number}": measured(number * 1e-6) for number in range(1, 7)}
+    crowded = Row(name="one", unit=Unit.SECONDS, ours=measured(1e-6), rivals=rivals)
+    result = run_case("sample", Case(title="A sample", about="", rows=lambda _: iter([crowded])), QUICK)
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table_of(result))
+    text = console.export_text()
+    assert "…" not in text
+    for number in range(1, 7):
+        assert f"number {number} │ {number}.00 µs │ {number}.00×" in text
 
 
 @pytest.mark.parametrize("x", [None, 1.0])

@@ -17,7 +17,7 @@ def patient_threads() -> Iterator[None]:
     Why: gloo's thread for sockets tries the lock of a connection and, where it is taken, looks again at once. With
     fewer cores than threads the kernel often lets it in when data arrives, in place of the very thread that holds the
     lock; it then spins until the scheduler's next tick, 4 ms away, and a small all-reduce takes one or two ticks, or
-    none, by chance. The figures are in decision 26. Under another policy than the usual one, and where a sandbox
+    none, by chance. The figures are in decision 14. Under another policy than the usual one, and where a sandbox
     forbids the change, all stays as it is: this is about speed alone.
     """
     before = os.sched_getscheduler(0)
