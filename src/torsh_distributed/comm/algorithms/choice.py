@@ -44,9 +44,11 @@ _MAX_ROUND_S = 1.0
 _BLOCK, _SMALL_BLOCK = 5, 15
 """Calls in a row, of large and of small buffers. Ranks that share cores fall into step and keep it while they go on:
 only many blocks show what to expect."""
+_SERIES = 4
+"""Blocks of one candidate before it is the next one's turn."""
 _USUAL = 0.9
 """The share of blocks that count; the slowest do not."""
-_TIE = 1.05
+_TIE = 1.03
 """The backend's own is taken unless something else is faster by more than this."""
 
 
@@ -135,22 +137,23 @@ def _race(
 def _try_all(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> dict[str, float]:
-    """Seconds of each candidate on the slowest rank: means over blocks, one candidate after the other.
+    """Seconds of each candidate on the slowest rank: means over blocks, in series of a few.
 
-    Not in turns: ranks hand their step on to what comes next, and in use nothing else comes in between.
+    Not block by block: ranks hand their step on to what comes next, and in use nothing else comes in between. Nor all
+    of them in a row: a step that they fell into by chance may last for that long.
     """
     buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
-    taken: list[list[float]] = []
-    for algorithm in candidates.values():
-        body = _body(algorithm, buffer, group)
-        body()
-        taken.append([])
-        for _ in range(num_blocks):
-            dist.barrier(group)
-            started_s = time.perf_counter()
-            for _ in range(block):
-                body()
-            taken[-1].append((time.perf_counter() - started_s) / block)
+    bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
+    taken: list[list[float]] = [[] for _ in bodies]
+    for first in range(0, num_blocks, _SERIES):
+        for body, times in zip(bodies, taken, strict=True):
+            body()
+            for _ in range(min(_SERIES, num_blocks - first)):
+                dist.barrier(group)
+                started_s = time.perf_counter()
+                for _ in range(block):
+                    body()
+                times.append((time.perf_counter() - started_s) / block)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     num_usual = max(1, round(num_blocks * _USUAL))  # without the moments that hit one alone
