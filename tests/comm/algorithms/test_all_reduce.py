@@ -149,11 +149,10 @@ def awkward_bits() -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5])
-def test_all_ranks_get_the_same_bits(world: World, num_ranks: int) -> None:
+def test_all_ranks_get_the_same_bits(world: World) -> None:
     """Replicas that differ in one bit drift apart."""
-    first, *others = world.run(awkward_bits, num_ranks=num_ranks)
-    assert others == [first] * (num_ranks - 1)
+    first, *others = world.run(awkward_bits, num_ranks=3)
+    assert others == [first] * 2
 
 
 def odd_layouts() -> None:
