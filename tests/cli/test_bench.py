@@ -14,7 +14,7 @@ from torsh_distributed.errors import TorshError
 
 def test_collectives_are_measured_on_every_backend_and_compared_with_the_last(tmp_path: Path) -> None:
     out = tmp_path / "timings.json"
-    args = ["--backends", "shm,gloo", "--sizes", "1KB,1MB", "--rounds", "1", "--seconds", "0.02", "--json", str(out)]
+    args = ["--backends", "auto,gloo", "--sizes", "1KB,1MB", "--rounds", "1", "--seconds", "0.02", "--json", str(out)]
     done = CliRunner().invoke(app, ["bench", "collectives", *args])
     assert done.exit_code == 0, done.output
     record = json.loads(out.read_text())
@@ -23,7 +23,7 @@ def test_collectives_are_measured_on_every_backend_and_compared_with_the_last(tm
         (2, "all_reduce", 2**20),
     ]
     for row in record["results"]:
-        assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"shm": 1, "gloo": 1}
+        assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"auto": 1, "gloo": 1}
         assert min(seconds for taken in row["seconds"].values() for seconds in taken) > 0
     assert "× gloo" in done.output
 

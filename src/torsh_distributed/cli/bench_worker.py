@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torsh_distributed.comm.backend import choose_backend
 from torsh_distributed.comm.bench import time_collective
 
 _DEADLINE = timedelta(minutes=5)
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group(options.backend, timeout=_DEADLINE)
+    dist.init_process_group(choose_backend(options.backend), timeout=_DEADLINE)
     try:
         timings = [
             asdict(time_collective(op, int(size), duration_s=options.seconds))
