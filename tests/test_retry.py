@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError
-from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryPolicy
 from torsh_distributed.retry import CircuitBreaker, delay_s, retry
 
 QUICK = RetryPolicy(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)

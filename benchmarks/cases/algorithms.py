@@ -12,8 +12,8 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed import events
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO
-from torsh_distributed.comm.collectives import all_reduce, resolve_group
-from torsh_distributed.comm.groups import twin_group
+from torsh_distributed.comm.collectives.tensors import all_reduce, resolve_group
+from torsh_distributed.comm.groups.manager import twin_group
 
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0

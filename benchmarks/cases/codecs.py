@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Budget, Case, Note, Row, Unit, Workload, compare
-from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs import make_codec
-from torsh_distributed.compress.dense import DenseCodec
-from torsh_distributed.compress.kernels import compiled_kernels
+from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.kernels.base import compiled_kernels
 
 _METHODS = (
     "fp16",

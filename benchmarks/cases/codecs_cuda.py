@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from torsh_distributed.compress.codecs import make_codec
-from torsh_distributed.compress.dense import DenseCodec
-from torsh_distributed.compress.torch_kernels import TorchKernels
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
 
 MB = 2**20
 _METHODS = ("int8", "sign", "natural", "ternary", "nbit:4")

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.comm.collectives import all_to_all
+from torsh_distributed.comm.collectives.tensors import all_to_all
+from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, worth_lending
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.lending import COPY_ROWS, Lending, worth_lending
-from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
 
 _TOKENS, _WIDTH, _HIDDEN = 4096, 512, 2048
 _CONFIG = ExpertParallelismConfig(num_experts=8, num_experts_per_token=2, overflow="none")

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Budget, Case, Measurement, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.comm.collectives import resolve_group
-from torsh_distributed.comm.groups import twin_group
+from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.comm.groups.manager import twin_group
 
 KB, MB = 2**10, 2**20
 _SIZES = {"1 KB": KB, "64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit, compare
 from torsh_distributed.parallel.offload import OffloadStats, PagedDataParallel, StateOffload
-from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.train.demos.gpt import Block
 
 GB = 2**30

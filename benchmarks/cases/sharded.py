@@ -19,9 +19,9 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed import needs
 from tests.bed.world import World
 from tests.lab.network import Lab
-from torsh_distributed.parallel.mesh import Mesh
-from torsh_distributed.parallel.shard_records import storage_bytes
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded.shard_records import storage_bytes
 from torsh_distributed.plan import CompressionConfig, FsdpConfig, MeshConfig, Plan
 from torsh_distributed.train import parallelize
 

@@ -16,7 +16,7 @@ from tests.bed import needs
 from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed import BucketConfig, CompressionConfig
-from torsh_distributed.parallel.ddp import DistributedDataParallel
+from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 
 _METHODS = ("none", "bf16", "int8", "natural", "nbit:4", "sign", "ternary", "topk:0.01", "randomk:0.01", "powersgd:4")
 _TORCH = "torch DDP"

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.parallel.ddp import DistributedDataParallel as OurDDP
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+from torsh_distributed.parallel.data.ddp import DistributedDataParallel as OurDDP
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.plan import FsdpConfig
 
 _VIEWS = "DDP, gradients as views of the buckets"

@@ -11,8 +11,8 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed import needs
 from tests.bed.world import World
 from tests.lab.network import Host, Lab
-from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs import codec_names, make_codec
+from torsh_distributed.compress.codecs.base import Key
 
 _PARAMETERS = {"topk": ":0.01", "randomk": ":0.01", "bernoulli": ":0.01", "layerwise": ":0.01", "threshold": ":2.6"}
 _NUM_LAYERS, _WIDTH = 8, 1024

@@ -25,7 +25,6 @@ from torsh_distributed.comm import (
     SchedulingStrategy,
     Store,
     Work,
-    abort,
     all_gather,
     all_gather_object,
     all_gather_varsize,
@@ -69,10 +68,11 @@ from torsh_distributed.comm import (
     validate_rank,
 )
 from torsh_distributed.comm.backends import register_backends as _register_backends
+from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import TorshError
-from torsh_distributed.launch.environment import Environment, read_environment
-from torsh_distributed.launch.init import distributed, init, init_process_group
 from torsh_distributed.launch.spawn import spawn
+from torsh_distributed.launch.worker.environment import Environment, read_environment
+from torsh_distributed.launch.worker.init import distributed, init, init_process_group
 from torsh_distributed.plan import (
     ActivationConfig,
     BucketConfig,
@@ -95,7 +95,7 @@ from torsh_distributed.plan import (
 from torsh_distributed.retry import CircuitBreaker, retry
 
 if _TYPE_CHECKING:
-    from torsh_distributed.comm.network import NetworkMetrics, NetworkProfiler
+    from torsh_distributed.comm.measurement.network import NetworkMetrics, NetworkProfiler
     from torsh_distributed.compress import (
         AdaptationStrategy,
         AdaptiveCompression,
@@ -108,11 +108,12 @@ if _TYPE_CHECKING:
         make_codec,
     )
     from torsh_distributed.parallel.activation import activation_bytes, checkpoint_activations
-    from torsh_distributed.parallel.bucket_clock import OverlapStats
-    from torsh_distributed.parallel.bucket_size import auto_bucket
-    from torsh_distributed.parallel.consistency import GradientDifference
     from torsh_distributed.parallel.context import ContextParallel, ring_attention
-    from torsh_distributed.parallel.ddp import DistributedDataParallel, GradientSyncStats
+    from torsh_distributed.parallel.data.bucket_clock import OverlapStats
+    from torsh_distributed.parallel.data.bucket_size import auto_bucket
+    from torsh_distributed.parallel.data.ddp import DistributedDataParallel, GradientSyncStats
+    from torsh_distributed.parallel.data.gradient_check import GradientDifference
+    from torsh_distributed.parallel.data.gradient_sync import BucketInfo
     from torsh_distributed.parallel.expert import (
         ExpertRouter,
         LoadBalancer,
@@ -124,10 +125,9 @@ if _TYPE_CHECKING:
         moe_layers,
         rebalance,
     )
-    from torsh_distributed.parallel.gradient_sync import BucketInfo
-    from torsh_distributed.parallel.layout import MeshLayout
-    from torsh_distributed.parallel.mesh import Mesh
-    from torsh_distributed.parallel.model_check import check_same_model
+    from torsh_distributed.parallel.mesh.layout import MeshLayout
+    from torsh_distributed.parallel.mesh.mesh import Mesh
+    from torsh_distributed.parallel.models.same_model import check_same_model
     from torsh_distributed.parallel.offload import (
         OffloadedOptimizer,
         OffloadStats,
@@ -144,8 +144,8 @@ if _TYPE_CHECKING:
         schedule_text,
         split_into_stages,
     )
-    from torsh_distributed.parallel.shard_records import MemoryStats, ShardInfo
-    from torsh_distributed.parallel.sharded import FullyShardedDataParallel
+    from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+    from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardInfo
     from torsh_distributed.parallel.tensor import (
         ColumnParallelLinear,
         ParallelAttention,
@@ -182,16 +182,16 @@ _HOMES = {
     "compute_timeline": "torsh_distributed.parallel.pipeline",
     "Timeline": "torsh_distributed.parallel.pipeline",
     "StagePlan": "torsh_distributed.parallel.pipeline",
-    "check_same_model": "torsh_distributed.parallel.model_check",
+    "check_same_model": "torsh_distributed.parallel.models.same_model",
     "activation_bytes": "torsh_distributed.parallel.activation",
     "checkpoint_activations": "torsh_distributed.parallel.activation",
-    "ShardInfo": "torsh_distributed.parallel.shard_records",
-    "MemoryStats": "torsh_distributed.parallel.shard_records",
-    "MeshLayout": "torsh_distributed.parallel.layout",
+    "ShardInfo": "torsh_distributed.parallel.sharded.shard_records",
+    "MemoryStats": "torsh_distributed.parallel.sharded.shard_records",
+    "MeshLayout": "torsh_distributed.parallel.mesh.layout",
     "AdaptationStrategy": "torsh_distributed.compress",
     "AdaptiveCompression": "torsh_distributed.compress",
-    "NetworkMetrics": "torsh_distributed.comm.network",
-    "NetworkProfiler": "torsh_distributed.comm.network",
+    "NetworkMetrics": "torsh_distributed.comm.measurement.network",
+    "NetworkProfiler": "torsh_distributed.comm.measurement.network",
     "CompressedGradient": "torsh_distributed.compress",
     "CompressionStats": "torsh_distributed.compress",
     "GradientCompressor": "torsh_distributed.compress",
@@ -199,13 +199,13 @@ _HOMES = {
     "compressed_all_reduce": "torsh_distributed.compress",
     "configure_compression": "torsh_distributed.compress",
     "make_codec": "torsh_distributed.compress",
-    "OverlapStats": "torsh_distributed.parallel.bucket_clock",
-    "auto_bucket": "torsh_distributed.parallel.bucket_size",
-    "GradientDifference": "torsh_distributed.parallel.consistency",
+    "OverlapStats": "torsh_distributed.parallel.data.bucket_clock",
+    "auto_bucket": "torsh_distributed.parallel.data.bucket_size",
+    "GradientDifference": "torsh_distributed.parallel.data.gradient_check",
     "ContextParallel": "torsh_distributed.parallel.context",
     "ring_attention": "torsh_distributed.parallel.context",
-    "DistributedDataParallel": "torsh_distributed.parallel.ddp",
-    "GradientSyncStats": "torsh_distributed.parallel.ddp",
+    "DistributedDataParallel": "torsh_distributed.parallel.data.ddp",
+    "GradientSyncStats": "torsh_distributed.parallel.data.ddp",
     "ExpertRouter": "torsh_distributed.parallel.expert",
     "LoadBalancer": "torsh_distributed.parallel.expert",
     "MoELayer": "torsh_distributed.parallel.expert",
@@ -215,8 +215,8 @@ _HOMES = {
     "auxiliary_loss": "torsh_distributed.parallel.expert",
     "moe_layers": "torsh_distributed.parallel.expert",
     "rebalance": "torsh_distributed.parallel.expert",
-    "BucketInfo": "torsh_distributed.parallel.gradient_sync",
-    "Mesh": "torsh_distributed.parallel.mesh",
+    "BucketInfo": "torsh_distributed.parallel.data.gradient_sync",
+    "Mesh": "torsh_distributed.parallel.mesh.mesh",
     "OffloadStats": "torsh_distributed.parallel.offload",
     "OffloadedOptimizer": "torsh_distributed.parallel.offload",
     "PagedDataParallel": "torsh_distributed.parallel.offload",
@@ -225,7 +225,7 @@ _HOMES = {
     "PipelineParallel": "torsh_distributed.parallel.pipeline",
     "draw_schedule": "torsh_distributed.parallel.pipeline",
     "split_into_stages": "torsh_distributed.parallel.pipeline",
-    "FullyShardedDataParallel": "torsh_distributed.parallel.sharded",
+    "FullyShardedDataParallel": "torsh_distributed.parallel.sharded.module",
     "ColumnParallelLinear": "torsh_distributed.parallel.tensor",
     "ParallelAttention": "torsh_distributed.parallel.tensor",
     "ParallelEmbedding": "torsh_distributed.parallel.tensor",

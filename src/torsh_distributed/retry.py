@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import tenacity
 
 from torsh_distributed.errors import CommunicationError, TorshError
-from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")

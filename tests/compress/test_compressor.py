@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.bed.world import World
 from torsh_distributed import events, regroup
-from torsh_distributed.comm.abort import abort
+from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.compress.compressor import GradientCompressor, compressed_all_reduce
 from torsh_distributed.errors import CompressionError, ConfigurationError, InvalidArgument
-from torsh_distributed.launch.init import init
+from torsh_distributed.launch.worker.init import init
 from torsh_distributed.plan import CompressionConfig
 
 METHODS = [

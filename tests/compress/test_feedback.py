@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torsh_distributed.compress.averaging.named_buffers import NamedBuffers, Piece, split
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.compress.named import NamedBuffers, Piece, split
 from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.plan import CompressionConfig
 

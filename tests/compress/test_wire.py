@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.lab.network import Lab
-from torsh_distributed.compress.codec import Key
 from torsh_distributed.compress.codecs import make_codec
+from torsh_distributed.compress.codecs.base import Key
 
 METHODS = ["none", "bf16", "int8", "nbit:4", "nbit:3", "sign", "ternary", "bimodal:2", "natural"]
 NUM_ELEMENTS = 2_000_000

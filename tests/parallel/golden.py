@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from tests.parallel.expert.dense import DenseExperts
+from tests.parallel.expert.dense_experts import DenseExperts
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
-from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
 from torsh_distributed.train.demos.gpt import Block, CharGPT, next_character_loss
 from torsh_distributed.train.demos.moe import with_experts
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tests.bed.world import World
 from tests.parallel.golden import MODELS, golden, gpt
-from tests.parallel.test_sharded import shard, train_all
+from tests.parallel.sharded.test_module import shard, train_all
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import activation_bytes, checkpoint_activations
 from torsh_distributed.plan import ActivationConfig

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from torsh_distributed.comm.backend import BackendType
+from torsh_distributed.comm.backends.capabilities import BackendType
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import CompressionConfig, DistributedConfig, Plan
-from torsh_distributed.plan.compression import METHODS
-from torsh_distributed.plan.distributed import BACKENDS
+from torsh_distributed.plan.sections.compress import METHODS
+from torsh_distributed.plan.sections.distributed import BACKENDS
 
 DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
     (

@@ -12,7 +12,7 @@ from torsh_distributed.plan import (
     TensorParallelConfig,
     TrainingConfig,
 )
-from torsh_distributed.plan.paths import keys_of
+from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.support import GATES, HONOURED
 
 

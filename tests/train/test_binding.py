@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.whole_state import (
+from torsh_distributed.parallel.state.whole_state import (
     load_model_state,
     load_optimizer_state,
     model_state,

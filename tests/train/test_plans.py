@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from tests.bed.world import ROOT, World
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
+from torsh_distributed.train.batches import sharded
 from torsh_distributed.train.demos import DEMOS
-from torsh_distributed.train.sharding import sharded
 
 PLANS = sorted((ROOT / "examples/plans").glob("*.toml"))
 STEPS, BATCH = 2, 4

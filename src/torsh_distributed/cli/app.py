@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from torsh_distributed import __version__
-from torsh_distributed.cli import bench, bench_compression, bench_network, environment, explain, plan, run, store, train
+from torsh_distributed.cli import environment, explain, run, store
+from torsh_distributed.cli.bench import collectives, compression, network
+from torsh_distributed.cli.demo import command as demo
+from torsh_distributed.cli.plan import commands as plan
 from torsh_distributed.errors import TorshError
 
 app = typer.Typer(
@@ -23,14 +26,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", context_settings=run.CONTEXT_SETTINGS)(run.run)
-app.command("train")(train.train)
+app.command("train")(demo.train)
 app.command("explain")(explain.explain)
 app.command("env")(environment.show)
 app.add_typer(plan.app, name="plan")
 app.add_typer(store.app, name="store")
-bench.app.command("compression")(bench_compression.compression)
-bench.app.command("network")(bench_network.network)
-app.add_typer(bench.app, name="bench")
+collectives.app.command("compression")(compression.compression)
+collectives.app.command("network")(network.network)
+app.add_typer(collectives.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

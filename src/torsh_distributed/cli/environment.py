@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torsh_distributed import __version__
-from torsh_distributed.comm.backend import BackendType, probe_capabilities
-from torsh_distributed.launch.environment import read_environment
+from torsh_distributed.comm.backends.capabilities import BackendType, probe_capabilities
+from torsh_distributed.launch.worker.environment import read_environment
 
 VARIABLES = {
     "TORSH_INIT_TIMEOUT": "seconds the ranks have to meet (300)",

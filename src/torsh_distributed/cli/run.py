@@ -203,7 +203,7 @@ def run(
 
 
 def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
-    from torsh_distributed.launch.mpi import mpi_job
+    from torsh_distributed.launch.mpi.mpi_job import mpi_job
 
     return mpi_job(spec)
 

@@ -1,13 +1,28 @@
 """Moving bytes between ranks: stores, backends, groups, collectives."""
 
-from torsh_distributed.comm.abort import abort
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
-from torsh_distributed.comm.algorithms.packed import bucketed_all_reduce, fused_all_reduce
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
-from torsh_distributed.comm.algorithms.spread import multi_root_broadcast, scatter_reduce, tree_broadcast
-from torsh_distributed.comm.backend import BackendCapabilities, BackendType, is_available, probe_capabilities
-from torsh_distributed.comm.collectives import (
+from torsh_distributed.comm.backends.capabilities import (
+    BackendCapabilities,
+    BackendType,
+    is_available,
+    probe_capabilities,
+)
+from torsh_distributed.comm.collectives.objects import (
+    all_gather_object,
+    all_gather_varsize,
+    broadcast_object,
+    gather_object,
+    recv_object,
+    scatter_object,
+    send_object,
+)
+from torsh_distributed.comm.collectives.packed import bucketed_all_reduce, fused_all_reduce
+from torsh_distributed.comm.collectives.point_to_point import irecv, isend, recv, send
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.spread import multi_root_broadcast, scatter_reduce, tree_broadcast
+from torsh_distributed.comm.collectives.tensors import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -18,18 +33,10 @@ from torsh_distributed.comm.collectives import (
     reduce_scatter,
     scatter,
 )
-from torsh_distributed.comm.groups import CommunicationGroup, GroupManager, GroupType
-from torsh_distributed.comm.objects import (
-    all_gather_object,
-    all_gather_varsize,
-    broadcast_object,
-    gather_object,
-    recv_object,
-    scatter_object,
-    send_object,
-)
-from torsh_distributed.comm.p2p import irecv, isend, recv, send
-from torsh_distributed.comm.process_group import (
+from torsh_distributed.comm.collectives.work import Work
+from torsh_distributed.comm.groups.abort import abort
+from torsh_distributed.comm.groups.manager import CommunicationGroup, GroupManager, GroupType
+from torsh_distributed.comm.groups.process_group import (
     destroy_process_group,
     device,
     get_backend,
@@ -43,13 +50,11 @@ from torsh_distributed.comm.process_group import (
     roster,
     validate_rank,
 )
-from torsh_distributed.comm.reduce_op import ReduceOp
-from torsh_distributed.comm.rendezvous import Roster
+from torsh_distributed.comm.measurement.communication_stats import CommunicationStats, OperationStats
+from torsh_distributed.comm.measurement.flight_recorder import FlightRecorder, Record, recorder
+from torsh_distributed.comm.meeting.rendezvous import Roster
 from torsh_distributed.comm.scheduler import CommunicationScheduler, Priority, SchedulingStrategy
-from torsh_distributed.comm.stats import CommunicationStats, OperationStats
 from torsh_distributed.comm.store import Store, open_store
-from torsh_distributed.comm.trace import FlightRecorder, Record, recorder
-from torsh_distributed.comm.work import Work
 
 __all__ = [
     "Algorithm",

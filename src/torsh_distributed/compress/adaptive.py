@@ -14,11 +14,11 @@ from enum import StrEnum
 import torch
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import CompressionConfig
-from torsh_distributed.plan.compression import METHODS
+from torsh_distributed.plan.sections.compress import METHODS
 
 _NUM_RECORDS = 10
 _SHARES = (0.0001, 1.0)

@@ -10,21 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives import resolve_group
-from torsh_distributed.comm.objects import all_gather_object
-from torsh_distributed.compress.averaging import average_named
-from torsh_distributed.compress.codec import Codec, Key
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
+from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import CANDIDATES, NEARLY_EXACT, AutoCodec
-from torsh_distributed.compress.codecs.bernoulli import ScaledBernoulliCodec
-from torsh_distributed.compress.codecs.randomk import ScaledRandomKCodec
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.compress.codecs.base import Codec, Key
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.codecs.sparse.bernoulli import ScaledBernoulliCodec
+from torsh_distributed.compress.codecs.sparse.randomk import ScaledRandomKCodec
+from torsh_distributed.compress.compression_stats import CompressionStats
 from torsh_distributed.compress.feedback import DifferenceFeedback, Feedback, make_feedback
-from torsh_distributed.compress.gradient import DENSE, CompressedGradient, check_dense, is_finite, norm, num_bytes
-from torsh_distributed.compress.named import Layout, Piece
+from torsh_distributed.compress.messages.compressed_gradient import (
+    DENSE,
+    CompressedGradient,
+    check_dense,
+    is_finite,
+    norm,
+    num_bytes,
+)
+from torsh_distributed.compress.messages.sparse import dense
 from torsh_distributed.compress.policy import is_dense_step, stream_of, travels_dense
-from torsh_distributed.compress.sparse import dense
-from torsh_distributed.compress.stats import CompressionStats
 from torsh_distributed.errors import CompressionError, ConfigurationError, InvalidArgument
 from torsh_distributed.plan import CompressionConfig
 

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.entry import check_entry, command_line
-from torsh_distributed.launch.follower import Follower
-from torsh_distributed.launch.guardian import MARK_VARIABLE
-from torsh_distributed.launch.leader import Leader
-from torsh_distributed.launch.listening import is_loopback
-from torsh_distributed.launch.loop import Loop
-from torsh_distributed.launch.messages import FromLeader, Welcome
-from torsh_distributed.launch.node import Node
-from torsh_distributed.launch.reception import Reception
-from torsh_distributed.launch.report import Voice
-from torsh_distributed.launch.signals import SignalInbox
+from torsh_distributed.launch.failure_report import Voice
+from torsh_distributed.launch.local.guardian import MARK_VARIABLE
+from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.signals import SignalInbox
+from torsh_distributed.launch.local.terminal import Terminal
+from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
+from torsh_distributed.launch.nodes.follower import Follower
+from torsh_distributed.launch.nodes.launcher_listener import Reception
+from torsh_distributed.launch.nodes.leader import Leader
+from torsh_distributed.launch.nodes.listening_sockets import is_loopback
+from torsh_distributed.launch.nodes.node import Node
+from torsh_distributed.launch.nodes.records import FromLeader, Welcome
 from torsh_distributed.launch.spec import JobSpec
-from torsh_distributed.launch.terminal import Terminal
-from torsh_distributed.launch.worker_env import AttemptEndpoint, worker_environment
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_JOB_TOKEN", "TORSH_PROGRESS_FILE")
 

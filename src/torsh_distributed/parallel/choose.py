@@ -7,19 +7,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from torsh_distributed.comm import process_group
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
-from torsh_distributed.parallel.data import DataParallel, gradient_options, refuse_gradient_options
-from torsh_distributed.parallel.expert.choice import expert_strategy
-from torsh_distributed.parallel.materialize import Materializer, ParamInit, is_on_meta
-from torsh_distributed.parallel.mesh import Mesh
-from torsh_distributed.parallel.offload.compose import moves_params_or_grads, paged_strategy
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel
-from torsh_distributed.parallel.sharded_strategy import Sharded
+from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options, refuse_gradient_options
+from torsh_distributed.parallel.expert.choose import expert_strategy
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
+from torsh_distributed.parallel.models.wrapping import matching
+from torsh_distributed.parallel.offload.choose import moves_params_or_grads, paged_strategy
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
-from torsh_distributed.parallel.wrapping import matching
-from torsh_distributed.parallel.zero1 import ShardedOptimizer
 from torsh_distributed.plan import Plan
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel import whole_state
+from torsh_distributed.parallel.state import whole_state
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model's output and the targets to the mean loss."""

@@ -12,18 +12,11 @@ from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import files
-from torsh_distributed.plan.activation import ActivationConfig
-from torsh_distributed.plan.base import Section
-from torsh_distributed.plan.checkpoint import CheckpointConfig
-from torsh_distributed.plan.compression import CompressionConfig
-from torsh_distributed.plan.ddp import BucketConfig
-from torsh_distributed.plan.distributed import DistributedConfig
-from torsh_distributed.plan.elastic import ElasticConfig
-from torsh_distributed.plan.expert import ExpertParallelismConfig
-from torsh_distributed.plan.explanation import Explanation, Row, show
-from torsh_distributed.plan.fsdp import FsdpConfig
-from torsh_distributed.plan.layers import (
+from torsh_distributed.plan.describing.explanation import Explanation, Row, show
+from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
+from torsh_distributed.plan.reading import files
+from torsh_distributed.plan.reading.sources import (
     Layer,
     document_layer,
     environment_layer,
@@ -31,17 +24,24 @@ from torsh_distributed.plan.layers import (
     merge,
     override_layer,
 )
-from torsh_distributed.plan.mesh import MeshConfig
-from torsh_distributed.plan.observe import ObserveConfig
-from torsh_distributed.plan.offload import OffloadConfig
-from torsh_distributed.plan.paths import keys_of
-from torsh_distributed.plan.pipeline import PipelineConfig
-from torsh_distributed.plan.precision import MixedPrecisionConfig
-from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
-from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.plan.section import Section
+from torsh_distributed.plan.sections.activation import ActivationConfig
+from torsh_distributed.plan.sections.axes.ddp import BucketConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
+from torsh_distributed.plan.sections.axes.mesh import MeshConfig
+from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
+from torsh_distributed.plan.sections.compress import CompressionConfig
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+from torsh_distributed.plan.sections.elastic import ElasticConfig
+from torsh_distributed.plan.sections.observe import ObserveConfig
+from torsh_distributed.plan.sections.offload import OffloadConfig
+from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
+from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.training import TrainingConfig
 from torsh_distributed.plan.support import status_of
-from torsh_distributed.plan.tensor import TensorParallelConfig
-from torsh_distributed.plan.training import TrainingConfig
 
 
 class PlanArguments(TypedDict, total=False):

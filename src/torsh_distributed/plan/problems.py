@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.allowed import choices, describe
-from torsh_distributed.plan.paths import field_at, keys_of, section_at, section_of
+from torsh_distributed.plan.describing.allowed import choices, describe
+from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
 
 if TYPE_CHECKING:
-    from torsh_distributed.plan.base import Section
+    from torsh_distributed.plan.section import Section
 
 FOUND = "plan_problem"
 """The kind of pydantic error that carries what `Section.find_problems` found."""

@@ -1,6 +1,6 @@
 """Training: spread a model over the world with `parallelize`, run its steps with the `Engine`."""
 
-from torsh_distributed.parallel.cpu_adam import CpuAdam
+from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.train.assemble import parallelize
 from torsh_distributed.train.batch_size import BatchSizeConfig, plan_batch_size
 from torsh_distributed.train.efficiency import EfficiencyMeter, EfficiencyReport

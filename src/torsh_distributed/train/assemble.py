@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torsh_distributed.comm import process_group
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import BackendNotInitialized
 from torsh_distributed.parallel.choose import strategy_for
-from torsh_distributed.parallel.materialize import ParamInit
-from torsh_distributed.parallel.model_check import check_same_model
-from torsh_distributed.parallel.offload.compose import offloaded_optimizer
+from torsh_distributed.parallel.models.materialize import ParamInit
+from torsh_distributed.parallel.models.same_model import check_same_model
+from torsh_distributed.parallel.offload.choose import offloaded_optimizer
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.engine import Engine

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from torsh_distributed.comm import process_group
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, MemoryAllocationFailed
+from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
-from torsh_distributed.train.sharding import Batch
 
 _ACTIVATION_SHARE = 0.2
 """The part of the budget that the first guess gives to activations."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.whole_state import carried, named_params
+from torsh_distributed.parallel.state.whole_state import carried, named_params
 
 OptimizerFn = Callable[[Any], Optimizer]
 """Takes the model's parameters, as `torch.optim.AdamW` does; `functools.partial` fills in the rest."""

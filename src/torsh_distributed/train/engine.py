@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed import events
-from torsh_distributed.comm import process_group
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.guard import decides_on_device, only_if_finite
+from torsh_distributed.train.batches import Batch, Piece, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
-from torsh_distributed.train.sharding import Batch, Piece, count_samples, sharded, split_rows, to_device
 
 _log = logging.getLogger(__name__)
 

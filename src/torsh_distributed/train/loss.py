@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
-from torsh_distributed.train.sharding import Batch
+from torsh_distributed.train.batches import Batch
 
 LossFn = Callable[[Any, Any], Tensor]
 """Takes the model's output and the targets; returns a tensor with one value, the mean over the samples."""

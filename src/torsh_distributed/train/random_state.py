@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torsh_distributed.comm import process_group
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.groups import process_group
 
 
 def gather_random_states() -> list[dict[str, Any]]:

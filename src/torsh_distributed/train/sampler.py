@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from torsh_distributed.comm import process_group
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from torsh_distributed.comm.algorithms import choice
+from torsh_distributed.comm.algorithms.auto import choice
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from torch import Tensor
 from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
-from torsh_distributed.comm import process_group
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
-from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.comm.p2p import irecv, isend
+from torsh_distributed.comm.collectives.point_to_point import irecv, isend
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 
 BACKENDS = ["gloo", "shm"]

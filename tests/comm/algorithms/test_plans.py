@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torsh_distributed.comm.algorithms.auto.choice import shortlist
 from torsh_distributed.comm.algorithms.base import Link, LinkFigures
-from torsh_distributed.comm.algorithms.choice import shortlist
 from torsh_distributed.comm.algorithms.hierarchical import by_node
-from torsh_distributed.comm.algorithms.packed import plan_buckets, plan_fused
 from torsh_distributed.comm.algorithms.pipelined import chain_moves
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
 from torsh_distributed.comm.algorithms.tree import binomial_branch
+from torsh_distributed.comm.collectives.packed import plan_buckets, plan_fused
 from torsh_distributed.errors import InvalidArgument
 
 sizes = st.integers(min_value=1, max_value=40)

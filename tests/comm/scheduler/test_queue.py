@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
+from torsh_distributed.comm.scheduler.ordering import AnyTask, SchedulingStrategy, make_strategy
 from torsh_distributed.comm.scheduler.queue import TaskQueue
-from torsh_distributed.comm.scheduler.strategy import AnyTask, SchedulingStrategy, make_strategy
 from torsh_distributed.comm.scheduler.task import Priority, State, Task
 from torsh_distributed.errors import InvalidArgument
 

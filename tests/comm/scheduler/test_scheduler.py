@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.comm.p2p import recv, send
+from torsh_distributed.comm.collectives.point_to_point import recv, send
+from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.comm.scheduler import CommunicationScheduler, Priority, ScheduledWork
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
 

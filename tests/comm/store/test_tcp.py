@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bed.zygote import free_port
-from torsh_distributed.comm.store import TcpStoreServer, open_store, wire
+from torsh_distributed.comm.store import TcpStoreServer, open_store, tcp_protocol
 from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError, OperationTimeout
 
 
@@ -141,8 +141,8 @@ def test_another_token_is_refused(ours: str | None, theirs: str | None) -> None:
 
 def test_a_client_that_skips_the_proof_is_sent_away(caplog: pytest.LogCaptureFixture) -> None:
     with TcpStoreServer(token="right") as server, socket.create_connection(("127.0.0.1", server.port), 10) as peer:
-        peer.sendall(wire.MAGIC + b"n" * wire.NONCE_BYTES)
-        peer.sendall(b"p" * wire.PROOF_BYTES + wire.encode([b"set", b"key", b"value", None]))
+        peer.sendall(tcp_protocol.MAGIC + b"n" * tcp_protocol.NONCE_BYTES)
+        peer.sendall(b"p" * tcp_protocol.PROOF_BYTES + tcp_protocol.encode([b"set", b"key", b"value", None]))
         while peer.recv(4096):
             pass
         with open_store(server.url, token="right") as store:
@@ -151,10 +151,10 @@ def test_a_client_that_skips_the_proof_is_sent_away(caplog: pytest.LogCaptureFix
 
 
 def test_the_token_never_travels() -> None:
-    nonces = bytes(2 * wire.NONCE_BYTES)
-    assert b"secret" not in wire.proof("secret", "client", nonces)
-    assert wire.proof("secret", "client", nonces) != wire.proof("secret", "server", nonces)
-    assert wire.proof("secret", "client", nonces) != wire.proof("secret", "client", nonces[::-1] + b"x")
+    nonces = bytes(2 * tcp_protocol.NONCE_BYTES)
+    assert b"secret" not in tcp_protocol.proof("secret", "client", nonces)
+    assert tcp_protocol.proof("secret", "client", nonces) != tcp_protocol.proof("secret", "server", nonces)
+    assert tcp_protocol.proof("secret", "client", nonces) != tcp_protocol.proof("secret", "client", nonces[::-1] + b"x")
 
 
 def test_plain_torch_clients_are_refused_where_a_token_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,8 +167,8 @@ def test_plain_torch_clients_are_refused_where_a_token_is_asked_for(caplog: pyte
 @pytest.mark.parametrize(
     "garbage",
     [
-        wire.MAGIC[:3],
-        wire.MAGIC + b"short",
+        tcp_protocol.MAGIC[:3],
+        tcp_protocol.MAGIC + b"short",
         b"TORSHKV9" + b"n" * 16,
         b"T" * 4096,
     ],
@@ -184,14 +184,14 @@ def test_garbage_at_the_greeting_does_not_harm_the_server(tcp_url: str, garbage:
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.FRAME_HEADER.pack(2**62),
-        wire.FRAME_HEADER.pack(3) + b"abc",
-        wire.encode([]),
-        wire.encode([b"format", b"disk"]),
-        wire.encode([b"set", b"key"]),
-        wire.encode([b"set", b"\xff\xfe", b"value", None]),
-        wire.encode([b"add", b"key", b"many"]),
-        wire.encode([None]),
+        tcp_protocol.FRAME_HEADER.pack(2**62),
+        tcp_protocol.FRAME_HEADER.pack(3) + b"abc",
+        tcp_protocol.encode([]),
+        tcp_protocol.encode([b"format", b"disk"]),
+        tcp_protocol.encode([b"set", b"key"]),
+        tcp_protocol.encode([b"set", b"\xff\xfe", b"value", None]),
+        tcp_protocol.encode([b"add", b"key", b"many"]),
+        tcp_protocol.encode([None]),
     ],
 )
 def test_a_malformed_request_ends_its_own_connection_only(tcp_url: str, frame: bytes) -> None:
@@ -207,12 +207,12 @@ def test_a_malformed_request_ends_its_own_connection_only(tcp_url: str, frame: b
 def greeted(port: int) -> Iterator[socket.socket]:
     """A raw connection past the greeting of a server without a token."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
-        peer.sendall(wire.MAGIC + b"n" * wire.NONCE_BYTES)
+        peer.sendall(tcp_protocol.MAGIC + b"n" * tcp_protocol.NONCE_BYTES)
         reply = b""
-        while len(reply) < len(wire.MAGIC) + wire.NONCE_BYTES + wire.PROOF_BYTES:
+        while len(reply) < len(tcp_protocol.MAGIC) + tcp_protocol.NONCE_BYTES + tcp_protocol.PROOF_BYTES:
             reply += peer.recv(4096)
-        nonces = b"n" * wire.NONCE_BYTES + reply[len(wire.MAGIC) :][: wire.NONCE_BYTES]
-        peer.sendall(wire.proof(None, "client", nonces))
+        nonces = b"n" * tcp_protocol.NONCE_BYTES + reply[len(tcp_protocol.MAGIC) :][: tcp_protocol.NONCE_BYTES]
+        peer.sendall(tcp_protocol.proof(None, "client", nonces))
         yield peer
 
 
@@ -221,18 +221,18 @@ PARTS = st.lists(st.none() | st.binary(max_size=50), max_size=6)
 
 @given(parts=PARTS)
 def test_frames_come_back_as_they_were(parts: list[bytes | None]) -> None:
-    frame = wire.encode(parts)
-    assert wire.FRAME_HEADER.unpack_from(frame) == (len(frame) - wire.FRAME_HEADER.size,)
-    assert wire.decode(frame[wire.FRAME_HEADER.size :]) == parts
+    frame = tcp_protocol.encode(parts)
+    assert tcp_protocol.FRAME_HEADER.unpack_from(frame) == (len(frame) - tcp_protocol.FRAME_HEADER.size,)
+    assert tcp_protocol.decode(frame[tcp_protocol.FRAME_HEADER.size :]) == parts
 
 
 @given(body=st.binary(max_size=60))
 def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
     try:
-        parts = wire.decode(body)
+        parts = tcp_protocol.decode(body)
     except ValueError:
         return
-    assert len(wire.encode(parts)) == wire.FRAME_HEADER.size + len(body)
+    assert len(tcp_protocol.encode(parts)) == tcp_protocol.FRAME_HEADER.size + len(body)
 
 
 def test_a_server_that_ends_releases_who_waits() -> None:

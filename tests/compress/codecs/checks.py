@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.compress.codec import Codec, Key
+from torsh_distributed.compress.codecs.base import Codec, Key
 
 MakeCodec = Callable[[], Codec]
 

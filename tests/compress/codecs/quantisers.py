@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.codecs.checks import through
-from torsh_distributed.compress.codec import Codec, Key
+from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.errors import CompressionError
 
 NUM_DRAWS = 2000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from torsh_distributed.compress.codecs import codec_names, make_codec
-from torsh_distributed.compress.codecs.bimodal import BimodalCodec
-from torsh_distributed.compress.codecs.int8 import Int8Codec
-from torsh_distributed.compress.codecs.nbit import NbitCodec
+from torsh_distributed.compress.codecs.dense.bimodal import BimodalCodec
+from torsh_distributed.compress.codecs.dense.int8 import Int8Codec
+from torsh_distributed.compress.codecs.dense.nbit import NbitCodec
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
-from torsh_distributed.plan.compression import METHODS
+from torsh_distributed.plan.sections.compress import METHODS
 
 
 def test_every_method_makes_a_codec_of_its_name() -> None:

@@ -26,8 +26,8 @@ from tests.parallel.golden import (
     moe,
 )
 from torsh_distributed import events
-from torsh_distributed.parallel.expert.lending import COPY_ROWS
-from torsh_distributed.parallel.shard_records import local_part
+from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS
+from torsh_distributed.parallel.sharded.shard_records import local_part
 from torsh_distributed.plan import (
     ExpertParallelismConfig,
     MeshConfig,

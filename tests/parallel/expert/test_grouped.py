@@ -11,7 +11,7 @@ from torch import Tensor
 from torsh_distributed.parallel.expert import layer as layer_module
 from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear, segments_of
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
 
 
 def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[Segment, ...]) -> Tensor:

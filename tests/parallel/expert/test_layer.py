@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld
-from tests.parallel.expert.dense import Reference, admitted, capacity
+from tests.parallel.expert.dense_experts import Reference, admitted, capacity
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
+from torsh_distributed.parallel.expert.balancing.lending import Lending
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
-from torsh_distributed.parallel.expert.lending import Lending
-from torsh_distributed.parallel.materialize import Materializer
-from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.parallel.models.materialize import Materializer
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
 
 DIM, HIDDEN = 6, 10
 

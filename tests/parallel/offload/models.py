@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from torsh_distributed.parallel.offload import OffloadStats, PagedDataParallel
-from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.train.demos.gpt import CharGPT
 
 STEPS, VOCABULARY = 20, 24

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_distributed.parallel.offload import OffloadStats, PagedDataParallel, StateOffload
-from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.plan.sections.offload import OffloadConfig
 
 pytestmark = pytest.mark.needs_cuda
 MB = 1 / 2**10

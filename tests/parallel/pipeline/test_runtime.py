@@ -16,7 +16,7 @@ from tests.parallel.reference import batches, build, train_alone
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.pipeline.schedule import planned_order
-from torsh_distributed.plan.pipeline import STAGES_PER_RANK, PipelineConfig
+from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK, PipelineConfig
 from torsh_distributed.train.demos.gpt import next_character_loss
 
 

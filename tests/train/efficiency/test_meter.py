@@ -16,7 +16,7 @@ from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build
 from torsh_distributed import events
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.parallel.layout import MeshLayout
+from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import DistributedConfig, MeshConfig, PipelineConfig, Plan, TrainingConfig
 from torsh_distributed.train import EfficiencyMeter, EfficiencyReport, Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torsh_distributed.comm.algorithms.lane import Lane
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
-from torsh_distributed.comm.algorithms.lane import Lane
+from torsh_distributed.comm.algorithms.channel import Lane
 from torsh_distributed.comm.algorithms.ring import ring_all_reduce
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 
 @dataclass(frozen=True)

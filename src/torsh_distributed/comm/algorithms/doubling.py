@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
-from torsh_distributed.comm.algorithms.fold import finish_fold, fold_into
-from torsh_distributed.comm.algorithms.lane import Lane
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.folding import finish_fold, fold_into
 
 
 @dataclass(frozen=True)

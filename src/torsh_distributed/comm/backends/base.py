@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from typing_extensions import override
 
 from torsh_distributed.comm.backends import operations
+from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.short_way import ShortWay
 from torsh_distributed.comm.backends.staging import (
@@ -33,7 +34,6 @@ from torsh_distributed.comm.backends.staging import (
     check_tensor,
 )
 from torsh_distributed.comm.backends.wire import Call, CommonUse, Rows
-from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
 _Options = TypeVar("_Options")

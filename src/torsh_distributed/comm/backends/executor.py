@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.wire import Call
-from torsh_distributed.comm.backends.work import PendingWork
 
 Body = Callable[[Call], None]
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
+from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
-from torsh_distributed.comm.backends.work import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
 _CLOSE_TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.staging import Staged
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 Factor = float | Tensor | None
 

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torsh_distributed.comm.backends.work import PendingWork
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.backends.handles import PendingWork
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 # c10d's mark for "no timeout given": the group's own then holds.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from torsh_distributed.comm.scheduler.strategy import AnyTask, Strategy
+from torsh_distributed.comm.scheduler.ordering import AnyTask, Strategy
 from torsh_distributed.comm.scheduler.task import State
 
 

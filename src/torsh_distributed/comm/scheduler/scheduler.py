@@ -19,9 +19,9 @@ from typing import Self, TypeVar, cast
 import torch.distributed as dist
 
 from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
+from torsh_distributed.comm.scheduler.ordering import AnyTask, SchedulingStrategy, make_strategy
 from torsh_distributed.comm.scheduler.queue import TaskQueue
 from torsh_distributed.comm.scheduler.rate import TokenBucket
-from torsh_distributed.comm.scheduler.strategy import AnyTask, SchedulingStrategy, make_strategy
 from torsh_distributed.comm.scheduler.tally import SchedulerStats, Tally
 from torsh_distributed.comm.scheduler.task import Priority, ScheduledWork, State, Task
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError

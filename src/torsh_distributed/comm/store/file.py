@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from torsh_distributed.comm.store.base import Keyspace, Swap
 from torsh_distributed.comm.store.file_log import DamagedLog, FileLog
 from torsh_distributed.comm.store.file_watch import FileWatch
+from torsh_distributed.comm.store.keyspace import Keyspace, Swap
 from torsh_distributed.comm.store.table import Table
 from torsh_distributed.errors import IoError, OperationTimeout, TorshError
 

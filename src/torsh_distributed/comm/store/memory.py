@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from torsh_distributed.comm.store.base import Keyspace, Swap
+from torsh_distributed.comm.store.keyspace import Keyspace, Swap
 from torsh_distributed.comm.store.table import Table
 
 

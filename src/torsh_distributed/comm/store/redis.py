@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from torsh_distributed.comm.store.base import (
+from torsh_distributed.comm.store.keyspace import (
     MAX_VALUE_BYTES,
     Keyspace,
     Swap,

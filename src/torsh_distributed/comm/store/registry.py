@@ -6,8 +6,8 @@ import difflib
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from torsh_distributed.comm.store.base import DEFAULT_TIMEOUT_S, Keyspace
 from torsh_distributed.comm.store.file import FileKeyspace
+from torsh_distributed.comm.store.keyspace import DEFAULT_TIMEOUT_S, Keyspace
 from torsh_distributed.comm.store.memory import MemoryKeyspace
 from torsh_distributed.comm.store.redis import RedisKeyspace
 from torsh_distributed.comm.store.store import Store

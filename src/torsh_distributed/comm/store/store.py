@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from typing_extensions import override
 
-from torsh_distributed.comm.store.base import (
+from torsh_distributed.comm.store.keyspace import (
     DEFAULT_TIMEOUT_S,
     MAX_KEY_BYTES,
     MAX_VALUE_BYTES,

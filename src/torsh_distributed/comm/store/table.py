@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torsh_distributed.comm.store.base import MAX_VALUE_BYTES, Swap, checked_sum, parse_counter, value_too_large
+from torsh_distributed.comm.store.keyspace import MAX_VALUE_BYTES, Swap, checked_sum, parse_counter, value_too_large
 
 
 @dataclass(frozen=True, slots=True)

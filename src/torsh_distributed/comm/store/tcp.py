@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from torsh_distributed.comm.store import wire
-from torsh_distributed.comm.store.base import Keyspace, Swap
+from torsh_distributed.comm.store import tcp_protocol
+from torsh_distributed.comm.store.keyspace import Keyspace, Swap
 from torsh_distributed.comm.store.tcp_server import TcpStoreServer, tcp_url
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
-from torsh_distributed.plan.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryPolicy
 from torsh_distributed.retry import retry
 
 # A server that answers nothing at all for this long after a wait should have ended is stuck or cut off.
@@ -55,7 +55,7 @@ class TcpKeyspace(Keyspace):
 
     @override
     def set(self, key: str, value: bytes, ttl_s: float | None) -> None:
-        self._call(b"set", key.encode(), value, wire.number(ttl_s))
+        self._call(b"set", key.encode(), value, tcp_protocol.number(ttl_s))
 
     @override
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -67,12 +67,12 @@ class TcpKeyspace(Keyspace):
 
     @override
     def compare_and_swap(self, key: str, expected: bytes | None, desired: bytes, ttl_s: float | None) -> Swap:
-        swapped, value = self._call(b"cas", key.encode(), expected, desired, wire.number(ttl_s))
+        swapped, value = self._call(b"cas", key.encode(), expected, desired, tcp_protocol.number(ttl_s))
         return Swap(swapped == b"1", value)
 
     @override
     def add(self, key: str, delta: int) -> int:
-        return _integer(self._call(b"add", key.encode(), wire.number(delta)))
+        return _integer(self._call(b"add", key.encode(), tcp_protocol.number(delta)))
 
     @override
     def append(self, key: str, suffix: bytes) -> None:
@@ -81,7 +81,7 @@ class TcpKeyspace(Keyspace):
     @override
     def wait(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         names = [key.encode() for key in keys]
-        missing = self._call(b"wait", wire.number(timeout_s), *names, timeout_s=timeout_s + _GRACE_S)
+        missing = self._call(b"wait", tcp_protocol.number(timeout_s), *names, timeout_s=timeout_s + _GRACE_S)
         return [name.decode() for name in missing if name is not None]
 
     @override
@@ -97,7 +97,7 @@ class TcpKeyspace(Keyspace):
         if self._server is not None:
             self._server.close()
 
-    def _call(self, op: bytes, *args: wire.Part, timeout_s: float | None = None) -> list[wire.Part]:
+    def _call(self, op: bytes, *args: tcp_protocol.Part, timeout_s: float | None = None) -> list[tcp_protocol.Part]:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         connection = self._take(deadline)
         try:
@@ -209,21 +209,23 @@ class _Connection:
 
     def greet(self, token: str | None, deadline: float) -> bool:
         """Exchange proofs; False if the server's token is another."""
-        ours = secrets.token_bytes(wire.NONCE_BYTES)
-        self._send(wire.MAGIC + ours, deadline)
-        if self._receive(len(wire.MAGIC), deadline) != wire.MAGIC:
+        ours = secrets.token_bytes(tcp_protocol.NONCE_BYTES)
+        self._send(tcp_protocol.MAGIC + ours, deadline)
+        if self._receive(len(tcp_protocol.MAGIC), deadline) != tcp_protocol.MAGIC:
             raise ValueError("it speaks another protocol")
-        nonces = ours + self._receive(wire.NONCE_BYTES, deadline)
-        if not hmac.compare_digest(self._receive(wire.PROOF_BYTES, deadline), wire.proof(token, "server", nonces)):
+        nonces = ours + self._receive(tcp_protocol.NONCE_BYTES, deadline)
+        if not hmac.compare_digest(
+            self._receive(tcp_protocol.PROOF_BYTES, deadline), tcp_protocol.proof(token, "server", nonces)
+        ):
             return False
-        self._send(wire.proof(token, "client", nonces), deadline)
+        self._send(tcp_protocol.proof(token, "client", nonces), deadline)
         return True
 
-    def exchange(self, request: list[wire.Part], deadline: float) -> list[wire.Part]:
+    def exchange(self, request: list[tcp_protocol.Part], deadline: float) -> list[tcp_protocol.Part]:
         """Send a request and return the reply's parts."""
-        self._send(wire.encode(request), deadline)
-        (num_bytes,) = wire.FRAME_HEADER.unpack(self._receive(wire.FRAME_HEADER.size, deadline))
-        return wire.decode(self._receive(num_bytes, deadline))
+        self._send(tcp_protocol.encode(request), deadline)
+        (num_bytes,) = tcp_protocol.FRAME_HEADER.unpack(self._receive(tcp_protocol.FRAME_HEADER.size, deadline))
+        return tcp_protocol.decode(self._receive(num_bytes, deadline))
 
     def is_usable(self) -> bool:
         """Whether the server has neither hung up nor said anything unasked since the last reply."""
@@ -261,6 +263,6 @@ def _remaining_s(deadline: float) -> float:
     return min(remaining_s, _LONGEST_SOCKET_WAIT_S)
 
 
-def _integer(reply: list[wire.Part]) -> int:
+def _integer(reply: list[tcp_protocol.Part]) -> int:
     (number,) = reply
     return int(number or b"0")

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.store import wire
+from torsh_distributed.comm.store import tcp_protocol
 from torsh_distributed.comm.store.table import Table
 from torsh_distributed.errors import InvalidArgument, IoError
 
@@ -110,7 +110,7 @@ class TcpStoreServer:
         try:
             async with asyncio.timeout(_GREETING_TIMEOUT_S):
                 opening = await reader.readexactly(_TORCH_GREETING_BYTES)
-                is_ours = wire.MAGIC.startswith(opening)
+                is_ours = tcp_protocol.MAGIC.startswith(opening)
                 if is_ours:
                     await self._greet(opening, reader, writer)
             if is_ours:
@@ -127,33 +127,33 @@ class TcpStoreServer:
             writer.close()
 
     async def _greet(self, opening: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greeting = opening + await reader.readexactly(len(wire.MAGIC) + wire.NONCE_BYTES - len(opening))
-        if not greeting.startswith(wire.MAGIC):
+        greeting = opening + await reader.readexactly(len(tcp_protocol.MAGIC) + tcp_protocol.NONCE_BYTES - len(opening))
+        if not greeting.startswith(tcp_protocol.MAGIC):
             raise ValueError("it speaks another version of the protocol")
-        ours = secrets.token_bytes(wire.NONCE_BYTES)
-        nonces = greeting[len(wire.MAGIC) :] + ours
-        writer.write(wire.MAGIC + ours + wire.proof(self._token, "server", nonces))
-        answer = await reader.readexactly(wire.PROOF_BYTES)
-        if not hmac.compare_digest(answer, wire.proof(self._token, "client", nonces)):
+        ours = secrets.token_bytes(tcp_protocol.NONCE_BYTES)
+        nonces = greeting[len(tcp_protocol.MAGIC) :] + ours
+        writer.write(tcp_protocol.MAGIC + ours + tcp_protocol.proof(self._token, "server", nonces))
+        answer = await reader.readexactly(tcp_protocol.PROOF_BYTES)
+        if not hmac.compare_digest(answer, tcp_protocol.proof(self._token, "client", nonces)):
             raise ValueError("it does not have the token")
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            (num_bytes,) = wire.FRAME_HEADER.unpack(await reader.readexactly(wire.FRAME_HEADER.size))
-            if num_bytes > wire.MAX_FRAME_BYTES:
+            (num_bytes,) = tcp_protocol.FRAME_HEADER.unpack(await reader.readexactly(tcp_protocol.FRAME_HEADER.size))
+            if num_bytes > tcp_protocol.MAX_FRAME_BYTES:
                 raise ValueError(f"it announced a frame of {num_bytes} bytes")
-            op, *args = wire.decode(await reader.readexactly(num_bytes))
+            op, *args = tcp_protocol.decode(await reader.readexactly(num_bytes))
             try:
                 if op == b"wait":
                     reply = await self._wait(args)
                 else:
                     reply = self._apply(op, args)
-                writer.write(wire.encode([b"ok", *reply]))
+                writer.write(tcp_protocol.encode([b"ok", *reply]))
             except InvalidArgument as error:
-                writer.write(wire.encode([b"invalid", json.dumps(error.to_dict()).encode()]))
+                writer.write(tcp_protocol.encode([b"invalid", json.dumps(error.to_dict()).encode()]))
             await writer.drain()
 
-    def _apply(self, op: wire.Part, args: list[wire.Part]) -> list[wire.Part]:
+    def _apply(self, op: tcp_protocol.Part, args: list[tcp_protocol.Part]) -> list[tcp_protocol.Part]:
         """Do one operation on the table, at once."""
         table = self._table
         match op, args:
@@ -162,32 +162,32 @@ class TcpStoreServer:
             case b"set", [bytes(key), bytes(value), ttl_s]:
                 return self._write(key, lambda name: table.set(name, value, _seconds(ttl_s)))
             case b"delete", [bytes(key)]:
-                return [wire.number(int(table.delete(key.decode())))]
+                return [tcp_protocol.number(int(table.delete(key.decode())))]
             case b"cas", [bytes(key), expected, bytes(desired), ttl_s]:
                 swap = table.compare_and_swap(key.decode(), expected, desired, _seconds(ttl_s))
                 if swap:
                     self._wake(key.decode())
-                return [wire.number(int(swap.swapped)), swap.value]
+                return [tcp_protocol.number(int(swap.swapped)), swap.value]
             case b"add", [bytes(key), bytes(delta)]:
                 return self._write(key, lambda name: table.add(name, int(delta)))
             case b"append", [bytes(key), bytes(suffix)]:
                 return self._write(key, lambda name: table.append(name, suffix))
             case b"count", [bytes(prefix)]:
-                return [wire.number(table.count(prefix.decode()))]
+                return [tcp_protocol.number(table.count(prefix.decode()))]
         raise ValueError(f"it asked for {op!r} with {len(args)} arguments")
 
-    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[wire.Part]:
+    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[tcp_protocol.Part]:
         name = key.decode()
         result = action(name)
         self._wake(name)
-        return [wire.number(result)]
+        return [tcp_protocol.number(result)]
 
     def _wake(self, key: str) -> None:
         arrival = self._arrivals.pop(key, None)
         if arrival is not None:
             arrival.set()
 
-    async def _wait(self, args: list[wire.Part]) -> list[wire.Part]:
+    async def _wait(self, args: list[tcp_protocol.Part]) -> list[tcp_protocol.Part]:
         """The keys still missing once all are there or the time is up."""
         timeout_s, *names = args
         keys = _keys(names)
@@ -229,11 +229,11 @@ def tcp_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _keys(names: list[wire.Part]) -> list[str]:
+def _keys(names: list[tcp_protocol.Part]) -> list[str]:
     return [name.decode() for name in names if name is not None]
 
 
-def _seconds(part: wire.Part) -> float | None:
+def _seconds(part: tcp_protocol.Part) -> float | None:
     return None if part is None else float(part)
 
 

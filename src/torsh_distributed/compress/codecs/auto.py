@@ -25,10 +25,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives import all_reduce
-from torsh_distributed.comm.network import NetworkProfiler
-from torsh_distributed.compress.codec import Averaged, Codec, Key
-from torsh_distributed.compress.dense import DenseCodec
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.measurement.network import NetworkProfiler
+from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.errors import InvalidArgument
 
 NONE = "none"

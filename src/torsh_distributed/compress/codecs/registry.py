@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import importlib
 
-from torsh_distributed.compress.codec import Codec
+from torsh_distributed.compress.codecs.base import Codec
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.plan.compression import METHODS, CompressionConfig
+from torsh_distributed.plan.sections.compress import METHODS, CompressionConfig
 
 _CODECS: dict[str, str] = {
-    "none": "cast:Fp32Codec",
-    "fp16": "cast:Fp16Codec",
-    "bf16": "cast:Bf16Codec",
-    "int8": "int8:Int8Codec",
-    "nbit": "nbit:NbitCodec",
-    "sign": "sign:SignCodec",
-    "majority": "sign:MajorityCodec",
-    "ternary": "ternary:make_ternary",
-    "bimodal": "bimodal:BimodalCodec",
-    "natural": "natural:NaturalCodec",
-    "topk": "topk:TopKCodec",
-    "threshold": "threshold:ThresholdCodec",
-    "gaussian": "gaussian:GaussianCodec",
-    "randomk": "randomk:RandomKCodec",
-    "bernoulli": "bernoulli:BernoulliCodec",
-    "sketch": "sketch:SketchCodec",
-    "powersgd": "powersgd:PowerSgdCodec",
-    "layerwise": "layerwise:LayerwiseCodec",
+    "none": "linear.cast:Fp32Codec",
+    "fp16": "linear.cast:Fp16Codec",
+    "bf16": "linear.cast:Bf16Codec",
+    "int8": "dense.int8:Int8Codec",
+    "nbit": "dense.nbit:NbitCodec",
+    "sign": "dense.sign:SignCodec",
+    "majority": "dense.sign:MajorityCodec",
+    "ternary": "dense.ternary:make_ternary",
+    "bimodal": "dense.bimodal:BimodalCodec",
+    "natural": "dense.natural:NaturalCodec",
+    "topk": "sparse.topk:TopKCodec",
+    "threshold": "sparse.threshold:ThresholdCodec",
+    "gaussian": "sparse.gaussian:GaussianCodec",
+    "randomk": "sparse.randomk:RandomKCodec",
+    "bernoulli": "sparse.bernoulli:BernoulliCodec",
+    "sketch": "linear.sketch:SketchCodec",
+    "powersgd": "linear.powersgd:PowerSgdCodec",
+    "layerwise": "sparse.layerwise:LayerwiseCodec",
 }
 """Module of this package and what in it makes the codec, from the method's number where the method has one.
 

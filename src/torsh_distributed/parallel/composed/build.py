@@ -11,29 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torsh_distributed.comm.objects import broadcast_object
+from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
+from torsh_distributed.parallel.composed.mesh_strategy import Composed, Context
 from torsh_distributed.parallel.composed.pipelined import PipelineStages
 from torsh_distributed.parallel.composed.refusals import refuse
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
-from torsh_distributed.parallel.composed.strategy import Composed, Context
 from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.context.parallel import require_positions
-from torsh_distributed.parallel.data import DataParallel, gradient_options, refuse_gradient_options
+from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options, refuse_gradient_options
+from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
-from torsh_distributed.parallel.expert.carried import CarriedLoss
-from torsh_distributed.parallel.expert.choice import check_experts
+from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.spreading import experts_apart, spread_experts
-from torsh_distributed.parallel.layout import GRADIENT_AXES
-from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.expert.staged_loss import CarriedLoss
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
+from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank
-from torsh_distributed.parallel.replicas import broadcast_from_first
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel
-from torsh_distributed.parallel.sharded_strategy import Sharded
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
 from torsh_distributed.plan import Plan

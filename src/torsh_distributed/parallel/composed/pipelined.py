@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.composed.mesh_strategy import OnMesh
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards
-from torsh_distributed.parallel.composed.strategy import OnMesh
 from torsh_distributed.parallel.context import ContextParallel
-from torsh_distributed.parallel.expert.strategy import balance_load
-from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.expert.expert_strategy import balance_load
+from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 

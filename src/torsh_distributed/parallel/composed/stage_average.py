@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.parallel.buckets import bucket_reducer
-from torsh_distributed.parallel.ddp import REDUCE_DTYPES, can_divide_last, refuse_what_cannot_be_compressed
+from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
+from torsh_distributed.parallel.data.ddp import REDUCE_DTYPES, can_divide_last, refuse_what_cannot_be_compressed
+from torsh_distributed.parallel.data.gradient_sync import GradientSync, gradients_held
 from torsh_distributed.parallel.expert.stacks import spread_params
-from torsh_distributed.parallel.gradient_sync import GradientSync, gradients_held
-from torsh_distributed.parallel.layout import GRADIENT_AXES, REPLICA_AXES
-from torsh_distributed.parallel.mesh import Mesh
-from torsh_distributed.parallel.whole_state import named_params
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.state.whole_state import named_params
 from torsh_distributed.plan import Plan
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert.spreading import experts_apart
-from torsh_distributed.parallel.mesh import Mesh
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.wrapping import ignored_modules, pieces_of
 from torsh_distributed.parallel.pipeline import StagePlan
-from torsh_distributed.parallel.sharded import FullyShardedDataParallel
-from torsh_distributed.parallel.wrapping import ignored_modules, pieces_of
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.plan import Plan
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.p2p import irecv, isend
-from torsh_distributed.comm.work import Work
+from torsh_distributed.comm.collectives.point_to_point import irecv, isend
+from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.parallel.context.order import chunks_of
 
 Span = tuple[int, int]

@@ -1,12 +1,12 @@
 """Mixture of experts: layers whose experts are spread over ranks."""
 
-from torsh_distributed.parallel.expert.balance import LoadBalancer, rebalance
+from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer, rebalance
+from torsh_distributed.parallel.expert.balancing.lending import Lending, worth_lending
+from torsh_distributed.parallel.expert.balancing.placement import Placement
+from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss, moe_layers
-from torsh_distributed.parallel.expert.lending import Lending, worth_lending
-from torsh_distributed.parallel.expert.placement import Placement
-from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
-from torsh_distributed.parallel.expert.stats import RoutingStats
-from torsh_distributed.parallel.expert.strategy import ExpertDataParallel
+from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
+from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
 
 __all__ = [
     "ExpertDataParallel",

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives import all_to_all
-from torsh_distributed.comm.rows import gather_to_all, sum_from_all, takes_rows
+from torsh_distributed.comm.collectives.rows import gather_to_all, sum_from_all, takes_rows
+from torsh_distributed.comm.collectives.tensors import all_to_all
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.objects import all_gather_object
-from torsh_distributed.comm.rows import new_rows, takes_rows
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.rows import new_rows, takes_rows
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.expert.balancing.lending import Lending, Stacks, lend
+from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segments_of
-from torsh_distributed.parallel.expert.lending import Lending, Stacks, lend
-from torsh_distributed.parallel.expert.placement import Placement
-from torsh_distributed.parallel.expert.router import ExpertRouter, RoutingDecision
-from torsh_distributed.parallel.expert.stats import RoutingStats
-from torsh_distributed.parallel.probing import is_probing
-from torsh_distributed.plan.expert import ExpertParallelismConfig
+from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
+from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
+from torsh_distributed.parallel.models.probing import is_probing
+from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
 
 carried_loss: ContextVar[Tensor | None] = ContextVar("carried_loss", default=None)
 """In a pipeline, while the loss is computed: the auxiliary losses of all stages, which other ranks may hold."""

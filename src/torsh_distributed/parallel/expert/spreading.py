@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.parallel.layout import GRADIENT_AXES, REPLICA_AXES
-from torsh_distributed.parallel.mesh import Mesh
-from torsh_distributed.parallel.sharded import Apart
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.sharded.module import Apart
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> None:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_distributed.comm.collectives import all_gather, all_to_all
+from torsh_distributed.comm.collectives.tensors import all_gather, all_to_all
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.parallel.expert.placement import Placement
-from torsh_distributed.parallel.whole_state import plain_name
+from torsh_distributed.parallel.state.whole_state import plain_name
 
 
 def spread_params(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:

@@ -13,20 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives import broadcast
-from torsh_distributed.parallel.buckets import bucket_reducer
+from torsh_distributed.comm.collectives.tensors import broadcast
+from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
+from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.host_value import HostValue
-from torsh_distributed.parallel.mean import mean_over
-from torsh_distributed.parallel.offload.adam import require_adam
-from torsh_distributed.parallel.offload.forecast import Forecast
-from torsh_distributed.parallel.offload.gradients import Gradients
-from torsh_distributed.parallel.offload.hooks import Hooks
-from torsh_distributed.parallel.offload.module_state import ModuleState
-from torsh_distributed.parallel.offload.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.optimizer import OffloadedOptimizer
-from torsh_distributed.parallel.offload.pager import Pager
-from torsh_distributed.parallel.offload.pieces import Piece
-from torsh_distributed.parallel.offload.placement import (
+from torsh_distributed.parallel.mesh.mean import mean_over
+from torsh_distributed.parallel.offload.budget import (
     GB,
     Rules,
     device_bytes,
@@ -38,16 +30,24 @@ from torsh_distributed.parallel.offload.placement import (
     require_room_on_device,
     workspace_bytes,
 )
-from torsh_distributed.parallel.offload.pressure import POLICIES, PressureLadder
-from torsh_distributed.parallel.offload.stats import OffloadStats, TierUse
-from torsh_distributed.parallel.offload.targets import UnitTarget
-from torsh_distributed.parallel.offload.tiers import Ledger
+from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
+from torsh_distributed.parallel.offload.paging.forecast import Forecast
+from torsh_distributed.parallel.offload.paging.hooks import Hooks
+from torsh_distributed.parallel.offload.paging.module_state import ModuleState
+from torsh_distributed.parallel.offload.paging.pager import Pager
+from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureLadder
+from torsh_distributed.parallel.offload.paging.unit_gradients import Gradients
+from torsh_distributed.parallel.offload.paging.units import Unit, build_units
+from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
+from torsh_distributed.parallel.offload.storage.pieces import Piece
+from torsh_distributed.parallel.offload.storage.tiers import Ledger
 from torsh_distributed.parallel.offload.together import together
-from torsh_distributed.parallel.offload.units import Unit, build_units
-from torsh_distributed.parallel.replicas import broadcast_from_first
+from torsh_distributed.parallel.offload.update.adam import require_adam
+from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
+from torsh_distributed.parallel.offload.update.targets import UnitTarget
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy, check_one_device
-from torsh_distributed.plan.distributed import DistributedConfig
-from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+from torsh_distributed.plan.sections.offload import OffloadConfig
 
 
 class PagedDataParallel(Strategy):

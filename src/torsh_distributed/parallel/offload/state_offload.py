@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.offload.adam import require_adam
-from torsh_distributed.parallel.offload.forms import FORMS
-from torsh_distributed.parallel.offload.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.optimizer import OffloadedOptimizer
-from torsh_distributed.parallel.offload.pieces import Piece, cut, max_numel, write
-from torsh_distributed.parallel.offload.placement import GB, make_store, place_state, workspace_bytes
-from torsh_distributed.parallel.offload.pressure import POLICIES, PressureLadder
-from torsh_distributed.parallel.offload.stats import OffloadStats, TierUse
-from torsh_distributed.parallel.offload.targets import ParamTarget, flat_of, is_updatable_in_place, local_of
-from torsh_distributed.parallel.offload.tiers import Ledger
+from torsh_distributed.parallel.offload.budget import GB, make_store, place_state, workspace_bytes
+from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
+from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureLadder
+from torsh_distributed.parallel.offload.storage.forms import FORMS
+from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
+from torsh_distributed.parallel.offload.storage.pieces import Piece, cut, max_numel, write
+from torsh_distributed.parallel.offload.storage.tiers import Ledger
 from torsh_distributed.parallel.offload.together import together
-from torsh_distributed.plan.offload import OffloadConfig
+from torsh_distributed.parallel.offload.update.adam import require_adam
+from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
+from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place, local_of
+from torsh_distributed.plan.sections.offload import OffloadConfig
 
 
 class StateOffload:

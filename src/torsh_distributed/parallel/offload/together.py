@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ProcessFailure, TorshError
 
 

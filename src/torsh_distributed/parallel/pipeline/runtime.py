@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives import broadcast
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.pipeline.relay import run_through, share
 from torsh_distributed.parallel.pipeline.schedule import (
@@ -28,7 +28,7 @@ from torsh_distributed.parallel.pipeline.schedule import (
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
 from torsh_distributed.parallel.pipeline.tied import TiedGradients
 from torsh_distributed.parallel.pipeline.timing import Stopwatch, TimedStage
-from torsh_distributed.plan.pipeline import PipelineConfig
+from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
-from torsh_distributed.parallel.probing import probing
 
 # Where backward is cut in two, older torch detaches a stage's outputs in place. One that is an input handed on, such as
 # a table of positions, then lets no gradient through in the next step. Drop with support for torch < 2.13.

@@ -24,7 +24,7 @@ from torsh_distributed.parallel.tensor.layers import (
 from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
-from torsh_distributed.plan.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
 
 _OUTPUTS: dict[Style, Activation] = {
     Style.COLUMN: "sharded",

@@ -14,7 +14,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor import rules
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.cut import Cut
-from torsh_distributed.plan.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
 
 
 class Style(StrEnum):

@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
-from torsh_distributed.comm.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.parallel.layout import MeshLayout
+from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.train.efficiency.account import Account
 from torsh_distributed.train.efficiency.report import EfficiencyReport, StepTimes
 from torsh_distributed.train.engine import Engine

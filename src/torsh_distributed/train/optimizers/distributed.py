@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torsh_distributed.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter, resolve_group
+from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce, broadcast, reduce_scatter, resolve_group
 from torsh_distributed.errors import InvalidArgument
 
 Sync = Literal["all_reduce", "all_gather", "reduce_scatter"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives import all_reduce, broadcast, resolve_group
+from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast, resolve_group
 from torsh_distributed.errors import InvalidArgument
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.bed.world import World
 from tests.comm.backends.hierarchical.test_wire import start, stop
 from torsh_distributed import events
-from torsh_distributed.comm.abort import abort
 from torsh_distributed.comm.backends.hierarchical import packing
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
 from torsh_distributed.comm.backends.shm.core import load_native
+from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CommunicationError, TorshError
 
 needs_core = pytest.mark.skipif(load_native() is None, reason="the compiled core is not built")

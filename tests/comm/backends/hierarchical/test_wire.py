@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from tests.comm.test_collectives import (
+from tests.comm.collectives.test_tensors import (
     move_everything,
     pass_values_around,
     reduce_everything,
     run_asynchronously,
     send_in_a_ring,
 )
-from torsh_distributed.comm.abort import abort
 from torsh_distributed.comm.backends.hierarchical import TorshOptions
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
-from torsh_distributed.comm.collectives import all_reduce
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, TorshError
-from torsh_distributed.parallel.sharded_comm import gather, reduce_scatter
+from torsh_distributed.parallel.sharded.communication import gather, reduce_scatter
 
 
 def start(nodes: str) -> None:

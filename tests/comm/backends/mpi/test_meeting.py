@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld, on_mpi
-from torsh_distributed.comm.backend import BackendType, choose_backend
 from torsh_distributed.comm.backends import register_backends
+from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
 from torsh_distributed.comm.backends.mpi.library import library
 from torsh_distributed.comm.backends.mpi.meeting import Seat, check_seats
 from torsh_distributed.errors import BackendError, ConfigurationError, FeatureNotAvailable, OperationTimeout
-from torsh_distributed.launch.pmi_worker import connect
+from torsh_distributed.launch.mpi.pmi_worker import connect
 
 
 def seat(mpi_rank: int, *, mpi_size: int = 2, rank: int | None = None, world_size: int | None = None) -> Seat:

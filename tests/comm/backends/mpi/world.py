@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.bed.world import World
 from tests.bed.zygote import Outcome
 from torsh_distributed.comm.backends import register_backends
-from torsh_distributed.launch.pmi import PmiServer
-from torsh_distributed.launch.pmi_worker import connect
+from torsh_distributed.launch.mpi.pmi_server import PmiServer
+from torsh_distributed.launch.mpi.pmi_worker import connect
 
 
 def join_mpi_job(address: str) -> None:

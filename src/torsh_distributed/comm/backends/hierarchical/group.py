@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.hierarchical.leg import Leg
+from torsh_distributed.comm.backends.hierarchical.inter_node import Leg
 from torsh_distributed.comm.backends.hierarchical.nodes import find_layout
 from torsh_distributed.comm.backends.hierarchical.wire import HierarchicalWire
 from torsh_distributed.comm.backends.shm.core import load_native

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.key_wait import wait_for_keys
-from torsh_distributed.comm.rendezvous import node_identity
+from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.rendezvous import node_identity
 from torsh_distributed.errors import OperationTimeout
 
 

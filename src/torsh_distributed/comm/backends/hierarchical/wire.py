@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.backend import BackendType, probe_capabilities
-from torsh_distributed.comm.backends.hierarchical.leg import Folding, Leg
+from torsh_distributed.comm.backends.capabilities import BackendType, probe_capabilities
+from torsh_distributed.comm.backends.handles import PendingWork
+from torsh_distributed.comm.backends.hierarchical.inter_node import Folding, Leg
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.backends.work import PendingWork
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable
 
 # Below this, one message of a leader is quicker than a shard of every lane.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.errors import BackendError, ConfigurationError, OperationTimeout
 
 

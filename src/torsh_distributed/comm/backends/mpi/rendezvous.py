@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as torch_handlers
 
 from torsh_distributed.comm.backends.mpi.library import Library, library
-from torsh_distributed.comm.rendezvous import open_store
+from torsh_distributed.comm.meeting.rendezvous import open_store
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, TorshError
 
 Found = tuple[dist.Store, int, int]

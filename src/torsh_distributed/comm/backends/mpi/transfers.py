@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.mpi.control import Control
 from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
 from torsh_distributed.comm.backends.mpi.failures import Failures
 from torsh_distributed.comm.backends.mpi.library import Library
 from torsh_distributed.comm.backends.mpi.waiting import ASKS_PER_REST, Pacer
 from torsh_distributed.comm.backends.wire import Call
-from torsh_distributed.comm.backends.work import PendingWork
 from torsh_distributed.errors import TorshError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.mpi.control import Control
 from torsh_distributed.comm.backends.mpi.datatypes import MAX_COUNT, SUPPORTED
 from torsh_distributed.comm.backends.mpi.failures import Failures
@@ -17,8 +18,7 @@ from torsh_distributed.comm.backends.mpi.library import Library
 from torsh_distributed.comm.backends.mpi.transfers import Transfers
 from torsh_distributed.comm.backends.mpi.waiting import Waits
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.backends.work import PendingWork
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI

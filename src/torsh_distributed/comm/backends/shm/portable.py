@@ -21,7 +21,7 @@ from torsh_distributed.comm.backends.shm.core import Receipt
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout, PortableView, Signature
 from torsh_distributed.comm.backends.shm.portable_mail import PortableMail
 from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 _SLICE_S = 0.04
 """How often a waiter looks whether the group was aborted or a peer died."""

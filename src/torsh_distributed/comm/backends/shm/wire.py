@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
 from torsh_distributed.comm.backends.shm.core import Core, NativeCore
 from torsh_distributed.comm.backends.shm.failures import Failures
-from torsh_distributed.comm.backends.shm.mailroom import Mailroom
+from torsh_distributed.comm.backends.shm.message_pump import Mailroom
 from torsh_distributed.comm.backends.shm.segment import Segment
 from torsh_distributed.comm.backends.wire import Call, CommonUse, Folder, Rows, ScatterFolder, SharedBuffer, Wire
-from torsh_distributed.comm.backends.work import PendingWork
-from torsh_distributed.comm.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 _CLOSE_TIMEOUT_S = 5.0
 _COMMON_USES: dict[CommonUse, int] = {"together": 0, "apart": 1}

@@ -1,0 +1,1 @@
+"""`torsh bench`: one file per benchmark, and what its workers run."""

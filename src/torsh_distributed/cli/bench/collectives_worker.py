@@ -1,0 +1,47 @@
+"""What every process of `torsh bench collectives` runs: measure one backend, write what was found on rank 0.
+
+torch brings the backend up, not we: gloo is then what it is without us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.measurement.timing import time_collective
+
+_DEADLINE = timedelta(minutes=5)
+
+
+def main() -> None:
+    """Time every operation at every size on the named backend."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--ops", required=True)
+    parser.add_argument("--sizes", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group(choose_backend(options.backend), timeout=_DEADLINE)
+    try:
+        timings = [
+            asdict(time_collective(op, int(size), duration_s=options.seconds))
+            for op in options.ops.split(",")
+            for size in options.sizes.split(",")
+        ]
+        if dist.get_rank() == 0:
+            options.out.write_text(json.dumps(timings))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`torsh demo`: a ready training job on local workers."""

@@ -1,0 +1,49 @@
+"""`torsh train`: a ready demo on local workers, with progress, a summary and a loss curve."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torsh_distributed.cli.demo.worker import plan_for
+from torsh_distributed.launch.job import launch_job
+from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
+
+DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp", "MOE": "moe"})
+
+
+def train(
+    demo: Annotated[
+        DemoName,
+        typer.Option(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
+    ] = DemoName.GPT,
+    nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Local workers.")] = 2,
+    plan: Annotated[Path | None, typer.Option(help="Plan file; its [training] section replaces the demo's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; wins over the plan.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/DEMO by default.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Say at the end where the time of a step went, per axis of the mesh.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often the world is started anew after a failure.")] = 0,
+) -> None:
+    """Train a demo on local workers: live progress, a closing summary, a loss curve as PNG."""
+    chosen = plan_for(demo.value, plan, steps)
+    chosen.require_supported()
+    chosen.mesh.resolve(nproc_per_node)
+    directory = out or Path("runs") / demo.value
+    args = ["--demo", demo.value, "--out", str(directory)]
+    if plan is not None:
+        args += ["--plan", str(plan)]
+    if steps is not None:
+        args += ["--steps", str(steps)]
+    if report:
+        args.append("--report")
+    spec = JobSpec(
+        entry=Entry(kind=EntryKind.MODULE, target="torsh_distributed.cli.demo.worker", args=tuple(args)),
+        nproc_per_node=nproc_per_node,
+        max_restarts=max_restarts,
+    )
+    raise typer.Exit(launch_job(spec))

@@ -1,0 +1,1 @@
+"""`torsh plan`: show, check, document and draw plans."""

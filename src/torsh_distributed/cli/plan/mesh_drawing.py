@@ -1,0 +1,72 @@
+"""The mesh as a grid of ranks, for people: who sits where, and what each axis means for what a rank holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from rich import box
+from rich.table import Table
+
+from torsh_distributed.parallel.mesh.layout import MeshLayout
+from torsh_distributed.plan import Plan
+
+_MAX_COLUMNS = 8
+
+
+def draw_mesh(layout: MeshLayout) -> Table:
+    """Ranks as a grid: inner axes across, outer ones down. A cell is `rank·part`, its part of every batch."""
+    down, across = split_axes(layout)
+    columns = list(_places(layout, across))
+    rows = [columns[start : start + _MAX_COLUMNS] for start in range(0, len(columns), _MAX_COLUMNS)]
+    is_folded = len(rows) > 1
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for axis in down + (across if is_folded else []):
+        table.add_column(axis, no_wrap=True)
+    for place in rows[0]:
+        table.add_column("" if is_folded else _label(place), justify="right", no_wrap=True)
+    for outer in _places(layout, down):
+        for places in rows:
+            ranks = [layout.rank_at(**outer, **place) for place in places]
+            ends = [f"{places[0][axis]} to {places[-1][axis]}" for axis in across] if is_folded else []
+            table.add_row(*map(str, outer.values()), *ends, *(f"{rank}·{layout.data_part(rank)}" for rank in ranks))
+    return table
+
+
+def describe_axes(plan: Plan, layout: MeshLayout) -> Iterator[str]:
+    """A line for each axis in use: what the ranks along it share, and what each has for itself."""
+    parts = {
+        "full_shard": "parameters, gradients and optimizer state",
+        "hybrid_shard": "parameters, gradients and optimizer state",
+        "shard_grad_op": "gradients and optimizer state",
+        "shard_optimizer": "optimizer state",
+        "no_shard": "nothing",
+    }[plan.fsdp.strategy]
+    meanings = {
+        "dp": "{n} replicas, each on its own part of the batch",
+        "pp": "{n} pipeline stages, each with some of the layers",
+        "shard": f"each rank keeps 1/{{n}} of {parts}, and has its own part of the batch",
+        "ep": "each rank keeps 1/{n} of the experts, and has its own part of the batch",
+        "cp": "each rank has 1/{n} of every sequence",
+        "tp": "each rank keeps 1/{n} of every split layer, and sees the same samples",
+    }
+    yield "a cell is rank·part of the batch; ranks count fastest along " + (layout.used_axes or ("dp",))[-1]
+    for axis in layout.used_axes:
+        yield f"{axis:<6}{meanings[axis].format(n=layout.degree(axis))}"
+
+
+def split_axes(layout: MeshLayout) -> tuple[list[str], list[str]]:
+    """Axes that go down and axes that go across: of the inner ones as many as fit the width, but never all of two."""
+    down, across = list(layout.used_axes), list[str]()
+    while down and (not across or (len(down) > 1 and layout.degree(down[-1], *across) <= _MAX_COLUMNS)):
+        across.insert(0, down.pop())
+    return down, across
+
+
+def _places(layout: MeshLayout, axes: list[str]) -> Iterator[dict[str, int]]:
+    for indices in itertools.product(*(range(layout.degree(axis)) for axis in axes)):
+        yield dict(zip(axes, indices, strict=True))
+
+
+def _label(place: dict[str, int]) -> str:
+    return " ".join(f"{axis} {index}" for axis, index in place.items())

@@ -1,0 +1,226 @@
+"""`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
+
+The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
+puts within four times the best is tried for each size (in powers of two), together with the backend's own, in a race
+from which the slow drop out. Small buffers, where all it knows is a latency, are tried in every way there is, and the
+smallest, where there is nothing but latency, once for all of their sizes.
+Every number that decides was agreed by all ranks before: they all come to the same choice.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed import events
+from torsh_distributed.comm.algorithms.auto.link_figures import measure_links
+from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
+from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
+from torsh_distributed.comm.algorithms.running import check_on_cpu, start_all_reduce
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+
+_BACKEND = "backend"
+_MAX_TRIED = 4
+_WORTH_TRYING = 4.0
+_TRUSTED_FROM_BYTES = 2 * 2**20
+"""Where bytes, of which the model knows most, outweigh latencies: below that every way is tried."""
+_SMALL_BYTES = 512 * 1024
+_LATENCY_BYTES = 16 * 1024
+"""What takes as long as nothing at all: one choice for all these sizes, tried at this one."""
+_LARGEST_TRIED_BYTES = 64 * 2**20
+_TRIAL_S = 0.08
+"""About how long each candidate is tried in the first round, with large buffers."""
+_SMALL_BLOCKS = 8
+"""Blocks of the first round with small ones."""
+_STILL_IN = (2.5, 1.5, 1.25, 1.05)
+"""Who took no longer than this times the best, after each round, stays for the next one, of twice as many blocks."""
+_MAX_ROUND_S = 1.0
+"""After a round in which the best took this long there is no other."""
+_BLOCK, _SMALL_BLOCK = 5, 15
+"""Calls in a row, of large and of small buffers. Ranks that share cores fall into step and keep it while they go on:
+only many blocks show what to expect."""
+_SERIES = 4
+"""Blocks of one candidate before it is the next one's turn."""
+_USUAL = 0.9
+"""The share of blocks that count; the slowest do not."""
+_TIE = 1.03
+"""The backend's own is taken unless something else is faster by more than this."""
+
+
+class Chooser:
+    """The choices of one group, made once for each size."""
+
+    def __init__(self) -> None:
+        self.figures: LinkFigures | None = None
+        self._chosen: dict[tuple[int, bool], Algorithm | None] = {}
+
+    def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+        """The algorithm for a buffer of this size, None for the backend's own; every rank of the group calls this."""
+        tried_bytes = min(max(num_bytes, _LATENCY_BYTES), _LARGEST_TRIED_BYTES) if num_bytes else 0
+        key = (tried_bytes.bit_length(), deterministic)
+        if key not in self._chosen:
+            self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
+        return self._chosen[key]
+
+    def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+        if num_bytes == 0 or group.size() == 1:
+            return DETERMINISTIC if deterministic else None
+        if self.figures is None:
+            self.figures = measure_links(group)
+        estimates = shortlist(num_bytes, self.figures, deterministic=deterministic)
+        candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
+        if not deterministic:
+            candidates[_BACKEND] = None
+        taken_s, fastest = _race(candidates, num_bytes, group, num_blocks=_first_blocks(num_bytes, estimates))
+        tried = ", ".join(f"{name} {taken_s[name] * 1e3:.3f} ms" for name in candidates)
+        events.emit(
+            events.DecisionEvent(
+                subject="all_reduce algorithm", choice=fastest, reason=f"{num_bytes} bytes, tried: {tried}"
+            )
+        )
+        return candidates[fastest]
+
+
+def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = False) -> dict[str, float]:
+    """Estimated seconds of what is worth trying, best first: at most four, within four times the best; all if small."""
+    known = {
+        name: estimated_s
+        for name, algorithm in ALGORITHMS.items()
+        if (algorithm.keeps_rank_order or not deterministic)
+        and (estimated_s := algorithm.estimated_s(num_bytes, figures)) is not None
+    }
+    ordered = sorted(known.items(), key=lambda item: item[1])
+    if num_bytes < _TRUSTED_FROM_BYTES:
+        return dict(ordered)
+    limit_s = _WORTH_TRYING * ordered[0][1]
+    return {name: estimated_s for name, estimated_s in ordered[:_MAX_TRIED] if estimated_s <= limit_s}
+
+
+def _block(num_bytes: int) -> int:
+    return _SMALL_BLOCK if num_bytes <= _SMALL_BYTES else _BLOCK
+
+
+def _first_blocks(num_bytes: int, estimates: Mapping[str, float]) -> int:
+    if num_bytes <= _SMALL_BYTES:
+        return _SMALL_BLOCKS
+    return max(2, min(10, round(_TRIAL_S / _BLOCK / max(min(estimates.values()), 1e-6))))
+
+
+def _race(
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
+) -> tuple[dict[str, float], str]:
+    """Seconds of each, over all its tries, and the fastest: who falls behind drops out, the rest is tried longer.
+
+    Why: how long a small call takes depends on where the kernel puts the threads. Few tries find out who is slow, but
+    not who is best.
+    """
+    field, known = dict(candidates), dict[str, float]()
+    for turn, still_in in enumerate(_STILL_IN):
+        taken_s = _try_all(field, num_bytes, group, num_blocks=num_blocks << turn)
+        before = (1 << turn) - 1  # blocks so far, of those of the first round
+        known |= {
+            name: (known.get(name, 0.0) * before + taken * (before + 1)) / (2 * before + 1)
+            for name, taken in taken_s.items()
+        }
+        best_s = min(known[name] for name in field)
+        field = {name: field[name] for name in field if known[name] <= still_in * best_s}
+        if len(field) == 1 or best_s * _block(num_bytes) * (num_blocks << turn) > _MAX_ROUND_S:
+            break
+    return known, _pick({name: known[name] for name in field})
+
+
+def _try_all(
+    candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
+) -> dict[str, float]:
+    """Seconds of each candidate on the slowest rank: means over blocks, in series of a few.
+
+    Not block by block: ranks hand their step on to what comes next, and in use nothing else comes in between. Nor all
+    of them in a row: a step that they fell into by chance may last for that long.
+    """
+    buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
+    bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
+    taken: list[list[float]] = [[] for _ in bodies]
+    for first in range(0, num_blocks, _SERIES):
+        for body, times in zip(bodies, taken, strict=True):
+            body()
+            for _ in range(min(_SERIES, num_blocks - first)):
+                dist.barrier(group)
+                started_s = time.perf_counter()
+                for _ in range(block):
+                    body()
+                times.append((time.perf_counter() - started_s) / block)
+    slowest = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    num_usual = max(1, round(num_blocks * _USUAL))  # without the moments that hit one alone
+    usual = slowest.sort(dim=1).values[:, :num_usual]
+    return dict(zip(candidates, usual.mean(dim=1).tolist(), strict=True))
+
+
+def _pick(taken_s: Mapping[str, float]) -> str:
+    fastest = min(taken_s, key=lambda name: taken_s[name])
+    is_tie = _BACKEND in taken_s and taken_s[_BACKEND] <= _TIE * taken_s[fastest]
+    return _BACKEND if is_tie else fastest
+
+
+def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    if algorithm is None:
+        return lambda: dist.all_reduce(buffer, group=group)
+    return lambda: start_all_reduce(buffer, ReduceOp.SUM, algorithm, group, is_async=False, timeout_s=None)
+
+
+_choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
+"""By the identity of groups that live: to look one up takes less than to make a weak reference."""
+_left_to_backend: set[tuple[int, int]] = set()
+"""Groups, and lengths in bits of sizes for which their choice is the backend's own: the quick look of every call."""
+
+
+def _new_chooser(group: dist.ProcessGroup) -> Chooser:
+    key = id(group)
+
+    def forget(_: object) -> None:
+        _choosers.pop(key, None)
+        _left_to_backend.difference_update([known for known in list(_left_to_backend) if known[0] == key])
+
+    chooser = Chooser()
+    _choosers[key] = (weakref.ref(group, forget), chooser)
+    return chooser
+
+
+def leaves_to_backend(wanted: str | Algorithm, num_bytes: int, group: dist.ProcessGroup) -> bool:
+    """Whether `auto` is wanted, and has found before that the backend's own is the fastest."""
+    return (id(group), num_bytes.bit_length()) in _left_to_backend and wanted == AUTO
+
+
+def choose_algorithm(
+    wanted: str | Algorithm | None, tensor: Tensor, group: dist.ProcessGroup, *, deterministic: bool
+) -> Algorithm | None:
+    """The algorithm to run, or None for the backend's own all-reduce.
+
+    The first use of "auto" for a size measures: every rank of the group is here at the same point of its program.
+    """
+    if wanted == AUTO:
+        return _choose_by_measurement(tensor, group, deterministic=deterministic)
+    if wanted is None:
+        return DETERMINISTIC if deterministic else None
+    chosen = wanted if isinstance(wanted, Algorithm) else find_algorithm(wanted)
+    if deterministic:
+        check_order(chosen)
+    return chosen
+
+
+def _choose_by_measurement(tensor: Tensor, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        if not deterministic:
+            return None
+        check_on_cpu(tensor)
+    found = _choosers.get(id(group))
+    chooser = _new_chooser(group) if found is None else found[1]
+    chosen = chooser.choose(tensor.nbytes, group, deterministic=deterministic)
+    if chosen is None:
+        _left_to_backend.add((id(group), tensor.nbytes.bit_length()))
+    return chosen

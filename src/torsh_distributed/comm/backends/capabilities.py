@@ -1,0 +1,172 @@
+"""The backends by name: which exist, what each can do here, and which one `auto` means.
+
+Capabilities are probed, not declared: a one-rank group is made and every reduction is tried on every dtype.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+
+_PROBED_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+class BackendType(StrEnum):
+    """The libraries that move bytes. `MPI` is real MPI through mpi4py: torch's wheels carry none."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+    SHM = "shm"
+    TORSH = "torsh"
+    MPI = "mpi4py"
+    UCC = "ucc"
+    FAKE = "fake"
+
+    @classmethod
+    def parse(cls, name: str) -> BackendType:
+        """The backend of that name, or InvalidArgument with the nearest one: never a silent stand-in."""
+        try:
+            return cls(name.lower())
+        except ValueError:
+            names = [kind.value for kind in cls]
+            near = difflib.get_close_matches(name.lower(), names, n=1)
+            raise InvalidArgument(
+                "unknown backend",
+                hint=f"did you mean {near[0]!r}?" if near else f"use 'auto' or one of: {', '.join(names)}",
+                backend=name,
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendCapabilities:
+    """What a backend can do on this machine, as found by trying."""
+
+    backend: BackendType
+    is_available: bool
+    reason: str
+    """Why it is not available; empty if it is."""
+    devices: tuple[str, ...] = ()
+    reductions: frozenset[tuple[ReduceOp, torch.dtype]] = frozenset()
+    """The pairs that all_reduce takes; empty where it could not be tried (no such device here)."""
+
+    def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether all_reduce takes this pair."""
+        return (op, dtype) in self.reductions
+
+
+def is_available() -> bool:
+    """Whether torch was built with distributed support at all."""
+    return dist.is_available()
+
+
+def why_unavailable(backend: BackendType) -> str:
+    """What is missing for this backend, or an empty string: asked of torch and the devices now."""
+    if not dist.is_available():
+        return "torch was built without distributed support"
+    if backend is BackendType.NCCL:
+        if not dist.is_nccl_available():
+            return "this torch was built without NCCL"
+        return "" if torch.cuda.is_available() else "no CUDA device is visible"
+    if backend is BackendType.GLOO:
+        return "" if dist.is_gloo_available() else "this torch was built without gloo"
+    if backend is BackendType.UCC:
+        return "" if dist.is_ucc_available() else "this torch was built without UCC"
+    if backend is BackendType.MPI:
+        # Imported here: the backends ask this module what gloo can do.
+        from torsh_distributed.comm.backends.mpi.library import missing_mpi
+
+        return missing_mpi()
+    if backend in (BackendType.SHM, BackendType.TORSH):
+        return "" if sys.platform == "linux" else "shared memory between ranks is built for Linux alone"
+    return ""
+
+
+def choose_backend(name: str = "auto", *, device_type: str | None = None) -> str:
+    """The backend to use: `auto` gives nccl where a CUDA device is used and torsh on the CPU.
+
+    A per-device form such as "cpu:gloo,cuda:nccl" is checked part by part and returned as it is.
+    Raises FeatureNotAvailable, with what is missing, if the chosen one cannot work here.
+    """
+    if name == "auto":
+        device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cpu:gloo,cuda:nccl" if device == "cuda" else "torsh"
+    for part in name.split(","):
+        backend = BackendType.parse(part.split(":")[-1].strip())
+        missing = why_unavailable(backend)
+        if missing:
+            raise FeatureNotAvailable(
+                f"the {backend.value} backend cannot be used here: {missing}",
+                hint="use backend='auto' to take the best one this machine has",
+                backend=backend.value,
+            )
+    return name
+
+
+@functools.cache
+def probe_capabilities(backend: BackendType) -> BackendCapabilities:
+    """Try every reduction on every dtype in a group of one rank, on the backend's own device."""
+    missing = why_unavailable(backend)
+    if missing:
+        return BackendCapabilities(backend=backend, is_available=False, reason=missing)
+    devices = tuple(dist.Backend.backend_capability.get(backend.value, []))
+    device = "cuda" if backend is BackendType.NCCL else "cpu"
+    group = _lonely_group(backend)
+    if group is None:
+        return BackendCapabilities(backend=backend, is_available=True, reason="", devices=devices)
+    found = set()
+    for op in ReduceOp:
+        for dtype in _PROBED_DTYPES:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(op.to_torch())
+            try:
+                group.allreduce([torch.ones(2, device=device).to(dtype)], options).wait()
+            except (RuntimeError, TypeError, ValueError):
+                continue  # this pair is refused: that is the answer the probe is after
+            found.add((op, dtype))
+    return BackendCapabilities(
+        backend=backend, is_available=True, reason="", devices=devices, reductions=frozenset(found)
+    )
+
+
+def _lonely_group(backend: BackendType) -> Any:
+    """A group of one rank outside torch's registry, so that probing leaves no trace; None if that has no meaning.
+
+    Any: torch's stubs do not derive these classes from ProcessGroup.
+    """
+    if backend is BackendType.GLOO:
+        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    if backend in (BackendType.SHM, BackendType.TORSH):
+        # Imported here: the torsh backend asks this module what gloo can do.
+        from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup
+        from torsh_distributed.comm.backends.shm import create_shm_wire
+
+        store, limit = dist.HashStore(), timedelta(seconds=30)
+        wire = create_shm_wire(store, rank=0, num_ranks=1, timeout=limit, options=ShmOptions())
+        return TorshProcessGroup(store, wire, limit)
+    if backend is BackendType.NCCL:
+        return dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+    return None

@@ -1,0 +1,191 @@
+"""The leg between nodes: a gloo group over some ranks, with deadlines and errors as ours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.backends.handles import PendingWork
+from torsh_distributed.comm.backends.hierarchical.packing import Packing
+from torsh_distributed.comm.backends.operations import fold_into
+from torsh_distributed.comm.backends.wire import Call
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.groups.connections import new_connections
+from torsh_distributed.comm.groups.gloo_threads import patient_threads
+from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
+
+_making = threading.Lock()
+
+
+_SWAP_TAG = 0  # of a leg's own messages: users' go over other legs
+
+
+class Folding(NamedTuple):
+    """An all-reduce under way between nodes."""
+
+    works: tuple[dist.Work, ...]
+    buffer: Tensor
+    theirs: Tensor | None
+    """What the other of two nodes has, once it is here; None where gloo folds."""
+    op: ReduceOp
+    is_packed: bool = False
+    """Whether `theirs` is a packed message, not yet the values."""
+
+
+class Leg:
+    """gloo between `ranks` of a group; ranks and roots in the calls below are indices into `ranks`."""
+
+    def __init__(
+        self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, native: Any | None = None
+    ) -> None:
+        """`native`: the compiled core, if what crosses the leg may be packed. Any: see `load_native`."""
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(rank)
+        self._packing = Packing(native) if len(self.ranks) == 2 else None
+        self._reason: str | None = None
+        # Any: torch's stubs do not declare the methods of this class.
+        # One at a time in a process: the connections that come up meanwhile are taken for this group's.
+        with _making, patient_threads(), new_connections() as self._connections:
+            self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
+
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> Folding:
+        """Start folding `buffer` over the leg, in place; `finish` ends it. `is_alone`: nothing else is on its way.
+
+        Two nodes then swap their values and each folds them: as many bytes as by gloo's way, which is to fold a half
+        each and to swap the halves, but one journey instead of two. Where many pieces are on their way, others fill the
+        time between the journeys, and gloo's threads fold beside the caller; where the link is slow, they too are
+        swapped, packed.
+        """
+        if self._packing is not None and self._packing.packs(buffer):
+            theirs = self._packing.room_for(buffer)
+            return Folding(self._swap(self._packing.pack(buffer), theirs, call), buffer, theirs, op, is_packed=True)
+        if is_alone and len(self.ranks) == 2:
+            theirs = torch.empty_like(buffer)
+            return Folding(self._swap(buffer, theirs, call), buffer, theirs, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op.to_torch())
+        return Folding((self._group.allreduce([buffer], options),), buffer, None, op)
+
+    def finish(self, folding: Folding, call: Call) -> None:
+        """Wait for it until the call's deadline; its buffer then has the fold."""
+        for work in folding.works:
+            self.wait(work, call)
+        theirs = folding.theirs
+        if theirs is not None and self._packing is not None and folding.is_packed:
+            theirs = self._packing.unpack(theirs, folding.buffer, call)
+        if theirs is not None:
+            # In the order of nodes on both: they get the same bits, NaNs and zeros included.
+            first, second = (folding.buffer, theirs) if self.index == 0 else (theirs, folding.buffer)
+            fold_into(folding.buffer, first, second, folding.op)
+
+    def timed(self, num_bytes: int, spent_s: float, call: Call) -> None:
+        """Learn how long a large all-reduce took here, to choose whether to pack; every rank of the leg calls it."""
+        if self._packing is not None and self._packing.timed(num_bytes, spent_s):
+            mine = self._packing.seen()
+            theirs = torch.empty_like(mine)
+            for work in self._swap(mine, theirs, call):
+                self.wait(work, call)
+            self._packing.agree(theirs)
+
+    def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> tuple[dist.Work, dist.Work]:
+        """Start sending to the other of two nodes and receiving from it.
+
+        What comes may be shorter than the room for it: gloo only sees to it that it is not longer.
+        """
+        with self._explained(call):
+            arriving = self._group.recv([theirs], 1 - self.index, _SWAP_TAG)
+            return self._group.send([mine], 1 - self.index, _SWAP_TAG), arriving
+
+    def broadcast(self, buffer: Tensor, root: int, call: Call) -> None:
+        """Make every rank's `buffer` equal to the root's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self.wait(self._group.broadcast([buffer], options), call)
+
+    def all_gather(self, outputs: Sequence[Tensor], source: Tensor, call: Call) -> None:
+        """Fill outputs[i] with the source of rank i; all of one size."""
+        self.wait(self._group.allgather([list(outputs)], [source]), call)
+
+    def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
+        """Fill `output` with the fold of everybody's sources[this rank]; all of one size."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(op.to_torch())
+        self.wait(self._group.reduce_scatter([output], [list(sources)], options), call)
+
+    def all_to_all(self, output: Tensor, source: Tensor, taken: list[int], given: list[int], call: Call) -> None:
+        """Send given[i] elements of `source` to rank i and fill `output` with taken[i] of each."""
+        self.wait(self._group.alltoall_base(output, source, taken, given), call)
+
+    def barrier(self, call: Call) -> None:
+        """Return when every rank has called it."""
+        self.wait(self._group.barrier(), call)
+
+    def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        """Start sending; a thread of its own waits for gloo, which has no other way to tell."""
+        with self._explained(call):
+            pending = self._group.send([buffer], peer, tag)
+        self._complete_later(pending, work, call)
+
+    def receive(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
+        """Start receiving from one rank."""
+        with self._explained(call):
+            pending = self._group.recv([buffer], peer, tag)
+        self._complete_later(pending, work, call)
+
+    def wait(self, work: dist.Work, call: Call) -> None:
+        """Wait until the call's deadline; what goes wrong is an error of ours that names the operation."""
+        with self._explained(call):
+            work.wait(timedelta(seconds=call.timeout_ns / 1e9))
+
+    def abort(self, reason: str) -> None:
+        """Cut the connections: every call blocked on them returns with an error, which names the first reason."""
+        self._reason = self._reason or reason
+        self._connections.cut()
+
+    def _complete_later(self, pending: dist.Work, work: PendingWork, call: Call) -> None:
+        def complete() -> None:
+            error: TorshError | None = None
+            try:
+                self.wait(pending, call)
+            except TorshError as raised:
+                error = raised
+            work.complete(error)
+
+        threading.Thread(target=complete, name="torsh-leg", daemon=True).start()
+
+    @contextmanager
+    def _explained(self, call: Call) -> Iterator[None]:
+        """Around calls of gloo, which refuses even to start on a connection that is gone."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            is_late = time.monotonic() - started >= 0.98 * call.timeout_ns / 1e9
+            raise self._explain(error, call, is_late) from error
+
+    def _explain(self, error: RuntimeError, call: Call, is_late: bool) -> TorshError:
+        facts: dict[str, Any] = {"operation": call.operation, "sequence": call.sequence, "backend": "torsh"}
+        if self._reason is not None:
+            return CommunicationError(f"the group was aborted: {self._reason}", **facts)
+        if is_late:
+            return OperationTimeout(
+                f"{call.operation} number {call.sequence} was not done between the nodes within "
+                f"{call.timeout_ns / 1e9:g} s",
+                nodes_of_ranks=self.ranks,
+                **facts,
+            )
+        return CommunicationError(
+            f"{call.operation} failed between the nodes: {str(error).splitlines()[0]}",
+            hint="a rank on another node is gone, or the network between them: look at the first rank that failed",
+            peers=self.ranks,
+            **facts,
+        )

@@ -1,0 +1,117 @@
+"""Plain values between ranks: as torch's object collectives, but nothing is ever unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Unpack
+
+from torsh_distributed.comm.collectives.point_to_point import recv, send
+from torsh_distributed.comm.collectives.tensors import Where, all_gather, broadcast, gather, resolve_group, scatter
+from torsh_distributed.comm.serialization import deserialize, serialize
+from torsh_distributed.errors import InvalidArgument
+
+
+def all_gather_varsize(tensor: Tensor, **where: Unpack[Where]) -> list[Tensor]:
+    """The tensors of all ranks, by rank, where dim 0 may differ from rank to rank; the other dims agree.
+
+    Sizes travel first, then the rows, padded to the longest.
+    """
+    if tensor.dim() == 0:
+        raise InvalidArgument("all_gather_varsize needs a tensor with a dim 0", hint="use all_gather for single values")
+    device = tensor.device
+    counts = [int(count) for count in all_gather(torch.tensor(tensor.shape[0], device=device), **where)]
+    longest = max(counts)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    gathered = all_gather(padded, **where)
+    return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
+
+
+def all_gather_object(value: Any, **where: Unpack[Where]) -> list[Any]:
+    """The values of all ranks, by rank."""
+    return [_decode(data) for data in all_gather_varsize(_encode(value, where), **where)]
+
+
+def broadcast_object(value: Any, src: int, **where: Unpack[Where]) -> Any:
+    """The value that rank `src` gives, on every rank; what the others give is ignored."""
+    is_source = dist.get_rank() == src
+    data = _encode(value, where) if is_source else torch.empty(0, dtype=torch.uint8, device=_device(where))
+    size = broadcast(torch.tensor(data.numel(), device=data.device), src, **where)
+    buffer = data if is_source else data.new_empty(int(size))
+    return _decode(broadcast(buffer, src, **where))
+
+
+def gather_object(value: Any, dst: int, **where: Unpack[Where]) -> list[Any] | None:
+    """The values of all ranks, by rank, on rank `dst`; None elsewhere."""
+    data = _encode(value, where)
+    counts = [int(count) for count in all_gather(torch.tensor(data.numel(), device=data.device), **where)]
+    padded = data.new_zeros(max(counts))
+    padded[: data.numel()] = data
+    gathered = gather(padded, dst, **where)
+    if gathered is None:
+        return None
+    return [_decode(rows[:count]) for rows, count in zip(gathered, counts, strict=True)]
+
+
+def scatter_object(values: Sequence[Any] | None, src: int, **where: Unpack[Where]) -> Any:
+    """This rank's entry of the `values` that rank `src` gives; the others give None."""
+    num_ranks = resolve_group(where.get("group")).size()
+    device = _device(where)
+    parts: list[Tensor] | None = None
+    sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
+    if dist.get_rank() == src:
+        if values is None or len(values) != num_ranks:
+            raise InvalidArgument(
+                "scatter_object takes one value for each rank on the source rank",
+                hint=f"pass {num_ranks} values on rank {src}",
+                num_values=None if values is None else len(values),
+            )
+        parts = [_encode(value, where) for value in values]
+        sizes = torch.tensor([part.numel() for part in parts], device=device)
+    broadcast(sizes, src, **where)
+    longest = int(sizes.max())
+    padded = None if parts is None else [_pad(part, longest) for part in parts]
+    mine = scatter(torch.empty(longest, dtype=torch.uint8, device=device), src, padded, **where)
+    return _decode(mine[: int(sizes[resolve_group(where.get("group")).rank()])])
+
+
+def send_object(value: Any, dst: int, *, tag: int = 0, **where: Unpack[Where]) -> None:
+    """Send a value to rank `dst`, which calls `recv_object`."""
+    data = _encode(value, where)
+    send(torch.tensor(data.numel(), device=data.device), dst, tag=tag, **where)
+    send(data, dst, tag=tag, **where)
+
+
+def recv_object(src: int, *, tag: int = 0, **where: Unpack[Where]) -> Any:
+    """The value that rank `src` sent with `send_object`."""
+    size = torch.tensor(0, device=_device(where))
+    recv(size, src, tag=tag, **where)
+    data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    recv(data, src, tag=tag, **where)
+    return _decode(data)
+
+
+def _device(where: Where) -> torch.device:
+    """Where the group's backend wants its tensors."""
+    group = resolve_group(where.get("group"))
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu") if "cpu" in types or not types else torch.device("cuda", torch.cuda.current_device())
+
+
+def _encode(value: Any, where: Where) -> Tensor:
+    return torch.frombuffer(bytearray(serialize(value)), dtype=torch.uint8).to(_device(where))
+
+
+def _decode(data: Tensor) -> Any:
+    return deserialize(data.cpu().numpy().tobytes())
+
+
+def _pad(data: Tensor, length: int) -> Tensor:
+    padded = data.new_zeros(length)
+    padded[: data.numel()] = data
+    return padded

@@ -1,0 +1,113 @@
+"""Several tensors in one all-reduce: fused below a threshold, or packed into buckets.
+
+Why: a small tensor costs a latency like a large one; α is paid once for all that travel together, for a copy in and
+a copy out, which memory does far faster than a wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from torsh_distributed.comm.algorithms.base import Algorithm
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.tensors import Where, all_reduce, num_bytes
+from torsh_distributed.errors import InvalidArgument
+
+
+def fused_all_reduce(
+    tensors: Sequence[Tensor],
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    threshold_bytes: int = 64 * 1024,
+    algorithm: str | Algorithm | None = None,
+    deterministic: bool = False,
+    **where: Unpack[Where],
+) -> list[Tensor]:
+    """Fold each of `tensors` over all ranks, in place; those below the threshold travel as one, larger ones alone.
+
+    Every rank passes tensors of the same shapes and dtypes in the same order. Tensors of one dtype and device fuse.
+    """
+    packs = plan_fused([num_bytes(tensor) for tensor in tensors], _kinds(tensors), threshold_bytes=threshold_bytes)
+    return _reduce_packs(
+        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+    )
+
+
+def bucketed_all_reduce(
+    tensors: Sequence[Tensor],
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    bucket_bytes: int = 25 * 2**20,
+    algorithm: str | Algorithm | None = None,
+    deterministic: bool = False,
+    **where: Unpack[Where],
+) -> list[Tensor]:
+    """Fold each of `tensors` over all ranks, in place, in buckets filled in order up to `bucket_bytes`.
+
+    Buckets bound the copy to one of them at a time. A tensor that is larger travels alone. Every rank passes tensors
+    of the same shapes and dtypes in the same order.
+    """
+    packs = plan_buckets([num_bytes(tensor) for tensor in tensors], _kinds(tensors), bucket_bytes=bucket_bytes)
+    return _reduce_packs(
+        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+    )
+
+
+Pack = tuple[int, ...]
+"""Which tensors travel together, by index."""
+
+
+def plan_fused(sizes_bytes: Sequence[int], kinds: Sequence[object], *, threshold_bytes: int) -> list[Pack]:
+    """One pack for each kind of tensor below the threshold; a pack of one for every larger tensor."""
+    if threshold_bytes < 0:
+        raise InvalidArgument("threshold_bytes must not be negative", got=threshold_bytes)
+    small: dict[object, list[int]] = {}
+    large: list[Pack] = []
+    for index, (size_bytes, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
+        if size_bytes < threshold_bytes:
+            small.setdefault(kind, []).append(index)
+        else:
+            large.append((index,))
+    return [*map(tuple, small.values()), *large]
+
+
+def plan_buckets(sizes_bytes: Sequence[int], kinds: Sequence[object], *, bucket_bytes: int) -> list[Pack]:
+    """Packs of one kind each, filled in order, none above `bucket_bytes` unless it holds a single tensor."""
+    if bucket_bytes <= 0:
+        raise InvalidArgument("bucket_bytes must be above zero", got=bucket_bytes)
+    return list(_fill(sizes_bytes, kinds, bucket_bytes))
+
+
+def _fill(sizes_bytes: Sequence[int], kinds: Sequence[object], bucket_bytes: int) -> Iterator[Pack]:
+    open_packs: dict[object, tuple[list[int], int]] = {}
+    for index, (size_bytes, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
+        members, filled_bytes = open_packs.get(kind, ([], 0))
+        if members and filled_bytes + size_bytes > bucket_bytes:
+            yield tuple(members)
+            members, filled_bytes = [], 0
+        members.append(index)
+        open_packs[kind] = (members, filled_bytes + size_bytes)
+    for members, _ in open_packs.values():
+        yield tuple(members)
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[object]:
+    return [(tensor.dtype, tensor.device) for tensor in tensors]
+
+
+def _reduce_packs(tensors: Sequence[Tensor], packs: Sequence[Pack], reduce: Callable[[Tensor], object]) -> list[Tensor]:
+    for pack in packs:
+        if len(pack) == 1:
+            reduce(tensors[pack[0]])
+            continue
+        members = [tensors[index].detach() for index in pack]
+        buffer = torch.cat([member.reshape(-1) for member in members])
+        reduce(buffer)
+        parts = torch.split(buffer, [member.numel() for member in members])
+        for member, part in zip(members, parts, strict=True):
+            member.copy_(part.view(member.shape))
+    return list(tensors)

@@ -1,0 +1,76 @@
+"""Release what is blocked: `abort` ends every operation of a group on this rank, whatever its backend."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from torsh_distributed import events
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.groups.connections import Connections
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
+
+_connections: dict[str, Connections] = {}
+_reasons: dict[str, str] = {}
+
+
+def remember_connections(group: dist.ProcessGroup, connections: Connections) -> None:
+    """Keep what must be cut to abort this group; whoever makes a group calls this."""
+    _connections[group.group_name] = connections
+
+
+def forget_group(name: str) -> None:
+    """Drop what is kept of a group that was taken down."""
+    _connections.pop(name, None)
+    _reasons.pop(name, None)
+
+
+def abort(reason: str, *, group: dist.ProcessGroup | None = None) -> None:
+    """Release every blocked operation of `group` (default: the world) on this rank within 50 ms; it then refuses work.
+
+    Call it from any thread. Peers see their connections to this rank end; tell them through the store or the launcher
+    to abort too. Tensors of released operations hold no meaningful values.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    if chosen is None:
+        raise CommunicationError(
+            "there is no group to abort", hint="abort after init(), before destroy_process_group()"
+        )
+    name = chosen.group_name
+    _reasons[name] = reason
+    events.emit(events.LogEvent(level="warning", message=f"group {name} aborted: {reason}"))
+    if isinstance(chosen, GroupLifecycle):
+        chosen.abort(reason)
+        return
+    for device in chosen._device_types:
+        backend = chosen._get_backend(device)
+        if backend.name() == "nccl":
+            backend.abort()
+    connections = _connections.get(name)
+    if connections is None:
+        raise FeatureNotAvailable(
+            "this group was not made by torsh_distributed, so its connections are not known",
+            hint="make it with torsh_distributed.init() or GroupManager.create_group()",
+            group=name,
+        )
+    connections.cut()
+
+
+def refuse_if_aborted(group: dist.ProcessGroup, operation: str) -> None:
+    """Raise CommunicationError with the reason if the group was aborted on this rank."""
+    if _reasons and group.group_name in _reasons:
+        raise aborted(group, operation)
+
+
+def aborted(group: dist.ProcessGroup, operation: str) -> CommunicationError:
+    """The error of an operation on an aborted group."""
+    return CommunicationError(
+        f"the group was aborted: {_reasons[group.group_name]}",
+        hint="bring up a new group with regroup(survivors), or restart",
+        operation=operation,
+        group=group.group_name,
+    )
+
+
+def is_aborted(group: dist.ProcessGroup) -> bool:
+    """Whether `abort` was called for this group on this rank."""
+    return group.group_name in _reasons

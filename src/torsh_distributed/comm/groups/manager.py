@@ -1,0 +1,202 @@
+"""Groups by name: who is in them, and the usual layouts.
+
+Every rank creates every group, in the same order, member or not: that is how c10d agrees on them, and what
+makes two-axis layouts possible. A non-member has a `CommunicationGroup` whose `is_member` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.groups.abort import forget_group, remember_connections
+from torsh_distributed.comm.groups.connections import new_connections
+from torsh_distributed.comm.groups.gloo_threads import patient_threads
+from torsh_distributed.comm.groups.process_group import get_rank, get_world_size, roster
+from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
+
+
+class GroupType(StrEnum):
+    """What a group is for."""
+
+    INTRA_NODE = "intra_node"
+    INTER_NODE = "inter_node"
+    CUSTOM = "custom"
+
+
+@dataclass(frozen=True)
+class CommunicationGroup:
+    """An ordered set of ranks of the world, and the process group over them on its members."""
+
+    name: str
+    ranks: tuple[int, ...]
+    kind: GroupType
+    handle: dist.ProcessGroup | None
+    """What collectives take as `group`; None on a rank that is not a member."""
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process belongs to it."""
+        return self.handle is not None
+
+    @property
+    def size(self) -> int:
+        """The number of its ranks."""
+        return len(self.ranks)
+
+    def to_group_rank(self, rank: int) -> int:
+        """The index within the group of a rank of the world."""
+        if rank not in self.ranks:
+            raise RankOutOfBounds(f"rank {rank} is not in group {self.name!r}", rank=rank, group=self.ranks)
+        return self.ranks.index(rank)
+
+    def to_world_rank(self, group_rank: int) -> int:
+        """The rank of the world at an index within the group."""
+        if not 0 <= group_rank < self.size:
+            raise RankOutOfBounds(
+                f"group {self.name!r} has ranks 0..{self.size - 1}", rank=group_rank, group=self.ranks
+            )
+        return self.ranks[group_rank]
+
+
+def group_over(members: Sequence[int]) -> dist.ProcessGroup:
+    """A group over `members`, ranks of the world, all of which call this, and nobody else."""
+    group = _new_group(members, use_local_synchronization=True)
+    assert group is not None, "the caller is a member"
+    return group
+
+
+def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group over the same ranks, all of which call this: for operations that another thread starts.
+
+    Why: operations of one group start in the same order on every rank, and two threads have no order.
+    """
+    return group_over(dist.get_process_group_ranks(group))
+
+
+def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
+    """A group of `root` with each other rank, by that rank, as far as this rank is in it; all of the world call this.
+
+    Why: threads of `root` that each talk with one rank have no common order, and operations of one group need one.
+    """
+    pairs = {rank: _new_group([root, rank]) for rank in range(dist.get_world_size()) if rank != root}
+    return {rank: pair for rank, pair in pairs.items() if pair is not None}
+
+
+def _new_group(members: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
+    """c10d's group over `members`, known to `abort`; None for a rank outside. Any: whatever c10d's function takes."""
+    backend = options.get("backend") or str(dist.get_backend_config())
+    with patient_threads() if "gloo" in backend else nullcontext(), new_connections() as connections:
+        group = dist.new_group(list(members), **options)
+    if dist.get_rank() not in members:
+        return None
+    remember_connections(group, connections)
+    return cast(dist.ProcessGroup, group)
+
+
+class GroupManager:
+    """Creates groups, finds them by name, takes them down. Every rank makes the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, CommunicationGroup] = {}
+
+    def create_group(
+        self, name: str, ranks: Iterable[int], *, kind: GroupType = GroupType.CUSTOM, backend: str | None = None
+    ) -> CommunicationGroup:
+        """A new group over `ranks`, in that order; every rank of the world calls this, members or not."""
+        members = tuple(ranks)
+        self._check(name, members)
+        group = CommunicationGroup(name, members, kind, _new_group(members, backend=backend, group_desc=name))
+        self._groups[name] = group
+        return group
+
+    def create_group_from_range(self, name: str, start: int, stop: int, step: int = 1) -> CommunicationGroup:
+        """A new group over range(start, stop, step)."""
+        return self.create_group(name, range(start, stop, step))
+
+    def create_standard_groups(self, *, dp: int, mp: int) -> tuple[CommunicationGroup, CommunicationGroup]:
+        """The two axes of a dp × mp layout: this rank's data-parallel and model-parallel group.
+
+        Neighbouring ranks share a model: rank = dp_index * mp + mp_index. Names: `dp_<mp_index>`, `mp_<dp_index>`.
+        """
+        if dp < 1 or mp < 1 or dp * mp != get_world_size():
+            raise InvalidArgument(
+                f"dp {dp} × mp {mp} = {dp * mp}, but the world has {get_world_size()} ranks",
+                hint="their product must be the world",
+            )
+        for index in range(mp):
+            self.create_group(f"dp_{index}", range(index, dp * mp, mp))
+        for index in range(dp):
+            self.create_group(f"mp_{index}", range(index * mp, (index + 1) * mp))
+        rank = get_rank()
+        return self.get_group(f"dp_{rank % mp}"), self.get_group(f"mp_{rank // mp}")
+
+    def create_hierarchical_groups(
+        self, ranks_per_node: int | None = None
+    ) -> tuple[CommunicationGroup, CommunicationGroup]:
+        """This rank's node, and the ranks at its position on every node.
+
+        Nodes are those on which the ranks met, or, with `ranks_per_node`, consecutive ranks. Where nodes are uneven the
+        later positions exist on some nodes only. Names: `node_<i>`, `inter_node_<local rank>`.
+        """
+        nodes = _nodes(ranks_per_node)
+        for index, members in enumerate(nodes):
+            self.create_group(f"node_{index}", members, kind=GroupType.INTRA_NODE)
+        for position in range(max(map(len, nodes))):
+            across = [members[position] for members in nodes if position < len(members)]
+            self.create_group(f"inter_node_{position}", across, kind=GroupType.INTER_NODE)
+        rank = get_rank()
+        index, members = next((index, members) for index, members in enumerate(nodes) if rank in members)
+        return self.get_group(f"node_{index}"), self.get_group(f"inter_node_{members.index(rank)}")
+
+    def get_group(self, name: str) -> CommunicationGroup:
+        """The group of that name, or ProcessGroupNotFound with the names there are."""
+        if name not in self._groups:
+            raise ProcessGroupNotFound(
+                f"there is no group {name!r}", group_id=name, available_groups=sorted(self._groups)
+            )
+        return self._groups[name]
+
+    def list_groups(self) -> list[CommunicationGroup]:
+        """All groups, in order of creation."""
+        return list(self._groups.values())
+
+    def remove_group(self, name: str) -> None:
+        """Take a group's communicator down and forget it; every rank calls this."""
+        group = self.get_group(name)
+        if group.handle is not None:
+            forget_group(group.handle.group_name)
+            dist.destroy_process_group(group.handle)
+        del self._groups[name]
+
+    def close(self) -> None:
+        """Take all groups down."""
+        for name in list(self._groups):
+            self.remove_group(name)
+
+    def _check(self, name: str, members: tuple[int, ...]) -> None:
+        if name in self._groups:
+            raise InvalidArgument(f"there is a group {name!r} already", hint="choose another name, or remove it first")
+        if not members or len(set(members)) != len(members):
+            raise InvalidArgument("a group needs at least one rank, each once", group_id=name, ranks=list(members))
+        outside = [rank for rank in members if not 0 <= rank < get_world_size()]
+        if outside:
+            raise RankOutOfBounds(f"group {name!r} names ranks outside the world of {get_world_size()}", ranks=outside)
+
+
+def _nodes(ranks_per_node: int | None) -> Sequence[tuple[int, ...]]:
+    size = get_world_size()
+    if ranks_per_node is None:
+        nodes = roster().nodes
+        return [tuple(r for r in range(size) if nodes[r] == node) for node in roster().node_order]
+    if ranks_per_node < 1 or size % ranks_per_node:
+        raise InvalidArgument(
+            f"{ranks_per_node} ranks per node do not divide the world of {size}",
+            hint="leave ranks_per_node out to use the nodes on which the ranks met",
+        )
+    return [tuple(range(start, start + ranks_per_node)) for start in range(0, size, ranks_per_node)]

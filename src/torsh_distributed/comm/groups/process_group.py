@@ -1,0 +1,287 @@
+"""The world's process group: bring it up, ask about it, take it down.
+
+torch keeps the group itself; kept here is only what torch does not know: where the ranks live, and which
+process made the group, so that a forked child cannot use its parent's sockets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torsh_distributed import events
+from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.groups.abort import forget_group, remember_connections
+from torsh_distributed.comm.groups.connections import new_connections
+from torsh_distributed.comm.groups.gloo_threads import patient_threads
+from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
+from torsh_distributed.errors import (
+    BackendNotInitialized,
+    InvalidArgument,
+    OperationTimeout,
+    RankOutOfBounds,
+    TorshError,
+    translate_errors,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _World:
+    pid: int
+    roster: Roster
+    # Kept alive: rank 0 hosts the store in this object, and later groups meet through it.
+    store: dist.Store
+    prefixed: dist.Store
+    backend: str
+    timeout_s: float
+    master_port: int
+    generation: int = 0
+
+
+_world: _World | None = None
+
+
+def start_world(
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    timeout_s: float,
+    store: dist.Store | None = None,
+    has_agent_store: bool = False,
+    attempt: int = 0,
+    node: str | None = None,
+) -> None:
+    """Meet the other ranks and bring up torch's default group; every rank calls this once.
+
+    With `store` given, the ranks meet there; otherwise in a TCP store at the master's address, hosted by the launcher
+    (`has_agent_store`) or by rank 0. Keys are prefixed with the attempt: a restarted world meets no stale ones.
+    Nothing is left behind after a failure, so the call may be tried again.
+    """
+    global _world
+    _refuse_second_start()
+    chosen = choose_backend(backend)
+    if store is None and world_size == 1 and not has_agent_store:
+        store = dist.HashStore()  # nobody to meet: no port is opened, so jobs of one rank never collide
+    if store is None:
+        is_host = rank == 0 and not has_agent_store
+        store = open_store(master_addr, master_port, is_host=is_host, timeout_s=timeout_s)
+    prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
+    with translate_errors("rendezvous", rank=rank, world_size=world_size):
+        roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+    _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
+    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port)
+    events.set_rank(rank)
+    if backend == "auto":
+        reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
+        events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
+    events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
+    atexit.register(destroy_process_group)
+
+
+def _bring_up(
+    backend: str, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, store_port: int
+) -> None:
+    """torch's default group, with its connections noted so that `abort` can cut them."""
+    with (
+        translate_errors("init_process_group", rank=rank, backend=backend),
+        patient_threads() if "gloo" in backend else nullcontext(),
+        new_connections(except_port=store_port) as connections,
+    ):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("c10d", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    remember_connections(world, connections)
+    _await_all(store, world_size, timeout_s)
+
+
+def _await_all(store: dist.Store, world_size: int, timeout_s: float) -> None:
+    """Return when every rank has its group: rank 0 may host the store and must not leave while others connect."""
+    if store.add("up", 1) == world_size:
+        store.set("all-up", "")
+    if not wait_for_keys(store, ["all-up"], timeout_s):
+        raise OperationTimeout(
+            f"only {store.add('up', 0)} of {world_size} ranks brought their group up within {timeout_s:g} s",
+            hint="look at the output of the others: their backend could not connect",
+            operation="init_process_group",
+        )
+    # Rank 0 leaves last: the others have their answer from the store before it can go away with its host.
+    if dist.get_rank() != 0:
+        if store.add("seen", 1) == world_size - 1:
+            store.set("all-seen", "")
+    elif world_size > 1:
+        wait_for_keys(store, ["all-seen"], timeout_s)
+
+
+def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
+    """A new world of `survivors` (ranks of the present one), in that order; returns this process's new rank.
+
+    Every survivor calls this with the same list, after `abort`. The old group is gone, and all its sub-groups; the new
+    one meets under a store prefix of its own. Needs the store: where rank 0 hosted it and is lost, there is no way on.
+    """
+    global _world
+    old = _require_world()
+    members = list(survivors)
+    me = get_rank()
+    if len(set(members)) != len(members) or me not in members or any(not 0 <= r < get_world_size() for r in members):
+        raise InvalidArgument(
+            "survivors must be ranks of the present world, each once, with the caller among them",
+            survivors=members,
+            rank=me,
+            world_size=get_world_size(),
+        )
+    limit_s = old.timeout_s if timeout_s is None else timeout_s
+    _take_down()
+    generation = old.generation + 1
+    store = dist.PrefixStore(f"generation/{generation}", old.prefixed)
+    rank = members.index(me)
+    with translate_errors("regroup", rank=rank, world_size=len(members)):
+        found = join(store, rank=rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
+    _bring_up(old.backend, store, rank=rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
+    _world = replace(old, roster=found, timeout_s=limit_s, generation=generation)
+    events.set_rank(rank)
+    events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
+    return rank
+
+
+def _take_down() -> None:
+    """End torch's groups. Peers that died leave half-open sockets: the group is gone all the same."""
+    world = dist.group.WORLD
+    name = None if world is None else world.group_name
+    try:
+        dist.destroy_process_group()
+    except (TorshError, RuntimeError) as error:
+        _log.warning("the process group did not go down cleanly: %s", error)
+    if name is not None:
+        forget_group(name)
+
+
+def _refuse_second_start() -> None:
+    if _world is not None and _world.pid != os.getpid():
+        raise BackendNotInitialized(
+            "this process was forked from one with a process group; the group's sockets belong to the parent",
+            hint="initialise in the child only, or start children with the 'spawn' method",
+            parent_pid=_world.pid,
+            pid=os.getpid(),
+        )
+    if dist.is_initialized():
+        raise InvalidArgument(
+            "the process group is initialised already",
+            hint="call init() once; destroy_process_group() before a new start",
+            backend=dist.get_backend(),
+            world_size=dist.get_world_size(),
+        )
+
+
+def destroy_process_group() -> None:
+    """Take the group down; doing it twice, or without a group, does nothing. Runs at interpreter exit too."""
+    global _world
+    atexit.unregister(destroy_process_group)
+    if _world is not None and _world.pid != os.getpid():
+        return
+    if dist.is_initialized():
+        size = dist.get_world_size()
+        _take_down()
+        events.emit(events.MembershipEvent(action="left", world_size=size))
+    _world = None
+
+
+def is_initialized() -> bool:
+    """Whether the world's group is up in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _require_group() -> None:
+    if not is_initialized():
+        raise BackendNotInitialized("there is no process group in this process yet")
+
+
+def _require_world() -> _World:
+    if _world is None:
+        raise BackendNotInitialized(
+            "where the ranks live is not known: the group was not brought up by torsh_distributed.init()",
+            hint="call torsh_distributed.init() instead of torch.distributed.init_process_group()",
+        )
+    return _world
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in the world, or in `group` (-1 for a non-member)."""
+    _require_group()
+    return dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in the world, or in `group`."""
+    _require_group()
+    return dist.get_world_size(group)
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """The name of the backend in use."""
+    _require_group()
+    return str(dist.get_backend(group))
+
+
+def roster() -> Roster:
+    """Which ranks share a node, as learned when they met."""
+    return _require_world().roster
+
+
+def local_rank() -> int:
+    """This process's index among the ranks of its node."""
+    return roster().local_rank(get_rank())
+
+
+def local_world_size() -> int:
+    """The number of ranks on this node."""
+    return len(roster().node_ranks(get_rank()))
+
+
+def node_rank() -> int:
+    """The index of this node among the nodes of the job."""
+    return roster().node_rank(get_rank())
+
+
+def device() -> torch.device:
+    """The device of this rank: its own GPU where there is one, else the CPU.
+
+    Raises InvalidArgument if the node has more ranks than visible GPUs: two ranks on one GPU is a mistake.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        raise InvalidArgument(
+            f"local rank {local_rank()} has no GPU of its own: {count} visible on this node",
+            hint="start at most as many ranks per node as it has GPUs, or check CUDA_VISIBLE_DEVICES",
+            local_rank=local_rank(),
+            visible_gpus=count,
+        )
+    return torch.device("cuda", local_rank())
+
+
+def validate_rank(rank: int, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RankOutOfBounds unless 0 <= rank < the group's size."""
+    size = get_world_size(group)
+    if not 0 <= rank < size:
+        raise RankOutOfBounds(f"rank {rank} is outside 0..{size - 1}", rank=rank, world_size=size)

@@ -1,0 +1,121 @@
+"""The flight recorder: the last thousand operations of this process, always kept, cheap enough to never turn off.
+
+When a job hangs, the question is who is behind, in which call, on which line. The answer must be there already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+from typing_extensions import override
+
+from torsh_distributed import events
+
+CAPACITY = 1000
+_now_s = time.monotonic
+_OURS = str(Path(__file__).parents[2])
+
+
+class _Ours(dict[str, bool]):
+    """Whether a file is part of this library, by its name."""
+
+    def __missing__(self, name: str) -> bool:
+        return self.setdefault(name, name.startswith(_OURS))
+
+
+_is_ours = _Ours()
+
+
+class Record:
+    """One operation: what, where, when. `end_s` is None while it is under way."""
+
+    __slots__ = ("_at", "_code", "end_s", "error", "group", "num_bytes", "op", "peer", "sequence", "start_s")
+
+    def __init__(
+        self, op: str, group: str, sequence: int, num_bytes: int, peer: int | None, code: CodeType | None, at: int
+    ) -> None:
+        self.op = op
+        self.group = group
+        self.sequence = sequence
+        self.num_bytes = num_bytes
+        self.peer = peer
+        self._code = code
+        self._at = at
+        self.error: str | None = None
+        self.end_s: float | None = None
+        self.start_s = _now_s()
+
+    @property
+    def call_site(self) -> str | None:
+        """file:line of the caller outside this library."""
+        if self._code is None:
+            return None
+        # Found when it is asked for: to find the line of an instruction takes as long as a small collective.
+        line = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
+        return f"{self._code.co_filename}:{line}"
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from call to end; None while under way."""
+        return None if self.end_s is None else self.end_s - self.start_s
+
+    @override
+    def __repr__(self) -> str:
+        took = "under way" if self.end_s is None else f"{self.end_s - self.start_s:.6f} s"
+        return f"<{self.op} #{self.sequence} on {self.group}, {self.num_bytes} bytes, {took}, at {self.call_site}>"
+
+
+class FlightRecorder:
+    """A ring of the last CAPACITY operations and the sequence number of each group."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        # Appending to a deque and advancing a count are atomic: no lock in the way of a collective.
+        self._ring: deque[Record] = deque(maxlen=capacity)
+        self._sequences: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+    def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> Record:
+        """Note that an operation starts; the caller's file and line are found on the stack."""
+        frame = sys._getframe(1)
+        while _is_ours[frame.f_code.co_filename] and frame.f_back is not None:
+            frame = frame.f_back
+        record = Record(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
+        self._ring.append(record)
+        return record
+
+    def end(self, record: Record, error: BaseException | None = None) -> None:
+        """Note that it ended; tell the subscribers of CollectiveEvent, if there are any."""
+        record.end_s = _now_s()
+        if error is not None:
+            record.error = f"{type(error).__name__}: {error}"
+        if events.wanted(events.CollectiveEvent):
+            events.emit(
+                events.CollectiveEvent(
+                    op=record.op,
+                    group=record.group,
+                    sequence=record.sequence,
+                    num_bytes=record.num_bytes,
+                    start_s=record.start_s,
+                    duration_s=record.end_s - record.start_s,
+                    peer=record.peer,
+                    call_site=record.call_site,
+                    error=record.error,
+                )
+            )
+
+    def __iter__(self) -> Iterator[Record]:
+        """The records, oldest first."""
+        return iter(list(self._ring))
+
+    def last(self, group: str) -> Record | None:
+        """The newest record of a group."""
+        return next((record for record in reversed(self._ring) if record.group == group), None)
+
+
+recorder = FlightRecorder()
+"""The recorder of this process: part of the process-group registry, for a process has one history."""

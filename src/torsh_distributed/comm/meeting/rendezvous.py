@@ -1,0 +1,288 @@
+"""How ranks meet: open the store, arrive, and learn who else is there.
+
+Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one
+verdict for all. So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the
+deadline and by name, where c10d alone would hang or time out without saying who.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.errors import (
+    CommunicationError,
+    ConfigurationError,
+    OperationTimeout,
+    SerializationError,
+    TorshError,
+)
+from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.retry import retry
+
+# Ranks that wait for the verdict give rank 0 this long beyond the deadline to publish it.
+_VERDICT_GRACE_S = 2.0
+_ACK_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What a rank says of itself when it joins."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    node: str
+    """Identity of the machine as far as shared memory reaches; equal for ranks of one node."""
+
+    @override
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Where every rank of the world lives: `nodes[rank]` is the identity of its node."""
+
+    nodes: tuple[str, ...]
+
+    @cached_property
+    def node_order(self) -> tuple[str, ...]:
+        """The distinct nodes, in the order of their lowest rank."""
+        return tuple(dict.fromkeys(self.nodes))
+
+    def node_rank(self, rank: int) -> int:
+        """The index of the rank's node."""
+        return self.node_order.index(self.nodes[rank])
+
+    def node_ranks(self, rank: int) -> tuple[int, ...]:
+        """All ranks of the same node, in order."""
+        return tuple(other for other, node in enumerate(self.nodes) if node == self.nodes[rank])
+
+    def local_rank(self, rank: int) -> int:
+        """The rank's index within its node."""
+        return self.node_ranks(rank).index(rank)
+
+
+def node_identity() -> str:
+    """A name that two processes share exactly if they can share memory and a loopback: kernel, network, /dev/shm."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    network = Path("/proc/self/ns/net")
+    shm = Path("/dev/shm")  # noqa: S108 - only asked for the identity of its file system
+    parts = [
+        kernel,
+        str(network.stat().st_ino) if network.exists() else "",
+        str(shm.stat().st_dev) if shm.exists() else "",
+    ]
+    return ":".join(parts)
+
+
+def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> dist.Store:
+    """Connect to the store of the job at host:port, hosting it first on the rank that should.
+
+    The listener is bound to `host` alone (loopback stays loopback). Connecting is tried quietly until the deadline.
+    """
+    limit = timedelta(seconds=timeout_s)
+    if is_host:
+        listener = _listen(host, port)
+        actual_port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            actual_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listener.detach(),
+        )
+    _wait_for_listener(host, port, timeout_s)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server((address[0], port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the store cannot listen on {host}:{port}: {error.strerror or error}",
+            hint=(
+                "another program or another rank 0 has this port: choose a free MASTER_PORT on all ranks"
+                if error.errno == errno.EADDRINUSE
+                else "MASTER_ADDR must be an address of the node on which rank 0 runs"
+            ),
+            master_addr=host,
+            master_port=port,
+        ) from error
+    return listener
+
+
+def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    """Return once host:port accepts connections. Polling: no event tells of a remote listener's birth."""
+    policy = RetryPolicy(
+        max_retries=1_000_000, initial_delay_s=0.02, multiplier=1.5, max_delay_s=0.5, total_timeout_s=timeout_s
+    )
+
+    @retry(policy)
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=min(5.0, timeout_s)).close()
+        except OSError as error:
+            raise CommunicationError(f"{host}:{port} does not answer: {error}") from error
+
+    try:
+        connect()
+    except CommunicationError as error:
+        raise OperationTimeout(
+            f"the store at {host}:{port} did not answer within {timeout_s:g} s; rank 0 hosts it, or the launcher",
+            hint="check that rank 0 is running and that MASTER_ADDR and MASTER_PORT are right and reachable from here",
+            operation="rendezvous",
+            missing_ranks=[0],
+            reason=str(error.__cause__),
+        ) from error
+
+
+def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, node: str | None = None) -> Roster:
+    """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
+
+    Raises ConfigurationError on every rank if two ranks have the same number or world sizes differ, and
+    OperationTimeout with the missing ranks if someone does not come within `timeout_s`.
+    """
+    me = Arrival(
+        rank=rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        node=node or node_identity(),
+    )
+    deadline = time.monotonic() + timeout_s
+    index = store.add("arrivals", 1)
+    store.set(f"arrival/{index}", json.dumps(asdict(me)))
+    if rank == 0 and store.add("leader", 1) == 1:
+        verdict = _decide(store, me, deadline)
+        store.set("verdict", json.dumps(verdict))
+        if "error" in verdict:
+            _await_acknowledgements(store)
+    else:
+        verdict = _await_verdict(store, me, deadline)
+    if "error" in verdict:
+        raise _to_error(verdict)
+    return Roster(tuple(verdict["nodes"]))
+
+
+def _decide(store: dist.Store, me: Arrival, deadline: float) -> dict[str, Any]:
+    """On rank 0: read arrivals until the world is complete, wrong, or late."""
+    present: dict[int, Arrival] = {}
+    index = 0
+    while len(present) < me.world_size:
+        index += 1
+        remaining = deadline - time.monotonic()
+        arrival = _read_arrival(store, index, max(remaining, 0.001))
+        if arrival is None:
+            return _absent(present, me.world_size)
+        if arrival.world_size != me.world_size:
+            return {
+                "error": "config",
+                "message": f"the ranks disagree on the world size: {me} says {me.world_size}, "
+                f"{arrival} says {arrival.world_size}",
+                "hint": "start every rank with the same WORLD_SIZE",
+            }
+        if arrival.rank in present:
+            return {
+                "error": "config",
+                "message": f"two processes joined as rank {arrival.rank}: {present[arrival.rank]} and {arrival}",
+                "hint": "give every process its own RANK; LOCAL_RANK repeats on each node and is not it",
+            }
+        present[arrival.rank] = arrival
+    return {"nodes": [present[rank].node for rank in range(me.world_size)]}
+
+
+def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:
+    missing = [rank for rank in range(world_size) if rank not in present]
+    return {
+        "error": "timeout",
+        "message": f"{len(present)} of {world_size} ranks joined in time; missing: {_ranges(missing)}",
+        "hint": "look at the output of the missing ranks; start them, or lower WORLD_SIZE",
+        "missing_ranks": missing,
+    }
+
+
+def _read_arrival(store: dist.Store, index: int, timeout_s: float) -> Arrival | None:
+    key = f"arrival/{index}"
+    if not wait_for_keys(store, [key], timeout_s):
+        return None
+    try:
+        return Arrival(**json.loads(store.get(key)))
+    except (TypeError, ValueError) as error:
+        raise SerializationError(
+            "an arrival in the store cannot be read",
+            hint="all ranks must run the same version; or another program uses this port",
+            operation="rendezvous",
+        ) from error
+
+
+def _await_verdict(store: dist.Store, me: Arrival, deadline: float) -> dict[str, Any]:
+    remaining = max(deadline - time.monotonic(), 0.0) + _VERDICT_GRACE_S
+    try:
+        if not wait_for_keys(store, ["verdict"], remaining):
+            return _verdict_without_leader(store, me)
+        verdict: dict[str, Any] = json.loads(store.get("verdict"))
+        if "error" in verdict:
+            # Readers are told apart by order alone: duplicate ranks are one of the errors.
+            store.set(f"read/{store.add('reads', 1) + 1}", "")
+    except dist.DistNetworkError as error:
+        raise CommunicationError(
+            "the store of the job went away while the ranks were meeting",
+            hint="look at the output of rank 0, which hosts it, or of the launcher",
+            operation="rendezvous",
+            rank=me.rank,
+        ) from error
+    return verdict
+
+
+def _verdict_without_leader(store: dist.Store, me: Arrival) -> dict[str, Any]:
+    """Rank 0 never decided: say who is there, from the log."""
+    present: dict[int, Arrival] = {}
+    for index in range(1, store.add("arrivals", 0) + 1):
+        arrival = _read_arrival(store, index, 1.0)
+        if arrival is not None:
+            present[arrival.rank] = arrival
+    return _absent(present, me.world_size)
+
+
+def _await_acknowledgements(store: dist.Store) -> None:
+    """Rank 0 hosts the store: stay until all who arrived have read the verdict, or a moment has passed."""
+    others = [f"read/{index}" for index in range(2, store.add("arrivals", 0) + 1)]
+    # A process that died after arriving never reads: whether all did in time changes nothing any more.
+    wait_for_keys(store, others, _ACK_GRACE_S)
+
+
+def _to_error(verdict: dict[str, Any]) -> TorshError:
+    message, hint = str(verdict["message"]), str(verdict["hint"])
+    if verdict["error"] == "timeout":
+        return OperationTimeout(message, hint=hint, operation="rendezvous", missing_ranks=verdict["missing_ranks"])
+    return ConfigurationError(message, hint=hint, operation="rendezvous")
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5": a missing node is many ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,122 @@
+"""Tensors in memory that all ranks of a node have: written by one, read by the others where they lie."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment, SegmentAddress
+from torsh_distributed.comm.backends.shm.wire import ShmWire
+from torsh_distributed.comm.backends.wire import CommonUse, SharedBuffer
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.errors import TorshError
+
+_log = logging.getLogger(__name__)
+
+
+def shares_memory(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group talk through memory alone; the same on every rank."""
+    return isinstance(group, TorshProcessGroup) and isinstance(group.wire, ShmWire)
+
+
+def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:
+    """A tensor for the next collective of that kind, which then copies less; None where there is none now.
+
+    `together`: all ranks have the same memory, as the output of all_gather; this rank writes its part of it, which is
+    also the source. `apart`: each has its own, as the source of reduce_scatter or the output of rows from all. Every
+    rank of the group asks in the same order, for `together` also for the same size. Whether it gets one may differ: the
+    collective is correct in any case. What nothing refers to any more is used again.
+    """
+    return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
+
+
+def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
+    """Memory that all ranks of the group have, for as long as something points into it; None where there is none.
+
+    Every rank calls this with the same size, and all get it or none does. Who may write when is the callers' concern.
+    """
+    if num_bytes == 0 or not shares_memory(group):
+        return None
+    segment, address, problem = None, None, ""
+    try:
+        if group.rank() == 0:
+            size_bytes = PREAMBLE_BYTES + num_bytes
+            segment, address = Segment.create(size_bytes, backed_bytes=size_bytes)
+    except (TorshError, OSError) as error:  # whatever it is, the others wait to hear of it
+        problem = str(error)
+    offered = all_gather_object(asdict(address) if address else None, group=group)[0]
+    try:
+        if offered is not None and segment is None:
+            segment = Segment.open(SegmentAddress(**offered))
+    except (TorshError, OSError) as error:
+        problem = str(error)
+    problems = [text for text in all_gather_object(problem, group=group) if text]
+    if segment is not None:
+        segment.close()  # everybody has it mapped, or nobody will use it
+    if problems or segment is None:
+        _log.warning("the ranks of this node cannot share memory for parameters: %s", problems[0].splitlines()[0])
+        return None
+    return memoryview(segment.memory)[PREAMBLE_BYTES:]
+
+
+def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | None:
+    """Move a tensor, and all its views, to where all ranks of the group see it; None where that cannot be.
+
+    Every rank calls this with a contiguous tensor of the same size, which fills its storage; all get it or none does.
+    For as long as what is returned lives, an all-reduce of the tensor reads and writes where the ranks' tensors lie.
+    """
+    if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared:
+        return None
+    if not all(all_gather_object(_has_room(buffer.nbytes * group.size()), group=group)):
+        _log.info("buffers of %d bytes are not shared by the ranks: /dev/shm has too little room", buffer.nbytes)
+        return None
+    offer: tuple[str, int] | None = None
+    everyone, problem = list[Tensor](), ""
+    try:
+        fd, _ = buffer.untyped_storage()._share_fd_cpu_()
+        offer = f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino
+    except (RuntimeError, OSError) as error:  # whatever it is, the others wait to hear of it
+        problem = str(error)
+    offers = all_gather_object(offer, group=group)
+    try:
+        if None not in offers:
+            everyone = [
+                buffer if rank == group.rank() else _mapped(path, inode, buffer.nbytes)
+                for rank, (path, inode) in enumerate(offers)
+            ]
+    except OSError as error:
+        problem = str(error)
+    problems = [text for text in all_gather_object(problem, group=group) if text]
+    if problems:
+        _log.warning("the ranks of this node cannot share buffers: %s", problems[0].splitlines()[0])
+        return None
+    shared = SharedBuffer(buffer, tuple(one.data_ptr() for one in everyone), tuple(everyone))
+    group.wire.share(shared)
+    return shared
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Whether torch can share so much more: where it cannot, the kernel would end the process, not tell it."""
+    try:
+        probe = torch.UntypedStorage._new_using_fd_cpu(1)  # shared from the start, where all that it shares will be
+        place = os.fstatvfs(probe._share_fd_cpu_()[0])
+    except (RuntimeError, OSError):
+        return False
+    return place.f_bavail * place.f_frsize > num_bytes + num_bytes // 4
+
+
+def _mapped(path: str, inode: int, num_bytes: int) -> Tensor:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_ino != inode:
+            raise OSError(f"{path} is not what the other rank has offered")
+        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)

@@ -1,0 +1,278 @@
+"""The mean of named gradients over a group: small ones as they are, in one buffer; the rest through the codec.
+
+Every average begins with one all-reduce that carries, beside the small gradients, what the ranks must agree on before
+they compress: whether anyone's gradients hold NaN or infinity or are of a kind that cannot be compressed, whether
+anyone's memory does not fit the others', and whether all are at the same step. So what is wrong on one rank is seen by
+all of them, at the price of 20 bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.compress.averaging.named_buffers import Layout, Piece, split
+from torsh_distributed.compress.codecs.auto import AutoCodec
+from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.messages.compressed_gradient import check_dense, is_finite, norm, num_bytes
+from torsh_distributed.compress.messages.sparse import Vector, dense
+from torsh_distributed.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torsh_distributed.compress.compressor import GradientCompressor
+
+_STEP_MODULUS = 64  # its square, added up over a thousand ranks, is still exact in fp32
+_MEASURE_EVERY = 10  # steps: two more passes over the gradients are not worth their time at each one
+
+
+class _Part(NamedTuple):
+    """Gradients that travel as one: who lies where, and where they came from."""
+
+    layout: Layout
+    tensors: list[Tensor]
+
+    def flat(self, *, room: int = 0, device: torch.device | None = None) -> Tensor:
+        """A copy of all of them, one after the other, with `room` for more elements at the end.
+
+        In fp32, where the codecs and sums of halves are at home; in fp64 if there is one of fp64.
+        """
+        numel = sum(piece.numel for piece in self.layout)
+        is_wide = any(tensor.dtype == torch.float64 for tensor in self.tensors)
+        flat = torch.empty(
+            numel + room,
+            dtype=torch.float64 if is_wide else torch.float32,
+            device=self.tensors[0].device if self.tensors else device,
+        )
+        for place, tensor in zip(split(flat[:numel], self.layout), self.tensors, strict=True):
+            place.view(tensor.shape).copy_(tensor)
+        return flat
+
+    def put_back(self, vector: Vector) -> None:
+        """Copy the parts of a vector back to where they came from."""
+        if not isinstance(vector, Tensor) and all(map(_is_plain, self.tensors)):
+            vector.write_to(self.tensors)
+            return
+        for value, tensor in zip(split(dense(vector), self.layout), self.tensors, strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+class _Said(NamedTuple):
+    """What the ranks said to each other before they compress: the same on all of them."""
+
+    is_finite: bool
+    must_begin_anew: bool
+    """Someone's memory does not fit the others': everything travels once as it is, after which it does."""
+
+
+@torch.no_grad()
+def average_named(
+    compressor: GradientCompressor,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    bucket: Tensor | None = None,
+) -> int:
+    """Replace each tensor by its mean over the ranks, in place; every rank calls this with the same names in order.
+
+    Returns the bytes this rank sent. If any rank's tensors hold NaN or infinity, the compressed ones become NaN on
+    every rank and nothing is remembered: as without compression, a loss scaler sees it everywhere and skips the step.
+    `bucket` is the memory in which the tensors lie, all of it: where the codec found that compression is of no use,
+    it is averaged as it is.
+    """
+    if not tensors:
+        return 0
+    started = time.perf_counter()
+    small, large, refusal = _parted(compressor, names, tensors)
+    is_dense = compressor.is_dense_step
+    auto = None if is_dense or not large.tensors else _choosing(compressor)
+    if auto is not None and auto.sends_as_it_is(_key(compressor, large)):
+        is_dense = True
+        if bucket is not None and compressor.feedback.carried(large.layout, bucket.device) is None:
+            _all_reduce_mean(bucket, group)
+            auto.note(_key(compressor, large), time.perf_counter() - started, group)
+            return _counted(compressor, small, large, is_dense, ring_bytes(num_bytes(bucket), group), group, started)
+    said, sent_bytes = _agree_and_average_small(compressor, small, large, group, refusal)
+    if not said.is_finite:
+        compressor.stats.num_nonfinite += 1
+    if said.must_begin_anew:
+        compressor.reset_codec()
+    if said.must_begin_anew or is_dense:
+        sent_bytes += _average_dense(compressor, large, group)
+    elif not said.is_finite:
+        for tensor in large.tensors:
+            tensor.fill_(float("nan"))
+    elif large.tensors:
+        sent_bytes += _average_compressed(compressor, large, group)
+    if auto is not None and said.is_finite and not said.must_begin_anew:
+        auto.note(_key(compressor, large), time.perf_counter() - started, group)
+    return _counted(compressor, small, large, is_dense, sent_bytes, group, started)
+
+
+def _choosing(compressor: GradientCompressor) -> AutoCodec | None:
+    """The codec that chooses by what averages take, if it is one and may rely on what it knows."""
+    codec = compressor.codec
+    return codec if isinstance(codec, AutoCodec) and not compressor.has_foreign_state else None
+
+
+def _key(compressor: GradientCompressor, large: _Part) -> Key:
+    return compressor.key([piece.name for piece in large.layout])
+
+
+def _counted(
+    compressor: GradientCompressor,
+    small: _Part,
+    large: _Part,
+    is_dense: bool,
+    sent_bytes: int,
+    group: dist.ProcessGroup,
+    started: float,
+) -> int:
+    """Add an average to the totals; the bytes again."""
+    stats = compressor.stats
+    stats.num_dense += len(small.tensors) + (len(large.tensors) if is_dense else 0)
+    stats.num_tensors += 0 if is_dense else len(large.tensors)
+    stats.bytes_before += ring_bytes(sum(map(num_bytes, small.tensors + large.tensors)), group)
+    stats.bytes_on_wire += sent_bytes
+    stats.exchange_s += time.perf_counter() - started
+    return sent_bytes
+
+
+def _parted(
+    compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor]
+) -> tuple[_Part, _Part, InvalidArgument | None]:
+    """What is never compressed, and what is; and the first that cannot be averaged at all, if there is one.
+
+    It is told to the others in the first exchange, in which zeros stand for it: they would wait if this rank just left.
+    """
+    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    refusal: InvalidArgument | None = None
+    for name, tensor in zip(names, tensors, strict=True):
+        taken = tensor
+        try:
+            check_dense(name, tensor)
+        except InvalidArgument as error:
+            refusal = refusal or error
+            taken = torch.zeros(tensor.shape, device=tensor.device)
+        is_large = not compressor.travels_dense(name, tensor.numel())
+        pieces[is_large].append(Piece(name, tensor.numel()))
+        parts[is_large].append(taken)
+    return _Part(tuple(pieces[0]), parts[0]), _Part(tuple(pieces[1]), parts[1]), refusal
+
+
+def _refused(refusal: InvalidArgument | None, group: dist.ProcessGroup) -> InvalidArgument:
+    """What every rank raises when one or more cannot average what they were given: the first's reason, and who."""
+    mine = None if refusal is None else {"message": refusal.message, "hint": refusal.hint}
+    said = zip(dist.get_process_group_ranks(group), all_gather_object(mine, group=group), strict=True)
+    reasons = {rank: reason for rank, reason in said if reason is not None}
+    first = next(iter(reasons.values()))
+    return InvalidArgument(first["message"], hint=first["hint"], ranks=list(reasons))
+
+
+def _agree_and_average_small(
+    compressor: GradientCompressor,
+    small: _Part,
+    large: _Part,
+    group: dist.ProcessGroup,
+    refusal: InvalidArgument | None,
+) -> tuple[_Said, int]:
+    """One all-reduce: the small gradients and five numbers to agree by. Nothing has changed where it raises."""
+    feedback, num_ranks = compressor.feedback, group.size()
+    buffer = small.flat(room=5, device=(small.tensors + large.tensors)[0].device)
+    values, extra = buffer[:-5], buffer[-5:]
+    # Only where a tensor was compressed before the settings changed.
+    carried = feedback.carried(small.layout, values.device)
+    if carried is not None:
+        values.add_(carried)
+    is_good = is_finite(values) and all(map(is_finite, large.tensors))
+    step = compressor.num_steps % _STEP_MODULUS
+    flags = [float(not is_good), float(compressor.has_foreign_state), float(refusal is not None)]
+    extra.copy_(torch.tensor([*flags, step, step * step]))
+    all_reduce(buffer, group=group)
+    num_bad, num_foreign, num_refused, steps, squares = (int(number) for number in extra.tolist())
+    if num_refused:
+        raise _refused(refusal, group)
+    has_one_step = num_ranks * squares == steps * steps  # equal only where all summands are
+    if not has_one_step:
+        _catch_up(compressor, group, values.device)
+    values.div_(num_ranks)
+    small.put_back(values)
+    if num_bad == 0 and carried is not None:
+        feedback.accept_dense(small.layout, values, values)
+    return _Said(num_bad == 0, num_foreign > 0 or not has_one_step), ring_bytes(num_bytes(buffer), group)
+
+
+def _catch_up(compressor: GradientCompressor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Go on from the furthest step that any rank has seen: some loaded their state and others had none."""
+    furthest = torch.tensor(compressor.num_steps, dtype=torch.float64, device=device)
+    all_reduce(furthest, "max", group=group)
+    events.emit(
+        events.AlertEvent(
+            severity="warning",
+            name="compression_out_of_step",
+            message=f"the ranks were at different steps of compression: this one at {compressor.num_steps}, the"
+            f" furthest at {int(furthest)}; all go on from there, and what was compressed before is forgotten",
+        )
+    )
+    compressor.num_steps = int(furthest)
+
+
+def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+    """Whole gradients, with what was carried over: afterwards what the ranks remember fits together."""
+    if not large.tensors:
+        return 0
+    feedback = compressor.feedback
+    mean = large.flat()
+    own = mean.float().clone() if feedback.is_shared else mean
+    carried = feedback.carried(large.layout, mean.device)
+    if carried is not None:
+        mean.add_(carried)
+    _all_reduce_mean(mean, group)
+    large.put_back(mean)
+    if (feedback.is_shared or carried is not None) and is_finite(mean):
+        feedback.accept_dense(large.layout, own, mean)
+    return ring_bytes(num_bytes(mean), group)
+
+
+def _average_compressed(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+    feedback, stats = compressor.feedback, compressor.stats
+    key = _key(compressor, large)
+    compressor.tell_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
+    x = feedback.prepare(large.layout, large.tensors)
+    averaged = compressor.codec.average(x, group, key)
+    mean, sent = averaged.mean_vector, averaged.sent_vector
+    if not is_finite(mean):  # too large for the codec's type: all ranks see it, none remembers it
+        stats.num_nonfinite += 1
+        feedback.abandon(large.layout)
+        large.put_back(mean)
+        return averaged.num_bytes
+    if stats.error_norm is None or compressor.num_steps % _MEASURE_EVERY == 0:
+        stats.error_norm, stats.original_norm = norm(x - dense(sent)), norm(x)
+    large.put_back(feedback.accept(large.layout, x, sent, mean))
+    return averaged.num_bytes
+
+
+def _all_reduce_mean(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """The mean over the ranks, in place. Halves are divided before they are added: their sum might be too large."""
+    if buffer.dtype.itemsize < 4:
+        all_reduce(buffer.div_(group.size()), group=group)
+    else:
+        all_reduce(buffer, "mean", group=group)
+
+
+def ring_bytes(size_bytes: int, group: dist.ProcessGroup) -> int:
+    """What a rank sends when a buffer goes round a ring: the least an all-reduce can do with."""
+    return 2 * (group.size() - 1) * size_bytes // group.size()

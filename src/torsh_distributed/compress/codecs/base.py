@@ -1,0 +1,116 @@
+"""What a codec is: a gradient in, fewer bytes out, and back; and how the ranks' messages become one mean."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.compress.messages.sparse import Vector, dense
+
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbouring numbers land far apart
+
+
+class Key(NamedTuple):
+    """Where a codec's randomness comes from: the same key gives the same bytes, on every device and every run."""
+
+    seed: int = 0
+    step: int = 0
+    stream: int = 0
+    """Which tensor of the step: a bucket, a parameter."""
+    rank: int = 0
+
+    @property
+    def shared(self) -> int:
+        """32 bits that all ranks have in common, for choices they must make alike."""
+        return _mixed(_mixed(_mixed(self.seed) ^ self.step) ^ self.stream)
+
+    @property
+    def own(self) -> int:
+        """32 bits of this rank alone, for rounding that must be independent between ranks."""
+        return _mixed(self.shared ^ (self.rank + 1) * _GOLDEN)
+
+
+class Averaged:
+    """What came of a tensor that all ranks averaged. A sparse codec gives sparse vectors: they take fewer passes."""
+
+    def __init__(self, mean: Vector, sent: Vector, num_bytes: int) -> None:
+        self.mean_vector = mean
+        self.sent_vector = sent
+        self.num_bytes = num_bytes
+        """Bytes of payload this rank sent to others, as it counted them."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the ranks of what they sent: 1-D, fp32, the same bits on every rank."""
+        return dense(self.mean_vector)
+
+    @property
+    def sent(self) -> Tensor:
+        """What this rank's message says: `x - sent` was left out, and is what error feedback carries over."""
+        return dense(self.sent_vector)
+
+
+class Codec(ABC):
+    """One way to send a gradient in fewer bytes. A codec with state keeps it by `key.stream`.
+
+    `x` is 1-D, contiguous, fp32 and finite, on any device; empty is allowed. What a message needs beside `num_elements`
+    and the key travels in the payload: a payload is decoded by a codec that never saw `x`.
+    """
+
+    name: ClassVar[str]
+    """As in a plan: `int8`, `topk`."""
+
+    is_unbiased: ClassVar[bool]
+    """Whether the mean of many decoded messages of `x` is `x`."""
+
+    is_deterministic: ClassVar[bool]
+    """Whether the payload depends on `x` alone, not on the key."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        """The message: 1-D, on the device of `x`; uint8, or a float type where messages can be added up."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
+        """What the message says: 1-D fp32. Raises CompressionError where it cannot be such a message."""
+
+    @abstractmethod
+    def payload_bytes(self, num_elements: int) -> int | None:
+        """The exact size of a message for that many elements; None where the values decide it."""
+
+    @abstractmethod
+    def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+        """The mean over the ranks of `group`, by the collective that suits the message; every rank calls it."""
+
+    def contraction(self, num_elements: int) -> float | None:
+        """The α in |decode(encode(x)) - x|² ≤ (1 - α)|x|² that holds for every `x`; None where none is promised."""
+        return None
+
+    def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 (most codecs see elements only)
+        """Say which tensors, in order, were flattened one after the other into the `x` of that stream.
+
+        For codecs that look at matrices or layers (`powersgd`, `layerwise`); the same on every rank. The numbers of
+        elements must add up to those of `x`. A stream without shapes is taken for one tensor of one dimension.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart; plain values and tensors. Empty for most."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most codecs have nothing to load)
+        """Go on from `state_dict()`."""
+
+    def reset(self) -> None:  # noqa: B027 (most codecs have nothing to forget)
+        """Forget the state, after a change of membership. Every rank does the same."""
+
+
+def _mixed(number: int) -> int:
+    """A bijection of 32 bits that leaves no pattern (the finaliser of 32-bit hashes by multiply and shift)."""
+    number &= 0xFFFFFFFF
+    number = ((number ^ number >> 16) * 0x21F0AAAD) & 0xFFFFFFFF
+    number = ((number ^ number >> 15) * 0x735A2D97) & 0xFFFFFFFF
+    return number ^ number >> 15

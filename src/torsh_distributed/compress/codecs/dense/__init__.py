@@ -1,0 +1,1 @@
+"""Codecs that send something for every element: `base` first, then one file each."""

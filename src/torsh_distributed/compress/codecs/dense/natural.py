@@ -1,0 +1,37 @@
+"""Natural compression: each element becomes one of the two powers of two around it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.kernels.base import kernels_for
+
+
+class NaturalCodec(DenseCodec):
+    """Send sign and exponent; the exponent goes up with the probability that leaves the mean where it was.
+
+    Why: the error of an element is relative to the element, small ones are as precise as large ones, and the second
+    moment grows by 9/8 at most. It is cheap: an addition of random bits to the mantissa, whose carry is the answer.
+    Payload: largest exponents, a byte (blocks), sign and exponent below the largest, a byte (elements): ceil(n / 1024)
+    + n bytes. What is 2**126 times smaller than the largest of its block becomes 0. Magnitudes from 2**127 on are
+    rounded down, for there is no power of two above.
+    """
+
+    name = "natural"
+    is_unbiased = True
+    is_deterministic = False
+    block = 1024
+
+    @override
+    def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
+        kernels_for(x).natural_encode(x, self.block, seed, offset, out)
+
+    @override
+    def read(self, payload: Tensor, out: Tensor, *, weight: float = 1.0, adds: bool = False) -> bool:
+        return kernels_for(out).natural_decode(payload, self.block, out, weight, adds)
+
+    @override
+    def payload_bytes(self, num_elements: int) -> int:
+        return -(-num_elements // self.block) + num_elements

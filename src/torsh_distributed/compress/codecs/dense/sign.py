@@ -1,0 +1,77 @@
+"""One bit an element: the signs, and what the signs are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.compress.codecs.dense.base import ROUNDING, DenseCodec
+from torsh_distributed.compress.kernels.base import TINY, kernels_for
+from torsh_distributed.compress.kernels.noise import noise
+from torsh_distributed.compress.messages.bits import blocks_packed_bytes
+
+
+class SignCodec(DenseCodec):
+    """Send the sign of each element, and the mean magnitude of each block.
+
+    Why the mean: with it the message is closer to the gradient than zero is, whatever the gradient (with the root mean
+    square it is not), so that error feedback converges. Without error feedback it does not: see the guide.
+    Payload: means fp32 (blocks), sign bits (elements): 4 ceil(n / 1024) + ceil(n / 8) bytes. Zero counts as positive.
+    """
+
+    name = "sign"
+    is_unbiased = False
+    is_deterministic = True
+    block = 1024
+
+    @override
+    def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
+        kernels_for(x).sign_encode(x, self.block, out)
+
+    @override
+    def read(self, payload: Tensor, out: Tensor, *, weight: float = 1.0, adds: bool = False) -> bool:
+        return kernels_for(out).sign_decode(payload, self.block, out, weight, adds)
+
+    @override
+    def payload_bytes(self, num_elements: int) -> int:
+        return 4 * -(-num_elements // self.block) + blocks_packed_bytes(num_elements, self.block, 1)
+
+    @override
+    def contraction(self, num_elements: int) -> float | None:
+        # |x - C(x)|² = |x|² - |x|₁² / n in each block, and |x|₁ ≥ |x|.
+        return (1 - ROUNDING) / min(self.block, max(1, num_elements))
+
+
+class MajorityCodec(SignCodec):
+    """As `sign`, but ranks vote: an element gets the sign that most ranks sent, and the mean of their magnitudes.
+
+    Why: one rank with large gradients, or a broken one, has one vote like all others. A tie is broken at random, alike
+    on every rank.
+    """
+
+    name = "majority"
+
+    @override
+    def combine(self, payloads: Sequence[Tensor], num_elements: int, *, seed: int) -> tuple[Tensor, list[int]]:
+        """The elected signs times the mean magnitudes."""
+        heads_bytes = 4 * -(-num_elements // self.block)
+        device = payloads[0].device
+        votes = torch.empty(num_elements, dtype=torch.float32, device=device)
+        magnitudes = torch.zeros(heads_bytes // 4, dtype=torch.float32, device=device)
+        ballot = torch.empty_like(payloads[0])
+        ballot[:heads_bytes].copy_(torch.ones_like(magnitudes).view(torch.uint8))
+        damaged = []
+        for index, payload in enumerate(payloads):
+            heads = payload[:heads_bytes].clone().view(torch.float32)
+            if not bool((heads.isfinite() & ~heads.signbit()).all()):
+                damaged.append(index)
+            magnitudes.add_(heads, alpha=1.0 / len(payloads))
+            ballot[heads_bytes:].copy_(payload[heads_bytes:])
+            self.read(ballot, votes, adds=index > 0)
+        tied = noise(seed, 0, num_elements, device).sign()
+        elected = torch.where(votes == 0, tied, votes).sign()
+        worth = magnitudes.where(magnitudes >= TINY, 0.0).repeat_interleave(self.block)[:num_elements]
+        return elected * worth, damaged

@@ -1,0 +1,61 @@
+"""What all codecs have in common that send some elements with their places."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
+from torsh_distributed.compress.averaging.sparse_average import Wire, average_sparse
+from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
+from torsh_distributed.compress.messages.sparse import Sparse, decode_sparse, densify, encode_sparse
+from torsh_distributed.errors import InvalidArgument
+
+
+class SparseCodec(Codec):
+    """Send some elements with their places. A codec of this kind says which, by `select`.
+
+    `parameter` is the number of its method: ranks must have the same.
+    """
+
+    is_unbiased = False
+    is_deterministic = True
+
+    def __init__(self, parameter: float, *, dtype: torch.dtype = torch.float16) -> None:
+        if dtype not in (torch.float16, torch.float32):
+            raise InvalidArgument("values of a sparse message are fp16 or fp32", dtype=dtype)
+        self.dtype = dtype
+        self._signature = signature_of(self.name, float(parameter), str(dtype))
+        self._agreements = Agreements()
+
+    @abstractmethod
+    def select(self, x: Tensor, key: Key) -> Tensor:
+        """Indices of the elements to send: int64, strictly increasing."""
+
+    @override
+    def encode(self, x: Tensor, key: Key) -> Tensor:
+        indices = self.select(x, key)
+        return encode_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), self.dtype)
+
+    @override
+    def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
+        return densify(decode_sparse(payload, num_elements, self.dtype), num_elements)
+
+    @override
+    def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+        self._agreements.require(self.name, self._signature, x.numel(), group=group, device=x.device)
+        return self.average_selected(x, self.select(x, key), group)
+
+    def average_selected(self, x: Tensor, indices: Tensor, group: dist.ProcessGroup) -> Averaged:
+        """The mean over the ranks of what they selected."""
+        wire = Wire(self._signature, self.dtype)
+        is_fixed = self.payload_bytes(x.numel()) is not None
+        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, wire, is_fixed=is_fixed)
+
+    @override
+    def reset(self) -> None:
+        self._agreements.forget()

@@ -1,0 +1,123 @@
+"""The arithmetic of the dense codecs, and which implementation a tensor gets: compiled C, Triton, or torch's operators.
+
+All implementations write the same bytes. `x` is fp32, 1-D, contiguous; `out` of an encoder is uint8 and exactly as long
+as the payload, `out` of a decoder fp32 and as long as the message has elements. A decoder writes `weight` times what
+the payload says, or adds that with `adds`, and returns whether the payload is one that an encoder can have written.
+`key` and `offset` feed `noise`: element i of `x` draws with the index `offset + i`. Blocks are at most 2048 elements,
+but for int8.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from torsh_distributed.native import CODEC_KERNELS, load
+
+TINY = 2.0**-120
+"""A block whose scale is below this is sent as zeros: the inverse of its scale would overflow."""
+
+NUM_BINS = 1024
+"""Bins of a histogram: 512 for each sign; see `Histogram`."""
+
+
+class Histogram(NamedTuple):
+    """How the elements of a tensor are distributed, exactly, whatever the order they were counted in.
+
+    A bin holds the floats that share exponent and the first four bits of the mantissa, so that it is as wide as a
+    32nd to a 16th of its values. Bin 511 holds the largest magnitude; bin 0 all that is more than 32 octaves
+    smaller. Negative elements have bins 512 to 1023.
+    """
+
+    largest: int
+    """The upper 13 bits of the largest magnitude, sign and exponent included: what bin 511 is."""
+    counts: Tensor
+    """Elements in each bin, int64 on the CPU."""
+    sums: Tensor
+    """Sum of the 24-bit mantissas in each bin, int64 on the CPU; meaningless in bins 0 and 512."""
+
+
+class Kernels(Protocol):
+    """One implementation of the arithmetic."""
+
+    def checksum(self, payload: Tensor) -> int:
+        """32 bits that change with every byte of a uint8 tensor; see `noise.checksum`."""
+
+    def int8_encode(self, x: Tensor, block: int, out: Tensor) -> None:
+        """Scales (fp32 a block), then codes (int8 an element): round(x 127 / largest magnitude of the block)."""
+
+    def int8_decode(self, payload: Tensor, block: int, out: Tensor, weight: float, adds: bool) -> bool:
+        """Code times scale."""
+
+    def nbit_encode(self, x: Tensor, block: int, bits: int, key: int, offset: int, out: Tensor) -> None:
+        """Middle and step (fp32, fp32 a block), then codes of `bits` bits: levels between least and largest."""
+
+    def nbit_decode(self, payload: Tensor, block: int, bits: int, out: Tensor, weight: float, adds: bool) -> bool:
+        """(2 code - last code) times step plus middle."""
+
+    def sign_encode(self, x: Tensor, block: int, out: Tensor) -> None:
+        """Mean magnitudes (fp32 a block), then sign bits."""
+
+    def sign_decode(self, payload: Tensor, block: int, out: Tensor, weight: float, adds: bool) -> bool:
+        """Plus or minus the mean magnitude."""
+
+    def ternary_encode(self, x: Tensor, block: int, threshold: float, out: Tensor) -> None:
+        """Mean of the magnitudes kept (fp32 a block), then trits: kept from `threshold` times the largest on."""
+
+    def ternary_draw(self, x: Tensor, block: int, key: int, offset: int, out: Tensor) -> None:
+        """Largest magnitudes (fp32 a block), then trits: kept with probability magnitude / largest."""
+
+    def ternary_decode(self, payload: Tensor, block: int, out: Tensor, weight: float, adds: bool) -> bool:
+        """-1, 0 or +1 times the scale."""
+
+    def natural_encode(self, x: Tensor, block: int, key: int, offset: int, out: Tensor) -> None:
+        """Largest exponents (a byte a block), then codes: sign and exponent, relative to the largest, in a byte."""
+
+    def natural_decode(self, payload: Tensor, block: int, out: Tensor, weight: float, adds: bool) -> bool:
+        """Plus or minus a power of two, or zero."""
+
+    def histogram(self, x: Tensor) -> Histogram:
+        """Count the elements."""
+
+    def codebook_encode(self, x: Tensor, block: int, largest: int, entries: Tensor, bits: int, out: Tensor) -> None:
+        """The entry of each element's bin (`entries`: uint8 on the CPU, by bin), packed block by block."""
+
+    def codebook_decode(
+        self, payload: Tensor, block: int, codebook: Tensor, out: Tensor, weight: float, adds: bool
+    ) -> bool:
+        """The value (`codebook`: fp32 on the CPU) of each element's entry."""
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The quickest implementation for the device of `tensor`. The one place that decides."""
+    from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
+
+    found = {"cpu": compiled_kernels, "cuda": triton_kernels}.get(tensor.device.type, lambda: None)()
+    return found or TorchKernels()
+
+
+@functools.cache
+def triton_kernels() -> Kernels | None:
+    """The kernels for CUDA, or None where there is no Triton: it comes with torch's wheels for CUDA."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from torsh_distributed.compress.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels()
+
+
+@functools.cache
+def compiled_kernels() -> Kernels | None:
+    """The compiled kernels, or None where there are none."""
+    from torsh_distributed.compress.kernels.native_kernels import NativeKernels
+
+    module = compiled_module()
+    return None if module is None else NativeKernels(module)
+
+
+def compiled_module() -> Any | None:
+    """What was compiled, if it was."""
+    return load(CODEC_KERNELS)

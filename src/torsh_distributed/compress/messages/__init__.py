@@ -1,0 +1,1 @@
+"""What travels: payload layouts, bit packing, sparse messages, and the envelope around them."""

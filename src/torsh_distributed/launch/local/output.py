@@ -1,0 +1,213 @@
+"""Workers' output: read from their pipes, shown line by line with the rank in front, kept in files.
+
+A thread of its own does all of it, so that a terminal that is paused, or a slow file system, never keeps the
+launcher from supervising. Back-pressure still reaches the workers: their pipes fill up.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torsh_distributed.errors import IoError
+from torsh_distributed.launch.local.terminal import StreamName, Terminal
+
+_COLOURS = ("36", "33", "32", "35", "34", "31", "96", "93", "92", "95", "94", "91")
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What precedes every line of a rank, coloured by rank or not."""
+
+    rank: int
+    width: int
+    is_coloured: bool
+
+    def apply(self, line: bytes) -> bytes:
+        """The line as shown. A colour the worker left switched on ends with its line."""
+        label = f"[rank {self.rank:>{self.width}}]"
+        if not self.is_coloured:
+            return label.encode() + b" " + line + b"\n"
+        reset = b"\x1b[0m" if b"\x1b" in line else b""
+        return f"\x1b[{_COLOURS[self.rank % len(_COLOURS)]}m{label}\x1b[0m ".encode() + line + reset + b"\n"
+
+
+def wants_colour(*, is_tty: bool, environ: Mapping[str, str]) -> bool:
+    """Colour is for terminals, unless NO_COLOR (https://no-color.org) or a dumb terminal says otherwise."""
+    return is_tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+class LineSplitter:
+    """Cuts a byte stream into lines at newlines and carriage returns (progress bars); over-long ones are cut too."""
+
+    # A carriage return at the very end may be half of a line end: it waits for the next byte.
+    _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines completed by `data`."""
+        buffer = self._rest + data
+        lines = []
+        start = 0
+        for match in self._LINE_END.finditer(buffer):
+            # A progress bar begins with a carriage return: that is no empty line.
+            if match.start() > start or match.group() != b"\r":
+                lines.append(buffer[start : match.start()])
+            start = match.end()
+        self._rest = buffer[start:]
+        while len(self._rest) > _MAX_LINE_BYTES:
+            lines.append(self._rest[:_MAX_LINE_BYTES])
+            self._rest = self._rest[_MAX_LINE_BYTES:]
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """What is left without a line end."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [rest] if rest else []
+
+
+@dataclass(slots=True)
+class _Stream:
+    rank: int
+    name: StreamName
+    fd: int
+    prefix: Prefix | None
+    log: io.FileIO | None
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+
+
+def open_log(directory: Path, rank: int, name: StreamName) -> io.FileIO:
+    """The file that keeps one stream of one rank, for appending; its directory is made if need be."""
+    path = directory / f"rank-{rank}.{name}.log"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return io.FileIO(path, "ab")
+    except OSError as error:
+        raise IoError(
+            "the log directory cannot be written",
+            hint="choose a --log-dir this user may write, with space left",
+            path=str(path),
+            reason=error.strerror or str(error),
+        ) from error
+
+
+class OutputPump:
+    """Owns the read ends of all workers' pipes. `warn` is called from the pump's thread with a line for the user."""
+
+    def __init__(self, terminal: Terminal, *, warn: Callable[[str], None]) -> None:
+        self._terminal = terminal
+        self._warn = warn
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._changed = threading.Condition()
+        self._incoming: list[_Stream] = []
+        self._open: dict[int, set[StreamName]] = {}
+        self._tails: dict[int, deque[str]] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="torsh-output", daemon=True)
+        self._thread.start()
+
+    def add(self, rank: int, name: StreamName, fd: int, *, prefix: Prefix | None, log: io.FileIO | None) -> None:
+        """Take over the read end of a pipe and its log file; without a prefix it is kept, not shown."""
+        with self._changed:
+            self._incoming.append(_Stream(rank, name, fd, prefix, log))
+            self._open.setdefault(rank, set()).add(name)
+            self._tails[rank] = deque(maxlen=_TAIL_LINES)
+        os.write(self._wake_write, b"+")
+
+    def wait_ended(self, ranks: set[int], *, timeout_s: float) -> bool:
+        """Whether all pipes of these ranks reached their end in time; a grandchild may hold one open."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(self._open.get(rank) for rank in ranks), timeout_s)
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of the rank's stderr."""
+        with self._changed:
+            return tuple(self._tails.get(rank, ()))
+
+    def close(self, *, timeout_s: float = 2.0) -> None:
+        """Read what is there, close every pipe and log. A blocked terminal is waited for until the deadline only."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if self._is_closing:
+                return
+            self._changed.wait_for(lambda: not any(self._open.values()), timeout_s)
+            self._is_closing = True
+        os.write(self._wake_write, b"x")
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._take_incoming()
+                else:
+                    self._read(key.data)
+            with self._changed:
+                if self._is_closing:
+                    break
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._end(key.data)
+        self._selector.close()
+
+    def _take_incoming(self) -> None:
+        os.read(self._wake_read, 4096)
+        with self._changed:
+            streams, self._incoming = self._incoming, []
+        for stream in streams:
+            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+
+    def _read(self, stream: _Stream) -> None:
+        data = os.read(stream.fd, _READ_BYTES)
+        if data:
+            self._keep(stream, data)
+            self._show(stream, stream.splitter.feed(data))
+        else:
+            self._end(stream)
+
+    def _keep(self, stream: _Stream, data: bytes) -> None:
+        if stream.log is None:
+            return
+        try:
+            while data:
+                data = data[stream.log.write(data) or 0 :]
+        except OSError as error:
+            self._warn(f"{stream.log.name} is incomplete from here on: {error.strerror}")
+            stream.log.close()
+            stream.log = None
+
+    def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        if stream.name == "stderr":
+            with self._changed:
+                self._tails[stream.rank].extend(line.decode(errors="replace") for line in lines if line.strip())
+        if stream.prefix is not None and lines:
+            self._terminal.write(stream.name, b"".join(map(stream.prefix.apply, lines)))
+
+    def _end(self, stream: _Stream) -> None:
+        self._show(stream, stream.splitter.finish())
+        self._selector.unregister(stream.fd)
+        os.close(stream.fd)
+        if stream.log is not None:
+            stream.log.close()
+        with self._changed:
+            self._open[stream.rank].discard(stream.name)
+            self._changed.notify_all()

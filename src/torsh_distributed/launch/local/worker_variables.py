@@ -1,0 +1,76 @@
+"""The environment of a worker: torchrun's variables, and a few of ours. Pure; `launch.environment` is the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torsh_distributed.launch.local.guardian import MARK_VARIABLE
+from torsh_distributed.launch.spec import JobSpec, WorkerPlace
+
+# Overrides for a process that is started by hand: inherited by every worker they would all be one rank.
+_PERSONAL = (
+    "TORSH_RANK",
+    "TORSH_WORLD_SIZE",
+    "TORSH_LOCAL_RANK",
+    "TORSH_NODE_ID",
+    "TORSH_MASTER_ADDR",
+    "TORSH_MASTER_PORT",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEndpoint:
+    """Where the workers of one attempt meet: its number, and its own store."""
+
+    attempt: int
+    master_addr: str
+    master_port: int
+
+
+def worker_environment(
+    spec: JobSpec,
+    place: WorkerPlace,
+    endpoint: AttemptEndpoint,
+    *,
+    base: Mapping[str, str],
+    mark: str,
+    token: str,
+    progress_file: Path,
+) -> dict[str, str]:
+    """Every variable of one worker. What the job defines wins over `base`, and `spec.env` over both."""
+    env = {name: value for name, value in base.items() if name not in _PERSONAL}
+    env.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.local_rank),
+        WORLD_SIZE=str(spec.world_size),
+        LOCAL_WORLD_SIZE=str(spec.nproc_per_node),
+        GROUP_RANK=str(place.node_rank),
+        GROUP_WORLD_SIZE=str(spec.nnodes),
+        NODE_RANK=str(place.node_rank),
+        ROLE_NAME=spec.role,
+        ROLE_RANK=str(place.rank),
+        ROLE_WORLD_SIZE=str(spec.world_size),
+        MASTER_ADDR=endpoint.master_addr,
+        MASTER_PORT=str(endpoint.master_port),
+        TORCHELASTIC_RESTART_COUNT=str(endpoint.attempt),
+        TORCHELASTIC_MAX_RESTARTS=str(spec.max_restarts),
+        TORCHELASTIC_RUN_ID=spec.run_id,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORSH_LAUNCHER="run",
+        TORSH_PROGRESS_FILE=str(progress_file),
+        TORSH_JOB_TOKEN=token,
+    )
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if sets_omp_threads(spec, base):
+        env["OMP_NUM_THREADS"] = "1"
+    # A job started by a worker of another job carries both marks: ending the outer one ends the inner too.
+    env[MARK_VARIABLE] = ":".join(filter(None, (base.get(MARK_VARIABLE), mark)))
+    env.update(spec.env)
+    return env
+
+
+def sets_omp_threads(spec: JobSpec, base: Mapping[str, str]) -> bool:
+    """Whether OMP_NUM_THREADS=1 is set, as torchrun does: several workers whose user chose no number of threads."""
+    return spec.nproc_per_node > 1 and "OMP_NUM_THREADS" not in base and "OMP_NUM_THREADS" not in spec.env

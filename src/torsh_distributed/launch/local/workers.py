@@ -1,0 +1,138 @@
+"""The worker processes of one attempt on this node: started, watched, signalled, and gone without a trace.
+
+Each worker leads a session of its own, so that its children (data loaders) can be found and ended with it.
+A worker that ended stays a zombie until the attempt is over: its process id cannot be given to a stranger
+whom we would then signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torsh_distributed.errors import IoError
+from torsh_distributed.launch.local.exit_causes import ExitStatus, peek_status
+from torsh_distributed.launch.local.guardian import Guardian, kill_members
+from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.spec import WorkerPlace
+
+_REAP_TIMEOUT_S = 5.0
+# A terminal interrupts everyone in the foreground; other signals are for the worker, which may want to save
+# with its helpers still alive.
+_TO_WHOLE_GROUP = frozenset({signal.SIGINT, signal.SIGKILL})
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a worker ended, and when on the monotonic clock."""
+
+    status: ExitStatus
+    at_s: float
+
+
+class Worker:
+    """One rank's process."""
+
+    def __init__(self, place: WorkerPlace, process: subprocess.Popen[bytes], *, progress_file: Path) -> None:
+        self.place = place
+        self.process = process
+        self.progress_file = progress_file
+        self.pidfd = os.pidfd_open(process.pid)
+        self.started_s = time.monotonic()
+        self.ending: Ending | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also its session and group."""
+        return self.process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the worker, or its whole process group where that is what a terminal would do."""
+        try:
+            if number in _TO_WHOLE_GROUP:
+                os.killpg(self.pid, number)
+            else:
+                signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            # It ended a moment ago; its exit is being handled.
+            return
+
+
+class Workers:
+    """All workers of an attempt on this node. `on_exit` is called once for each that ends."""
+
+    def __init__(self, loop: Loop, guardian: Guardian, *, mark: str, on_exit: Callable[[Worker, Ending], None]) -> None:
+        self._loop = loop
+        self._guardian = guardian
+        self._mark = mark
+        self._on_exit = on_exit
+        self.all: list[Worker] = []
+
+    def start(
+        self, place: WorkerPlace, command: Sequence[str], env: Mapping[str, str], *, progress_file: Path
+    ) -> tuple[int, int]:
+        """Start one worker; returns the read ends of pipes on its stdout and stderr, which are the caller's then."""
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        try:
+            process = subprocess.Popen(
+                command, env=dict(env), stdout=out_write, stderr=err_write, start_new_session=True
+            )
+        except OSError as error:
+            os.close(out_read)
+            os.close(err_read)
+            raise IoError(
+                f"the worker of rank {place.rank} cannot be started",
+                hint="check the command, the limits on processes (`ulimit -u`) and the free memory",
+                command=command[0],
+                reason=error.strerror or str(error),
+            ) from error
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+        self._guardian.watch_session(process.pid)
+        worker = Worker(place, process, progress_file=progress_file)
+        self.all.append(worker)
+        self._loop.watch(worker.pidfd, lambda: self._note_exit(worker))
+        return out_read, err_read
+
+    def _note_exit(self, worker: Worker) -> None:
+        status = peek_status(worker.pidfd)
+        if status is None:
+            return
+        self._loop.unwatch(worker.pidfd)
+        worker.ending = Ending(status, time.monotonic())
+        self._on_exit(worker, worker.ending)
+
+    @property
+    def running(self) -> list[Worker]:
+        """Workers that have not ended."""
+        return [worker for worker in self.all if worker.ending is None]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal every worker that still runs."""
+        for worker in self.running:
+            worker.send_signal(number)
+
+    def clear(self) -> dict[int, str]:
+        """Kill what is left of the attempt, children included, and collect the zombies.
+
+        Returns the processes that could not be ended, by pid: in uninterruptible sleep, or another user's.
+        """
+        self.send_signal(signal.SIGKILL)
+        sessions = [worker.pid for worker in self.all]
+        _, remaining = kill_members(self._mark, sessions, timeout_s=_REAP_TIMEOUT_S)
+        for worker in self.all:
+            self._loop.unwatch(worker.pidfd)
+            os.close(worker.pidfd)
+            try:
+                worker.process.wait(timeout=0 if worker.pid in remaining else _REAP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                remaining.setdefault(worker.pid, f"rank {worker.place.rank}")
+        self.all = []
+        return remaining

@@ -1,0 +1,1 @@
+"""`torsh run --mpi`: workers that are one MPI job, through a PMI server in the launcher."""

@@ -1,0 +1,1 @@
+"""Several nodes: `coordinator` decides, `leader` and `follower` carry it out over signed connections."""

@@ -1,0 +1,118 @@
+"""What the leader decides, as a pure state machine: reports of the nodes in, decisions for all nodes out.
+
+::
+
+    gathering ──all joined──► running(a) ──all finished──────────────► over (0)
+        │                      │      ▲
+        │                   failed    └─all stopped─ stopping(a), next a + 1
+        │                      │                         ▲
+        │                      ├── restarts left ────────┘
+        └── node lost, signal ─┴── none left, node lost, signal ─────► over (not 0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torsh_distributed.launch.nodes.records import End, Failure, Stop
+
+
+class Phase(StrEnum):
+    """Where the job stands."""
+
+    GATHERING = "gathering"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Open a fresh store and start the workers of this attempt on every node."""
+
+    attempt: int
+
+
+Decision = Begin | Stop | End
+
+
+class Coordinator:
+    """Follows one job. Every method returns the decisions to carry out on all nodes, in order."""
+
+    def __init__(self, *, num_nodes: int, max_restarts: int) -> None:
+        self.phase = Phase.GATHERING
+        self.attempt = 0
+        self.failures: list[Failure] = []
+        """The first failure of every attempt that failed."""
+        self._num_nodes = num_nodes
+        self._max_restarts = max_restarts
+        self._joined: set[int] = set()
+        self._done: set[int] = set()
+
+    @property
+    def absent(self) -> list[int]:
+        """Node ranks that have not joined."""
+        return sorted(set(range(self._num_nodes)) - self._joined)
+
+    @property
+    def unstopped(self) -> list[int]:
+        """While stopping: node ranks whose workers may still run."""
+        return sorted(set(range(self._num_nodes)) - self._done)
+
+    def has_joined(self, node_rank: int) -> bool:
+        """Whether that node is part of the job."""
+        return node_rank in self._joined
+
+    def joined(self, node_rank: int) -> list[Decision]:
+        """A node that fits the job is there."""
+        self._joined.add(node_rank)
+        if self.phase is not Phase.GATHERING or self.absent:
+            return []
+        return [self._begin(0)]
+
+    def failed(self, attempt: int, failure: Failure) -> list[Decision]:
+        """A worker failed. Only the first failure of an attempt decides; the rest are its consequences."""
+        if self.phase is not Phase.RUNNING or attempt != self.attempt:
+            return []
+        self.failures.append(failure)
+        if attempt >= self._max_restarts:
+            return self._over(End(exit_code=failure.exit_code, failure=failure))
+        self.phase = Phase.STOPPING
+        self._done = set()
+        return [Stop(attempt=attempt, failure=failure)]
+
+    def finished(self, node_rank: int, attempt: int) -> list[Decision]:
+        """All workers of a node ended well."""
+        if self.phase is not Phase.RUNNING or attempt != self.attempt:
+            return []
+        self._done.add(node_rank)
+        return [] if self.unstopped else self._over(End(exit_code=0))
+
+    def stopped(self, node_rank: int, attempt: int) -> list[Decision]:
+        """A node has no process of the stopped attempt left."""
+        if self.phase is not Phase.STOPPING or attempt != self.attempt:
+            return []
+        self._done.add(node_rank)
+        return [] if self.unstopped else [self._begin(attempt + 1)]
+
+    def lost(self, failure: Failure) -> list[Decision]:
+        """A node is gone, or cannot do what it must; the job has a fixed world, so it ends."""
+        if self.phase is Phase.OVER:
+            return []
+        self.failures.append(failure)
+        return self._over(End(exit_code=failure.exit_code, failure=failure))
+
+    def interrupted(self, signal: int) -> list[Decision]:
+        """The user wants the job to end."""
+        return [] if self.phase is Phase.OVER else self._over(End(exit_code=128 + signal, signal=signal))
+
+    def _begin(self, attempt: int) -> Begin:
+        self.phase = Phase.RUNNING
+        self.attempt = attempt
+        self._done = set()
+        return Begin(attempt)
+
+    def _over(self, end: End) -> list[Decision]:
+        self.phase = Phase.OVER
+        return [end]

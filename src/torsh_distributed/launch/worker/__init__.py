@@ -1,0 +1,1 @@
+"""The worker's side: `environment` reads who it is, `init` joins the world; progress and event files."""

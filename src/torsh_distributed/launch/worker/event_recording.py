@@ -1,0 +1,30 @@
+"""Where a process's events go when the environment asks for it: TORSH_EVENTS_DIR and TORSH_PROGRESS_FILE."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torsh_distributed.events import JsonlSink
+from torsh_distributed.launch.worker.progress import ProgressWriter
+
+# By process: a forked child records for itself, into files of its own.
+_recorders: dict[int, list[JsonlSink | ProgressWriter]] = {}
+
+
+def record_events(directory: str | Path | None = None) -> None:
+    """Start the sinks that the environment or the plan names, once per process; they close at interpreter exit.
+
+    TORSH_EVENTS_DIR wins over `directory`, as the environment wins over a file everywhere.
+    """
+    if os.getpid() in _recorders:
+        return
+    started: list[JsonlSink | ProgressWriter] = []
+    chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
+    if chosen:
+        started.append(JsonlSink(chosen))
+    progress = os.environ.get("TORSH_PROGRESS_FILE")
+    if progress:
+        started.append(ProgressWriter(progress))
+    _recorders.clear()
+    _recorders[os.getpid()] = started

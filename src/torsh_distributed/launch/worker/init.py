@@ -1,0 +1,113 @@
+"""`init()`: from whatever launcher started this process to a working process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.collectives.matching import enable_checks
+from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.launch.worker.environment import Environment, read_environment
+from torsh_distributed.launch.worker.event_recording import record_events
+from torsh_distributed.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+
+def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: float | None = None) -> Environment:
+    """Join the job this process was started for, whoever started it; every rank calls this once.
+
+    Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, or RANK and WORLD_SIZE; with none of them the
+    world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
+    Returns the place that was found and where it was found.
+    """
+    chosen = plan or Plan()
+    section = chosen.distributed
+    record_events(directory=chosen.observe.events_dir)
+    enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
+    found = read_environment()
+    limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
+    _start(backend or section.backend, found, limit_s, store=None)
+    return found
+
+
+@contextmanager
+def distributed(plan: Plan | None = None, *, backend: str | None = None) -> Iterator[Environment]:
+    """`init()` for the length of a `with` block; the group is gone after it, also when the block raises."""
+    found = init(plan, backend=backend)
+    try:
+        yield found
+    finally:
+        destroy_process_group()
+
+
+def init_process_group(
+    backend: str = "auto",
+    rank: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    timeout: float | timedelta = 300.0,
+    *,
+    store: dist.Store | None = None,
+) -> None:
+    """Bring up the world's group with explicit values; what is not given is read from the environment.
+
+    `timeout` (seconds) bounds the meeting of the ranks and each later collective. Duplicate ranks, differing world
+    sizes and absent ranks raise on every rank, by name. `store` replaces the TCP store at the master's address.
+    """
+    found = read_environment()
+    given: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        # A place given by hand is taken whole: what the launcher said of nodes and stores no longer fits it.
+        given.update(source=f"arguments {', '.join(given)}", local_rank=None, local_world_size=None, node_rank=None)
+        given["has_agent_store"] = found.has_agent_store and master_addr is None and master_port is None
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    _start(backend, dataclasses.replace(found, **given), limit_s, store=store)
+
+
+def _start(backend: str, place: Environment, timeout_s: float, *, store: dist.Store | None) -> None:
+    start_world(
+        backend,
+        rank=place.rank,
+        world_size=place.world_size,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        timeout_s=timeout_s,
+        store=store,
+        has_agent_store=place.has_agent_store,
+        attempt=place.attempt,
+        node=None if place.node_rank is None else f"node-{place.node_rank}",
+    )
+    _log.info("joined as %s", place)
+
+
+def _init_timeout_s(planned_s: float) -> float:
+    text = os.environ.get("TORSH_INIT_TIMEOUT")
+    if text is None:
+        return planned_s
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(
+            "TORSH_INIT_TIMEOUT must be a number of seconds above 0",
+            hint="set it to 300, or unset it",
+            TORSH_INIT_TIMEOUT=text,
+        )
+    return value

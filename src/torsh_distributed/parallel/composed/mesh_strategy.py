@@ -1,0 +1,209 @@
+"""Strategies for a mesh with tensor or context axes, beside replicas and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
+from torsh_distributed.parallel.mesh.mean import mean_over
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.mesh.norm import clip_over_mesh
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.parallel.state import spread_state
+from torsh_distributed.parallel.state.whole_state import named_params, plain_name
+from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
+from torsh_distributed.parallel.tensor import param_cuts
+
+Context = Callable[[], AbstractContextManager[None]]
+"""Entered around forward and backward."""
+
+TakePart = Callable[[Any], Any]
+"""From a batch to what this rank works on of it, such as its piece of every sequence."""
+
+
+class OnMesh(Strategy):
+    """What all combinations share: data parts, means, norms and state over the axes of a mesh."""
+
+    def __init__(self, mesh: Mesh, whole_model: nn.Module, *, device: torch.device) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._cuts = {plain_name(name): cut for name, cut in param_cuts(whole_model).items()}
+        self._spread = spread_state.Spread(
+            whole_model,
+            self._cuts,
+            mesh.group("tp"),
+            mesh.group("pp"),
+            self._owner,
+            self._names(),
+            {name: layer for name, (layer, _) in spread_params(whole_model).items()},
+        )
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._mesh.data_rank
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return self._mesh.data_degree
+
+    @property
+    @override
+    def forward_is_collective(self) -> bool:
+        return True
+
+    @override
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
+        return mean_over(loss, self._mesh.group(*GRADIENT_AXES))
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        return clip_over_mesh(
+            named_params(self.unwrapped).items(),
+            max_norm,
+            copies=self._num_copies,
+            group=self._mesh.group(*self._mesh.layout.order),
+            device=self._device,
+        )
+
+    def _num_copies(self, name: str, is_sharded: bool) -> int:
+        """How many ranks hold the same piece of a gradient."""
+        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._spread.experts, "pp": True}
+        axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
+        return self._mesh.layout.degree(*axes) * self._num_tied(name)
+
+    def _num_tied(self, name: str) -> int:
+        return 1
+
+    def _owner(self, name: str) -> int:
+        return 0
+
+    def _names(self) -> Mapping[str, str]:
+        return {}
+
+    def _reshard(self) -> None:
+        """Free what was left gathered, as after evaluation."""
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._reshard()
+        return {
+            "model": spread_state.model_state(self._spread),
+            "optimizer": spread_state.optimizer_state(self._spread, self.unwrapped, optimizer),
+        }
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+        self._reshard()
+        spread_state.load_model_state(self._spread, state_["model"])
+        spread_state.load_optimizer_state(self._spread, self.unwrapped, optimizer, state_["optimizer"])
+
+
+class Composed(OnMesh):
+    """A model split over tp or cp, replicated or sharded by an inner strategy over the other axes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        inner: Strategy | None,
+        contexts: tuple[Context, ...],
+        take_part: TakePart | None,
+        device: torch.device,
+    ) -> None:
+        self._alone = model
+        self._inner = inner
+        self._contexts = contexts
+        self._is_inside = False
+        self._take_part = take_part
+        super().__init__(mesh, model, device=device)
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self._alone if self._inner is None else self._inner.model
+
+    @property
+    @override
+    def unwrapped(self) -> nn.Module:
+        return self._alone if self._inner is None else self._inner.unwrapped
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        if self._inner is not None:
+            self._inner.attach(optimizer)
+
+    @override
+    def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
+        part = batch if self._take_part is None else self._take_part(batch)
+        with self._entered():
+            value = compute(model, part, loss_fn)
+            # From split logits it comes as a DTensor, equal on all ranks.
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Inside the contexts, which are entered once: in training by `accumulating`, in evaluation here."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with ExitStack() as stack:
+                for context in self._contexts:
+                    stack.enter_context(context())
+                yield
+        finally:
+            self._is_inside = False
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._accumulating(is_last)
+
+    @contextmanager
+    def _accumulating(self, is_last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._inner is not None:
+                stack.enter_context(self._inner.accumulating(is_last=is_last))
+            stack.enter_context(self._entered())
+            yield
+
+    @override
+    def take_comm_s(self) -> float | None:
+        return None if self._inner is None else self._inner.take_comm_s()
+
+    @override
+    def rescale(self, factor: float) -> None:
+        if self._inner is not None:
+            self._inner.rescale(factor)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._inner is None else self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_: Mapping[str, Any]) -> None:
+        if self._inner is not None:
+            self._inner.load_state_dict(state_)
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        if isinstance(self._inner, Sharded):
+            self._inner.wrapped.average_replicated()
+        return super().clip_grad_norm(max_norm)
+
+    @override
+    def _reshard(self) -> None:
+        if isinstance(self._inner, Sharded):
+            self._inner.wrapped.reshard()

@@ -1,0 +1,67 @@
+"""How a bucket of gradients is summed over the ranks, as the `distributed` section of a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.groups.manager import twin_group
+from torsh_distributed.comm.scheduler import CommunicationScheduler
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+
+Reduce = Callable[[Tensor], torch.futures.Future[Tensor]]
+"""Start the fold of a buffer over the ranks, in place; the future is the buffer."""
+
+
+def bucket_reducer(
+    config: DistributedConfig, group: dist.ProcessGroup, device: torch.device, *, op: ReduceOp = ReduceOp.SUM
+) -> Reduce:
+    """The sum, or mean, in the way that the plan asks for; every rank of the group calls this.
+
+    Only a rate limit puts a scheduler in the way: without one a bucket starts at once, in the backend or its algorithm.
+    """
+    _check_device(config, device)
+    algorithm = None if config.algorithm == "backend" else config.algorithm
+    deterministic = config.deterministic
+    if config.rate_limit_gbps is None:
+        return lambda buffer: all_reduce(
+            buffer, op, group=group, algorithm=algorithm, deterministic=deterministic, async_op=True
+        ).get_future()
+    # The scheduler's thread starts buckets while others use the group: they must not share one order of operations.
+    own = twin_group(group)
+    scheduler = CommunicationScheduler(
+        max_concurrent_ops=1,
+        rate_limit_bytes_per_s=config.rate_limit_gbps * 1e9 / 8,
+        timeout_s=config.timeout_s,
+    )
+    return lambda buffer: scheduler.submit(
+        "all_reduce",
+        lambda: all_reduce(buffer, op, group=own, algorithm=algorithm, deterministic=deterministic),
+        num_bytes=buffer.numel() * buffer.element_size(),
+        group=own,
+    ).get_future()
+
+
+def _check_device(config: DistributedConfig, device: torch.device) -> None:
+    """Refuse before the first step what the gradients' device cannot have."""
+    wanted = [
+        name
+        for name, is_wanted in (
+            (f"distributed.algorithm = {config.algorithm}", config.algorithm not in ("backend", "auto")),
+            ("distributed.deterministic", config.deterministic),
+            ("distributed.rate_limit_gbps", config.rate_limit_gbps is not None),
+        )
+        if is_wanted
+    ]
+    if wanted and device.type != "cpu":
+        raise ConfigurationError(
+            f"{' and '.join(wanted)}: for models on the CPU only",
+            hint="leave it out, or keep the model on the CPU; nccl chooses its own way (NCCL_ALGO)",
+            device=str(device),
+        )

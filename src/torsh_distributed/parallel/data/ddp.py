@@ -1,0 +1,330 @@
+"""DistributedDataParallel: torch's, with compression, measurements, checks and a manual mode."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.compress.compressor import GradientCompressor, require_equal
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.data.bucket_clock import OverlapStats
+from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
+from torsh_distributed.parallel.data.bucket_size import auto_bucket
+from torsh_distributed.parallel.data.gradient_check import GradientDifference, gradient_differences
+from torsh_distributed.parallel.data.gradient_sync import (
+    BucketInfo,
+    GradientHook,
+    GradientSync,
+    average_bucket,
+    gradients_held,
+)
+from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.plan import BucketConfig, CompressionConfig
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+
+# torch 2.13 renames the argument; 2.11 knows only the old name. Drop with support for torch < 2.13.
+_NEW_NAME = "forward_sync_buffers"
+_BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(TorchDDP.__init__).parameters else "broadcast_buffers"
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+ReduceDtype = Literal["same", "fp32", "bf16", "fp16"]
+REDUCE_DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Compression = CompressionConfig | GradientCompressor | str | None
+"""Settings, a method such as "powersgd:4", a compressor that is at work already, or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSyncStats:
+    """The gradients of this rank, and how they travel."""
+
+    num_parameters: int
+    num_with_gradient: int
+    gradient_size_mb: float
+    num_buckets: int
+    world_size: int
+    compression: Mapping[str, float | int | None] | None
+    """`CompressionStats` as a dict; None where gradients travel as they are."""
+
+
+class DistributedDataParallel(TorchDDP):
+    """Replicas kept equal by averaging gradients in buckets while backward still computes.
+
+    Everything of torch's class works as there: `no_sync`, `join`, `static_graph`, and so on. Gradients are summed as
+    `distributed` says (algorithm, order, rate), in `reduce_dtype`, or sent through `compression`. Every rank constructs
+    it with the same settings, or all of them get a ConfigurationError that names two who differ. Parameters and buffers
+    become those of the group's first rank.
+
+    Backward averages. To decide by hand, run it in `no_sync()` and call `sync_gradients()` when gradients are complete.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket: BucketConfig | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        compression: Compression = None,
+        distributed: DistributedConfig | None = None,
+        reduce_dtype: ReduceDtype = "same",
+        seed: int = 0,
+    ) -> None:
+        chosen_group = resolve_group(group)
+        config, transport = bucket or BucketConfig(), distributed or DistributedConfig()
+        compressor = _compressor(compression, seed)
+        device = check_one_device(module)
+        _agree(config, compressor, reduce_dtype, chosen_group)
+        if compressor is not None:
+            refuse_what_cannot_be_compressed(module, reduce_dtype)
+        if config.auto_size:
+            config = auto_bucket(config, group=chosen_group)
+        is_mean = can_divide_last(module, device, reduce_dtype)
+        op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+        reduce = bucket_reducer(transport, chosen_group, device, op=op)
+        super().__init__(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=chosen_group,
+            # Sizes of the first bucket to fill and of all others, which torch takes as a list of limits.
+            bucket_cap_mb_list=[config.min_bucket_size_mb, config.max_bucket_size_mb],  # type: ignore[list-item]  # torch takes fractions
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
+        )
+        self._settings = config
+        self._trained = {
+            plain_name(name): param
+            for name, param in module.named_parameters()
+            if param.requires_grad and name not in self.parameters_to_ignore
+        }
+        self._gradient_sync = GradientSync(
+            {id(param): name for name, param in self._trained.items()},
+            chosen_group,
+            reduce,
+            is_mean=is_mean,
+            device=device,
+            dtype=REDUCE_DTYPES[reduce_dtype],
+            overlap=config.overlap,
+            is_bucketed=config.enabled,
+        )
+        self._gradient_sync.compress_with(compressor)
+        self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
+        self.register_comm_hook(self._gradient_sync, average_bucket)
+
+    # --- settings ---------------------------------------------------------------------------------------------
+
+    @property
+    def bucket_config(self) -> BucketConfig:
+        """How gradients are packed; with sizes as measured where `auto_size` asked for that."""
+        return self._settings
+
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """What makes gradients smaller; None where they travel as they are."""
+        return self._gradient_sync.compressor
+
+    def with_compression(self, compression: Compression) -> Self:
+        """Compress from the next step on, or, with None, no longer; every rank calls this between steps."""
+        compressor = _compressor(compression, 0)
+        if compressor is not None:
+            refuse_what_cannot_be_compressed(self.module, "same")
+        self._gradient_sync.compress_with(compressor)
+        return self
+
+    @property
+    def bucketing_enabled(self) -> bool:
+        """Whether gradients travel in buckets; off sends each by itself, for finding out which one is at fault.
+
+        May be changed between steps, on every rank alike. A compressor packs gradients either way.
+        """
+        return self._gradient_sync.is_bucketed
+
+    @bucketing_enabled.setter
+    def bucketing_enabled(self, is_enabled: bool) -> None:
+        self._gradient_sync.is_bucketed = is_enabled
+
+    def register_gradient_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Call `hook(name, gradient)` on each gradient of this rank just before it is averaged.
+
+        What it returns, unless None, is averaged in its place: for clipping or noise of each rank's own.
+        """
+        return self._gradient_sync.add_hook(hook)
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self.require_backward_grad_sync:
+            self._gradient_sync.has_pending = True
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+        except RuntimeError as error:
+            if not str(error).startswith(_UNFINISHED):
+                raise
+            raise self._unused_error(str(error)) from error
+
+    def _unused_error(self, text: str) -> InvalidArgument:
+        found = _UNUSED_INDICES.search(text)
+        names = list(self._trained)
+        unused = [names[int(index)] for index in found[1].split()] if found else self.unused_parameters()
+        return InvalidArgument(
+            f"parameters got no gradient in the last backward: {', '.join(unused)}",
+            hint="set ddp.find_unused_parameters, or freeze what forward does not use; gradients were not averaged",
+            unused=unused,
+        )
+
+    def averaged_parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients are averaged, and which are therefore equal on all ranks."""
+        return list(self._trained.values())
+
+    def has_gradients(self) -> bool:
+        """Whether any parameter holds a gradient."""
+        return any(param.grad is not None for param in self._trained.values())
+
+    def unused_parameters(self) -> list[str]:
+        """Parameters without a gradient from the last backward: on any rank where unused ones are searched for
+        (`find_unused_parameters`), else on this rank."""
+        used: Tensor | None = self.reducer._get_local_used_map()
+        if used is not None:
+            return [name for name, is_used in zip(self._trained, used.tolist(), strict=True) if not is_used]
+        return [name for name, param in self._trained.items() if param.grad is None]
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Average the gradients that backward left under `no_sync()`; every rank calls this.
+
+        Nothing happens where backward has averaged them already. A parameter that got its gradient on some ranks only
+        counts as zero on the others; one without a gradient anywhere keeps none. A sparse gradient on any rank is
+        refused on all of them, before one is averaged.
+        """
+        if not self._gradient_sync.has_pending:
+            return
+        gradients = gradients_held(self._trained, self.process_group)
+        self._gradient_sync.sync_now(gradients, max_bytes=int(self._settings.max_bucket_size_mb * 2**20))
+        self.require_forward_param_sync = True  # as after a backward that averaged: buffers follow at the next forward
+
+    @override
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """In `join`: take part in the averages of ranks that still have data; raise what went wrong."""
+        super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._gradient_sync.end_backward()
+
+    @override
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Any:
+        """As torch's: ranks that run out of data take part with zeros until all have. Means are over all ranks."""
+        if not divide_by_initial_world_size:
+            raise InvalidArgument(
+                "join(divide_by_initial_world_size=False) is not possible: means are over all ranks of the group",
+                hint="scale the loss of the ranks that still have data, or leave the argument out",
+            )
+        return super().join(True, enable, throw_on_early_termination)
+
+    @override
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, which calls it on every rank where a `join` begins."""
+        self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    # --- figures and checks -----------------------------------------------------------------------------------
+
+    def get_sync_stats(self) -> GradientSyncStats:
+        """Counts and sizes of this rank's gradients, as they are now."""
+        held = [param.grad for param in self._trained.values() if param.grad is not None]
+        compressor = self.compressor
+        return GradientSyncStats(
+            num_parameters=len(self._trained),
+            num_with_gradient=len(held),
+            gradient_size_mb=sum(grad.numel() * grad.element_size() for grad in held) / 2**20,
+            num_buckets=len(self._gradient_sync.bucket_info()),
+            world_size=dist.get_world_size(self.process_group),
+            compression=None if compressor is None else compressor.stats.to_dict(),
+        )
+
+    def get_bucket_info(self) -> list[BucketInfo]:
+        """The buckets of the last backward, in the order they travelled; empty before the first."""
+        return self._gradient_sync.bucket_info()
+
+    def overlap_stats(self) -> OverlapStats | None:
+        """How much communication was hidden behind backward; None on a GPU, where the host's clock cannot tell."""
+        return self._gradient_sync.clock.overlap() if self.device.type == "cpu" else None
+
+    def take_comm_s(self) -> float | None:
+        """Seconds with gradients on their way since the last call; None on a GPU."""
+        seconds = self._gradient_sync.clock.take_s()
+        return seconds if self.device.type == "cpu" else None
+
+    def check_gradient_consistency(self) -> list[GradientDifference]:
+        """Parameters whose gradients are not the same, bit by bit, on all ranks, with the ranks that differ.
+
+        Every rank calls this, after backward and before the optimizer's step, and gets the same answer; empty is good.
+        """
+        return gradient_differences({name: param.grad for name, param in self._trained.items()}, self.process_group)
+
+
+def _compressor(compression: Compression, seed: int) -> GradientCompressor | None:
+    if compression is None or isinstance(compression, GradientCompressor):
+        return compression
+    config = compression if isinstance(compression, CompressionConfig) else CompressionConfig(method=compression)
+    return None if config.name == "none" else GradientCompressor(config, seed=seed)
+
+
+def _agree(
+    config: BucketConfig, compressor: GradientCompressor | None, reduce_dtype: str, group: dist.ProcessGroup
+) -> None:
+    """Settings that differ would leave the ranks waiting for each other: found here, named on all of them."""
+    mine = {
+        "ddp": config.model_dump(mode="json"),
+        "compress": None if compressor is None else compressor.config.model_dump(mode="json"),
+        "reduce_dtype": reduce_dtype,
+    }
+    require_equal(all_gather_object(mine, group=group), list(mine), dist.get_process_group_ranks(group))
+
+
+def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:
+    """Sparse gradients, and gradients that are to travel in two forms at once."""
+    sparse = [name for name, part in _sparse_modules(module.named_modules())]
+    if sparse:
+        raise InvalidArgument(
+            f"sparse gradients cannot be compressed: {', '.join(sparse)}",
+            hint="build these modules with sparse=False, or train without compression",
+            modules=sparse,
+        )
+    if reduce_dtype != "same":
+        raise InvalidArgument(
+            "reduce_dtype and compression exclude each other: the codec decides in which form gradients travel",
+            hint='use compression="fp16" or "bf16", or leave precision.reduce_dtype at "same"',
+            reduce_dtype=reduce_dtype,
+        )
+
+
+def can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: ReduceDtype) -> bool:
+    """Whether gradients may be added before they are divided, which saves a pass over them where the backend does both.
+
+    Not halves, whose sum might be too large, and not sparse ones, which backends only add.
+    """
+    is_wide = reduce_dtype == "fp32" or (
+        reduce_dtype == "same" and all(param.dtype.itemsize >= 4 for param in module.parameters())
+    )
+    return device.type == "cpu" and is_wide and not _sparse_modules(module.named_modules())
+
+
+def _sparse_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    return [(name, part) for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]

@@ -1,0 +1,399 @@
+"""How the ranks' gradients come together, bucket by bucket: behind DDP's hook, and in manual mode."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future, collect_all
+from torch.utils.hooks import RemovableHandle
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.compress.averaging.background import Pipeline
+from torsh_distributed.compress.averaging.named_mean import average_named
+from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.compress.messages.compressed_gradient import DENSE
+from torsh_distributed.errors import CommunicationError, InvalidArgument, TensorShapeMismatch, TorshError
+from torsh_distributed.parallel.data.bucket_clock import BucketClock
+from torsh_distributed.parallel.data.bucket_reduction import Reduce
+from torsh_distributed.parallel.data.shared_buckets import SharedBuckets
+
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+
+GradientHook = Callable[[str, Tensor], Tensor | None]
+"""Given a parameter's name and this rank's gradient; what it returns takes the gradient's place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketInfo:
+    """A bucket as it travelled last."""
+
+    index: int
+    size_mb: float
+    parameter_names: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters it holds."""
+        return len(self.parameter_names)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A bucket on its way."""
+
+    index: int
+    is_last: bool
+    buffer: Tensor
+    names: tuple[str, ...]
+    gradients: list[Tensor]
+    """Views of the buffer; empty where only the whole of it is needed."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+class GradientSync:
+    """Averages buckets: in the way the plan says, or through a compressor in the background.
+
+    `is_mean` says that `reduce` gives means; else it gives sums, and what is summed is divided first.
+
+    A failure never stays in a thread: what failed holds NaN, and the error is raised when backward ends.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        group: dist.ProcessGroup,
+        reduce: Reduce,
+        *,
+        is_mean: bool,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        overlap: bool,
+        is_bucketed: bool,
+    ) -> None:
+        self._names = names
+        self._group = group
+        self._reduce = reduce
+        self._is_mean = is_mean
+        self._device = device
+        self._dtype = dtype
+        self._overlap = overlap
+        self._compressor: GradientCompressor | None = None
+        self._pipeline: Pipeline | None = None
+        self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
+        self._errors: list[BaseException] = []
+        self._held: list[tuple[_Parcel, Future[Tensor]]] = []
+        self._travelling: list[Future[Tensor]] = []
+        self._watched = -1
+        self._buckets: SharedBuckets | None = None
+        self._infos: dict[int, BucketInfo] = {}
+        self._layout: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self.is_bucketed = is_bucketed
+        self.has_pending = False
+        """Whether backward left gradients that have not been averaged yet."""
+        self.clock = BucketClock()
+
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """What makes gradients smaller; None where they travel as they are."""
+        return self._compressor
+
+    def compress_with(self, compressor: GradientCompressor | None) -> None:
+        """Send gradients through `compressor` from the next step on, or as they are; every rank calls this."""
+        if compressor is not None:
+            if compressor.group is not self._group:
+                compressor.use_group(self._group)
+            if self._pipeline is None:
+                self._pipeline = Pipeline(self._group, self._device)
+        self._compressor = compressor
+
+    def share_buckets(self, is_wanted: bool) -> None:
+        """Move buckets into memory that ranks share, where they do; or let those that come be as they are."""
+        self._buckets = SharedBuckets(self._group) if is_wanted else None
+
+    def add_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Call `hook` on every gradient of this rank before it is averaged."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def bucket_info(self) -> list[BucketInfo]:
+        """The buckets of the last backward, in the order they travelled."""
+        return [self._infos[index] for index in sorted(self._infos)]
+
+    # --- in backward ------------------------------------------------------------------------------------------
+
+    def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Average a bucket that is complete on this rank; the future is its buffer, which never fails."""
+        self._watch_backward()
+        # On a GPU this runs while the device waits for kernels: views nobody looks at are not made.
+        is_whole = self.is_bucketed and not self._hooks and self._compressor is None
+        parcel = _Parcel(
+            bucket.index(),
+            bucket.is_last(),
+            bucket.buffer(),
+            self._names_in(bucket),
+            [] if is_whole else bucket.gradients(),
+        )
+        self._note(parcel)
+        if self._hooks:
+            self._call_hooks(parcel.names, parcel.gradients)
+        if self._overlap:
+            return self._awaited(self._launch(parcel))
+        whole: Future[Tensor] = self._awaited(Future(devices=self._devices))
+        self._held.append((parcel, whole))
+        if parcel.is_last:
+            held, self._held = self._held, []
+            for each, result in held:
+                self._launch(each).then(_forward_to(result))
+        return whole
+
+    def _names_in(self, bucket: dist.GradBucket) -> tuple[str, ...]:
+        ids = tuple(map(id, bucket.parameters()))
+        known = self._layout.get(bucket.index())
+        if known is None or known[0] != ids:  # DDP packs anew after its first backward
+            known = self._layout[bucket.index()] = (ids, tuple(self._names[one] for one in ids))
+        return known[1]
+
+    def _note(self, parcel: _Parcel) -> None:
+        info = self._infos.get(parcel.index)
+        if info is None or info.parameter_names is not parcel.names:
+            self._infos[parcel.index] = BucketInfo(
+                index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=parcel.names
+            )
+        if parcel.is_last:
+            self._infos = {index: info for index, info in self._infos.items() if index <= parcel.index}
+            self.clock.note_ready()
+            self.has_pending = False
+
+    def _call_hooks(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        for hook in list(self._hooks.values()):
+            for name, gradient in zip(names, gradients, strict=True):
+                changed = hook(name, gradient)
+                if changed is None:
+                    continue
+                if changed.shape != gradient.shape:
+                    raise TensorShapeMismatch(
+                        f"the gradient hook changed the shape of the gradient of {name}",
+                        hint="return a gradient of the same shape, or None to keep it",
+                        expected=tuple(gradient.shape),
+                        returned=tuple(changed.shape),
+                    )
+                gradient.copy_(changed)
+
+    def _launch(self, parcel: _Parcel) -> Future[Tensor]:
+        if self._compressor is not None:
+            return self._start_compressed(parcel, self._compressor)
+        if self._group.size() == 1:  # it is the mean already
+            alone: Future[Tensor] = Future(devices=self._devices)
+            alone.set_result(parcel.buffer)
+            return alone
+        try:
+            return self._start_sum(parcel)
+        except TorshError as error:  # refused at once: a group that was aborted
+            self._errors.append(error)
+            failed: Future[Tensor] = Future(devices=self._devices)
+            failed.set_result(parcel.buffer.fill_(float("nan")))
+            return failed
+
+    def _start_sum(self, parcel: _Parcel) -> Future[Tensor]:
+        """DDP's own averaging: divide, then sum; or both at once where the backend does that in one pass."""
+        # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
+        clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
+        num_bytes = parcel.num_bytes
+        if self._buckets is not None and self.is_bucketed and self._dtype is None:
+            self._buckets.settle(index, buffer, is_last=parcel.is_last)
+        if not self._is_mean:
+            buffer.div_(self._group.size())
+        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
+        sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
+        start = time.monotonic()
+        sums = [self._reduce(part) for part in sent]
+
+        def finish(_: Future[Any]) -> Tensor:
+            try:
+                for part, summed in zip(parts, sums, strict=True):
+                    value = summed.value()
+                    if value is not part:
+                        part.copy_(value.view_as(part))
+            except (TorshError, RuntimeError) as error:
+                errors.append(_as_ours(error))
+                return buffer.fill_(float("nan"))
+            clock.add(index, num_bytes, start, codec=None, wire_bytes=None)
+            return buffer
+
+        if len(sums) == 1:
+            return sums[0].then(finish)
+        return collect_all(sums).then(finish)
+
+    def _start_compressed(self, parcel: _Parcel, compressor: GradientCompressor) -> Future[Tensor]:
+        assert self._pipeline is not None, "compress_with made it"
+        result: Future[Tensor] = Future(devices=self._devices)
+
+        def average(group: dist.ProcessGroup) -> None:
+            start = time.monotonic()
+            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group, bucket=parcel.buffer)
+            codec = DENSE if compressor.is_dense_step else compressor.config.method
+            if parcel.is_last:
+                compressor.step()
+            self.clock.add(parcel.index, parcel.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
+
+        def finish(error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    self._errors.append(error)
+                    parcel.buffer.fill_(float("nan"))
+            finally:  # whatever happens, backward must not wait for ever
+                result.set_result(parcel.buffer)
+
+        self._pipeline.submit(average, finish)
+        return result
+
+    def _watch_backward(self) -> None:
+        """See to it that errors are raised, as they are, once the present backward is over.
+
+        Why not through the futures: an exception that passes through C++ arrives as a RuntimeError with its text.
+        """
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self._watched):
+            return
+        self._watched = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_computing)
+
+    def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
+        """Waited for before the reducer does so, where somebody wants to know how long: its own wait is not seen."""
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward and self._device.type == "cpu" and events.wanted(events.WaitEvent):
+            self._travelling.append(bucket)
+        return bucket
+
+    def _end_computing(self) -> None:
+        """Backward has computed all gradients; the reducer's own last act, which waits for all buckets, comes next."""
+        # It was queued after this: so the end of backward is queued from here.
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        travelling, self._travelling = self._travelling, []
+        if travelling:
+            with events.waiting("average gradients", self._group.group_name):
+                for bucket in travelling:
+                    bucket.wait()
+
+    def end_backward(self) -> None:
+        """All buckets are back: raise the first error there was."""
+        self.clock.end_step()
+        errors, self._errors[:] = list(self._errors), []
+        if errors:
+            raise errors[0]
+
+    @property
+    def _devices(self) -> list[int | str | torch.device] | None:
+        return None if self._device.type == "cpu" else [self._device]
+
+    # --- by hand ----------------------------------------------------------------------------------------------
+
+    def sync_now(self, named: Mapping[str, Tensor], *, max_bytes: int) -> None:
+        """Average gradients in place, after backward; every rank gives the same names in the same order."""
+        self._call_hooks(list(named), list(named.values()))
+        compressor = self._compressor
+        if compressor is not None:
+            assert self._pipeline is not None, "compress_with made it"
+            buckets = [(list(bucket), list(bucket.values())) for bucket in _packed(named, max_bytes)]
+
+            def average(group: dist.ProcessGroup) -> None:
+                for names, tensors in buckets:
+                    average_named(compressor, names, tensors, group)
+                compressor.step()
+
+            self._pipeline.run(average)
+        else:
+            for bucket in _packed(named, max_bytes if self.is_bucketed else 1):
+                self._sum_now(list(bucket.values()))
+        self.has_pending = False
+
+    def _sum_now(self, tensors: list[Tensor]) -> None:
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        if not self._is_mean:
+            flat.div_(self._group.size())
+        summed = self._reduce(flat if self._dtype is None else flat.to(self._dtype)).wait()
+        for tensor, part in zip(tensors, torch.split(summed, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def gradients_held(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The gradients that some rank of the group has, the last layers first, as backward would give them.
+
+    A rank without one takes part with zeros; where nobody has one it stays None, so that the optimizer leaves the
+    parameter alone. A sparse one on any rank is refused on all. Every rank of the group calls this.
+    """
+    if not params:
+        return {}
+    device = next(iter(params.values())).device
+    held = torch.tensor([_kind(param.grad) for param in params.values()], device=device)
+    all_reduce(held, "max", group=group)
+    sparse = [name for name, kind in zip(params, held.tolist(), strict=True) if kind == _SPARSE]
+    if sparse:
+        raise InvalidArgument(
+            f"sparse gradients cannot be averaged by hand: {', '.join(sparse)}",
+            hint="build these modules with sparse=False, or let backward average: leave out no_sync()",
+            parameters=sparse,
+        )
+    found: dict[str, Tensor] = {}
+    for (name, param), is_held in reversed(list(zip(params.items(), held.tolist(), strict=True))):
+        if is_held:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            found[name] = param.grad
+    return found
+
+
+def _kind(gradient: Tensor | None) -> float:
+    """What ranks tell each other of a gradient; the largest number wins."""
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout is torch.strided else _SPARSE
+
+
+def average_bucket(state: GradientSync, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The hook that DDP calls when a bucket is full."""
+    return state.start(bucket)
+
+
+def _as_ours(error: Exception) -> TorshError:
+    """An error that went through a future: C++ keeps its text alone."""
+    if isinstance(error, TorshError):
+        return error
+    text = str(error).removeprefix("Got the following error when running the callback: ")
+    ours = CommunicationError(
+        f"gradients could not be averaged: {text.splitlines()[0]}",
+        hint="look at the first rank that failed; the gradients of this step are worth nothing",
+    )
+    ours.__cause__ = error
+    return ours
+
+
+def _forward_to(result: Future[Tensor]) -> Callable[[Future[Tensor]], None]:
+    return lambda done: result.set_result(done.value())
+
+
+def _packed(named: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, in buckets of one dtype of at most `max_bytes`, or of one tensor."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + num_bytes > max_bytes or tensor.dtype != next(iter(bucket.values())).dtype):
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += num_bytes
+    if bucket:
+        yield bucket

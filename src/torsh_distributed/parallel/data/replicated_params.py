@@ -1,0 +1,81 @@
+"""What every rank keeps whole beside its shards: made equal at the start, kept equal by averaging its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast
+
+T = TypeVar("T", bound=Tensor)
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Make these tensors those of the group's first rank, in place; every rank of the group calls this.
+
+    Tensors of one dtype and device travel together, in messages of about 25 MB.
+    """
+    if group.size() == 1:
+        return
+    first = dist.get_global_rank(group, 0)
+    for batch in batches(list(tensors)):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+        _spread(broadcast(flat, first, group=group), batch)
+
+
+class ReplicatedGradients:
+    """Averages the gradients of whole parameters: once a step, in one message, before anybody reads them.
+
+    A parameter that got no gradient on some rank counts there as zero; one that got none anywhere keeps None, so that
+    the optimizer leaves it alone, as in one process.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._params = [param for param in params if param.requires_grad]
+        self._group = group
+        self._is_done = False
+
+    def average(self) -> None:
+        """Average now, unless it was done since the last step; every rank of the group calls this."""
+        if self._is_done or not self._params or self._group.size() == 1:
+            return
+        self._is_done = True
+        has_gradient = torch.tensor([float(param.grad is not None) for param in self._params])
+        flat = torch.cat([has_gradient.to(self._params[0].device), *(_gradient(param) for param in self._params)])
+        mean = all_reduce(flat, op="mean", group=self._group)
+        used = mean[: len(self._params)] > 0
+        values = torch.split(mean[len(self._params) :], [param.numel() for param in self._params])
+        for param, is_used, value in zip(self._params, used.tolist(), values, strict=True):
+            param.grad = value.view_as(param).to(param.dtype) if is_used else None
+
+    def forget(self) -> None:
+        """The optimizer took its step: the next gradients are new ones."""
+        self._is_done = False
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return grad.detach().float().reshape(-1)
+
+
+def batches(tensors: Sequence[T], *, max_bytes: int = 25 * 2**20) -> Iterator[list[T]]:
+    """Tensors that can travel as one message: neighbours of one dtype and device, up to `max_bytes` together."""
+    batch: list[T] = []
+    for tensor in tensors:
+        same = bool(batch) and (batch[0].dtype, batch[0].device) == (tensor.dtype, tensor.device)
+        if batch and (not same or sum(one.nbytes for one in batch) + tensor.nbytes > max_bytes):
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(value.view_as(tensor))

@@ -1,0 +1,43 @@
+"""DDP's buckets in memory that the ranks of a node share: their average copies nothing in and nothing out.
+
+DDP makes its buckets itself, at first in the order of parameters, then once more as gradients came. A bucket that comes
+a second time is there to stay: its memory is exchanged for shared memory under it, and its views do not notice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.backends.wire import SharedBuffer
+from torsh_distributed.comm.shared_memory import share_buffer
+
+_WORTH_SHARING_BYTES = 256 * 1024
+_MAX_SHARED = 256
+"""Each takes a file descriptor."""
+
+
+class SharedBuckets:
+    """The buckets of one model. Every rank of the group shows the same buckets in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._seen: dict[int, Tensor] = {}
+        """Held, so that no other bucket can come at the same address."""
+        self._shared: dict[int, SharedBuffer | None] = {}
+
+    def settle(self, index: int, buffer: Tensor, *, is_last: bool) -> None:
+        """Called with each bucket, which is about to be averaged."""
+        if buffer.layout is not torch.strided:
+            return
+        known = self._seen.get(index)
+        if known is None or known.data_ptr() != buffer.data_ptr():
+            self._seen[index] = buffer
+            self._shared.pop(index, None)
+        elif index not in self._shared and index < _MAX_SHARED and buffer.nbytes >= _WORTH_SHARING_BYTES:
+            self._shared[index] = share_buffer(buffer, self._group)
+        if is_last:
+            for gone in [other for other in self._seen if other > index]:
+                self._seen.pop(gone)
+                self._shared.pop(gone, None)

@@ -1,0 +1,126 @@
+"""What a plan means for a model with experts, and what it may not ask of one without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
+from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.wrapping import ignored_modules
+from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.plan import Plan
+
+
+def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
+    """The strategy for a model with experts; None for one without, or where its parameters are sharded by another.
+
+    For plans with replicas, shards and experts alone; every rank calls this. Raises ConfigurationError where plan and
+    model do not go together.
+    """
+    layers = check_experts(model, plan)
+    if not layers:
+        return None
+    mesh = Mesh(plan.mesh, device_type=check_one_device(model).type)
+    if plan.mesh.shard > 1:
+        for layer in layers.values():
+            layer.spread(mesh.group("ep"), mesh.data_group)
+        return None
+    return ExpertDataParallel(model, plan.ddp, plan.distributed, mesh=mesh)
+
+
+def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
+    """The model's layers with experts; raises ConfigurationError where the plan does not fit them. Nothing travels."""
+    layers = moe_layers(model)
+    asked = sorted(plan.expert.model_fields_set)
+    if not layers:
+        if plan.mesh.ep > 1 or asked:
+            what = f"mesh.ep {plan.mesh.ep}" if plan.mesh.ep > 1 else f"expert.{asked[0]}"
+            raise ConfigurationError(
+                f"{what} is for models with experts, and this one has none",
+                hint="put a MoELayer into the model, or leave it out of the plan",
+            )
+        return layers
+    for name, layer in layers.items():
+        for key in asked:
+            wanted, built = getattr(plan.expert, key), getattr(layer.config, key)
+            if wanted != built:
+                raise ConfigurationError(
+                    f"expert.{key} is {wanted} in the plan, but {built} in the layer {name}",
+                    hint="build the layer from the plan: MoELayer(input_dim, hidden_dim, plan.expert)",
+                )
+        _check_layer(name, layer, plan)
+    _check_shards(model, layers, plan)
+    if plan.offload.enabled:
+        raise ConfigurationError(
+            "offload.enabled does not go with experts yet", hint="leave offload out, or spread experts over more ranks"
+        )
+    return layers
+
+
+def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
+    """What a layer cannot do on this mesh."""
+    mesh, config = plan.mesh, layer.config
+    if mesh.ep > 1 and config.placement == "contiguous" and config.num_experts % mesh.ep:
+        fitting = [degree for degree in range(1, config.num_experts + 1) if config.num_experts % degree == 0]
+        raise ConfigurationError(
+            f"{name}: expert.num_experts {config.num_experts} does not spread evenly over mesh.ep {mesh.ep}",
+            hint=f"take a multiple of {mesh.ep}, or mesh.ep from {', '.join(map(str, fitting))}",
+            num_experts=config.num_experts,
+            ep=mesh.ep,
+        )
+    elsewhere = config.num_experts - config.num_experts // mesh.ep
+    if mesh.ep > 1 and config.hot_copies > elsewhere:
+        raise ConfigurationError(
+            f"{name}: expert.hot_copies {config.hot_copies} is above the {elsewhere} of {config.num_experts} experts "
+            f"that a rank does not have at mesh.ep {mesh.ep}",
+            hint=f"set expert.hot_copies to at most {elsewhere}; 1 is a fair start",
+        )
+    if mesh.cp > 1 and config.overflow != "none":
+        raise ConfigurationError(
+            f"{name}: expert.overflow = {config.overflow!r} with mesh.cp {mesh.cp}: who finds room goes by the order of"
+            " tokens, and no rank has them in the order of the batch",
+            hint='set expert.overflow = "none"',
+        )
+    drawn = [key for key in ("router_jitter", "gate_dropout", "expert_dropout") if getattr(config, key) > 0]
+    if mesh.tp > 1 and drawn:
+        raise ConfigurationError(
+            f"{name}: expert.{drawn[0]} {getattr(config, drawn[0])} with mesh.tp {mesh.tp}: ranks that compute the same"
+            " tokens would draw different numbers",
+            hint=f"set expert.{drawn[0]} = 0, or mesh.tp = 1",
+        )
+    is_split = mesh.tp * mesh.pp * mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
+    if is_split and layer.group is not None:
+        raise ConfigurationError(
+            f"{name} was built with a group, and {mesh.equation} spreads its experts by itself",
+            hint="build MoELayer without a group: its experts are then spread as the plan says",
+        )
+
+
+def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) -> None:
+    """What experts cannot do where parameters are sharded."""
+    if plan.mesh.shard == 1:
+        return
+    if plan.fsdp.strategy == "shard_optimizer":
+        raise ConfigurationError(
+            f"{plan.mesh.equation}: fsdp.strategy = shard_optimizer does not go with experts yet",
+            hint="shard parameters too: fsdp.strategy = full_shard; or use mesh.dp in place of mesh.shard",
+        )
+    if plan.mesh.ep == 1:
+        return
+    ignored = ignored_modules(model, plan.fsdp.ignored_modules)
+    for name, layer in layers.items():
+        for key, what in (("rebalance_threshold", "moves"), ("hot_copies", "lends")):
+            if getattr(layer.config, key):
+                raise ConfigurationError(
+                    f"{plan.mesh.equation}: {key} {what} whole experts, and those of {name} are sharded",
+                    hint=f"leave {key} out, or use mesh.dp in place of mesh.shard",
+                )
+        if f"{name}.experts" in ignored:
+            raise ConfigurationError(
+                f"{plan.mesh.equation}: fsdp.ignored_modules names the experts of {name}, which differ between ranks",
+                hint="leave them out of fsdp.ignored_modules",
+            )

@@ -1,0 +1,161 @@
+"""Data parallelism for models with spread experts: each gradient is averaged over the ranks that hold its parameter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast
+from torsh_distributed.comm.measurement.intervals import covered_s
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
+from torsh_distributed.parallel.data.data_strategy import DataParallel
+from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
+from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.expert.stacks import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+
+
+class ExpertDataParallel(DataParallel):
+    """Experts spread over `ep`, everything else the same on every rank that has a part of the batch.
+
+    A step equals that of one process on the whole batch. Gradients of experts are sums over the ranks of `ep` already,
+    which is what backward through the exchange brings home: they are added over the replicas of the expert (`dp`, `cp`)
+    and divided by the number of parts of the batch. All others are averaged over every part by DDP.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: BucketConfig, distributed: DistributedConfig | None = None, *, mesh: Mesh
+    ) -> None:
+        self._ep = mesh.group("ep")
+        replicas = mesh.group(*REPLICA_AXES)
+        data = mesh.group(*GRADIENT_AXES)
+        _spread(model, ep=self._ep, replicas=replicas, data=data)
+        spread = spread_params(model)
+        self._experts = [param for _, param in spread.values()]
+        names = [name for name, param in model.named_parameters() if any(param is one for one in self._experts)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+        super().__init__(model, config, distributed, group=data)
+        self._reduce = bucket_reducer(distributed or DistributedConfig(), replicas, check_one_device(model))
+        self._num_replicas, self._replicas = replicas.size(), replicas.group_name
+        self._is_last = True
+        self._pending: list[tuple[torch.futures.Future[Tensor], float]] = []
+        self._intervals: list[tuple[float, float]] = []
+        for param in self._experts:
+            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        self._balancer: LoadBalancer | None = None
+
+    @property
+    @override
+    def forward_is_collective(self) -> bool:
+        return self.data_degree > 1
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        for layer, param in spread_params(self.unwrapped).values():
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.dim() and len(value) != len(param):
+                    optimizer.state[param][key] = cut_stack(value, layer).clone()
+        self._balancer = balance_load(self.unwrapped, optimizer)
+
+    @override
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
+        try:
+            with super().accumulating(is_last=is_last):
+                yield
+        finally:
+            self._is_last = True
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        experts = [param.grad for param in self._experts if param.grad is not None]
+        held = {id(grad) for grad in experts}
+        others = [param.grad for param in self.unwrapped.parameters() if param.grad is not None]
+        others = [grad for grad in others if id(grad) not in held]
+        # Experts are spread: their part of the norm is what all ranks of `ep` hold together.
+        spread = nn.utils.get_total_norm(experts).double().square().to(check_one_device(self.unwrapped))
+        shared = nn.utils.get_total_norm(others).double().square()
+        norm = (all_reduce(spread, group=self._ep) + shared.to(spread.device)).sqrt()
+        nn.utils.clip_grads_with_norm_(self.unwrapped.parameters(), max_norm, norm)
+        return norm
+
+    @override
+    def take_comm_s(self) -> float | None:
+        """As ever; gradients of experts are timed apart from the others, and time in which both travel counts twice."""
+        intervals, self._intervals = self._intervals, []
+        others = super().take_comm_s()
+        return None if others is None else others + covered_s(intervals)
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer))
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().load_whole_state(optimizer, cut_state(self.unwrapped, state))
+
+    def _on_gradient(self, param: Tensor) -> None:
+        """Runs in backward, when an expert stack has its whole gradient: on every rank, in the same order."""
+        assert param.grad is not None
+        if not self._is_last:
+            return
+        param.grad.div_(self.data_degree)
+        if self._num_replicas == 1:
+            return
+        if not self._pending:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        started = time.monotonic()
+        self._pending.append((self._reduce(param.grad), started))
+
+    def _finish(self) -> None:
+        """Runs at the end of backward: gradients are there when it returns."""
+        pending, self._pending = self._pending, []
+        for future, started in pending:
+            with events.waiting("average gradients", self._replicas):
+                future.wait()
+            self._intervals.append((started, time.monotonic()))
+
+
+def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
+    """Move or lend experts after the optimizer's steps where layers ask for it; all that hold the model call this."""
+    layers = moe_layers(model)
+    if not any(layer.config.watches_load for layer in layers.values()):
+        return None
+    return LoadBalancer(layers, optimizer)
+
+
+def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+    """Give every layer its groups; experts become those of the first rank that holds them."""
+    for name, layer in moe_layers(model).items():
+        is_whole = layer.group is None
+        source = dist.get_process_group_ranks(data if is_whole else replicas)[0]
+        for param in layer.experts.stacked().values():
+            broadcast(param.data, source, group=data if is_whole else replicas)
+        if is_whole:
+            layer.spread(ep, data)
+        elif layer.group is not None and dist.get_process_group_ranks(layer.group) != dist.get_process_group_ranks(ep):
+            raise InvalidArgument(
+                f"{name} has its experts on other ranks than the mesh says",
+                hint="build MoELayer without a group: its experts are then spread as the plan says",
+                layer=dist.get_process_group_ranks(layer.group),
+                ep=dist.get_process_group_ranks(ep),
+            )
+        else:
+            layer.router.data_group = data

@@ -1,0 +1,1 @@
+"""Which experts a token goes to: `gate`, `router`, `admission`, and figures about it."""

@@ -1,0 +1,71 @@
+"""What routing did with a batch: numbers to look at, from the last forward of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torsh_distributed.parallel.expert.balancing.placement import variation
+from torsh_distributed.parallel.expert.routing.router import RoutingDecision
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingStats:
+    """The last batch of a mixture-of-experts layer; over all ranks that share it, unless said otherwise."""
+
+    num_tokens: int
+    num_choices: int
+    """Tokens times experts per token: each is routed or dropped."""
+
+    num_routed: int
+    num_dropped: int
+    num_rerouted: int
+    """On this rank: sent to another expert than asked for."""
+
+    demand: tuple[int, ...]
+    """Choices of each expert, before capacity."""
+
+    load: tuple[int, ...]
+    """Rows that each expert computed."""
+
+    load_variation: float
+    """Coefficient of variation of the load: 0 where all experts do the same."""
+
+    most_used: int
+    least_used: int
+    capacity: int | None
+    """Rows that an expert takes at most; None where there is room for all."""
+
+    capacity_use: float | None
+    """Share of all room that was used."""
+
+    num_full: int | None
+    """Experts with no room left."""
+
+    gate_entropy: float
+    """Mean over this rank's tokens, in nats: 0 where the gate is sure, log(experts) where it does not care."""
+
+    @classmethod
+    def of(cls, decision: RoutingDecision) -> RoutingStats:
+        """Read a decision; on a GPU this waits for it."""
+        demand = [int(count) for count in decision.demand.tolist()]
+        load = [int(count) for count in decision.sends.sum(dim=0).tolist()]
+        capacity, probabilities = decision.capacity, decision.probabilities
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum() / max(len(probabilities), 1)
+        return cls(
+            num_tokens=decision.num_tokens,
+            num_choices=sum(demand),
+            num_routed=sum(load),
+            num_dropped=sum(demand) - sum(load),
+            num_rerouted=int(decision.num_rerouted),
+            demand=tuple(demand),
+            load=tuple(load),
+            load_variation=variation(load),
+            most_used=max(range(len(load)), key=load.__getitem__),
+            least_used=min(range(len(load)), key=load.__getitem__),
+            capacity=capacity,
+            capacity_use=sum(load) / (capacity * len(load)) if capacity else None,
+            num_full=sum(rows >= capacity for rows in load) if capacity else None,
+            gate_entropy=float(entropy),
+        )

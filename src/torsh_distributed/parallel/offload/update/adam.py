@@ -1,0 +1,92 @@
+"""Adam and AdamW on flat pieces, by torch's fused kernels: multi-threaded on the host, one launch on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamSettings:
+    """What a parameter group says about its update."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_decoupled: bool
+    """AdamW: the decay is taken from the parameter, not added to the gradient."""
+    is_maximizing: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, is_decoupled: bool) -> AdamSettings:
+        """Read them, as they are now: schedulers change them between steps."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            learning_rate=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            is_decoupled=is_decoupled,
+            is_maximizing=group.get("maximize", False),
+        )
+
+
+def require_adam(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose update we do not know."""
+    if type(optimizer) not in (Adam, AdamW, CpuAdam):
+        raise InvalidArgument(
+            f"offload updates with Adam or AdamW, not with {type(optimizer).__name__}",
+            hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.offload_optimizer_states off and shard",
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise InvalidArgument("offload does not keep the state of amsgrad", hint="set amsgrad=False")
+
+
+def is_decoupled(optimizer: Optimizer) -> bool:
+    """Whether weight decay is AdamW's."""
+    return isinstance(optimizer, AdamW) or bool(optimizer.param_groups[0].get("decoupled_weight_decay", False))
+
+
+def adam_update(
+    values: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: Tensor,
+    settings: AdamSettings,
+    grad_divisor: Tensor | None,
+) -> None:
+    """Update number `step` (one fp32 value; the first is 1), in place; all tensors 1-D fp32 on one device.
+
+    `grad_divisor`, one value too, divides the gradient first, in place: clipping costs no pass of its own.
+    """
+    kernel = torch._fused_adamw_ if settings.is_decoupled else torch._fused_adam_
+    kernel(
+        [values],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=settings.learning_rate,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=settings.is_maximizing,
+        grad_scale=grad_divisor,
+        found_inf=None,
+    )

@@ -1,0 +1,149 @@
+"""Replicas of one node that update their parameters together: each rank a part of them, written into all replicas.
+
+Every rank of plain data parallelism does the whole update, and all of them do the same one. Where ranks have memory in
+common it is done once: a rank takes its part of each parameter, and what it computes goes into its own replica and,
+while it is in the cache, into those of the others. The optimizer's state lies there once for all ranks, whole on each.
+
+A replica stays its rank's own: whatever the rank itself does to its parameters, nobody else sees. Only in an update do
+others write into it, and they meet before and after: who still reads is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_distributed.comm.collectives.tensors import barrier
+from torsh_distributed.comm.shared_memory import shared_memory
+from torsh_distributed.errors import InvalidArgument, TorshError
+
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter of this rank's replica and its state lie, and which of its elements this rank updates."""
+
+    value: Tensor
+    address: int
+    state: Mapping[str, Tensor]
+    part: slice
+
+
+class DividedUpdate:
+    """Memory for equal replicas of fp32 parameters on the ranks of a node, and who updates what.
+
+    `state` names what the optimizer keeps for each element, in tensors like the parameter.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], state: tuple[str, ...], group: dist.ProcessGroup, memory: memoryview
+    ) -> None:
+        rank, num_ranks = group.rank(), group.size()
+        replica_bytes = len(memory) // (num_ranks + len(state))
+        self._group = group
+        self._places: dict[Tensor, _Place] = {}
+        self.distances = [(other - rank) * replica_bytes for other in range(num_ranks) if other != rank]
+        """From an element of this rank's replica to the same one of each of the others, in bytes."""
+        start = 0
+        for param in params:
+            value, *kept = (
+                _tensor(memory[region * replica_bytes + start :], param)
+                for region in (rank, *range(num_ranks, num_ranks + len(state)))
+            )
+            part = _part(param.numel(), rank, num_ranks)
+            self._places[param] = _Place(value, value.data_ptr(), dict(zip(state, kept, strict=True)), part)
+            start += _whole_lines(param)
+        self._bring_home()
+
+    @classmethod
+    def of(cls, params: Iterable[Tensor], state: tuple[str, ...], group: dist.ProcessGroup) -> Self | None:
+        """For those of `params` that can be divided, or None where none can; every rank of the group calls this."""
+        if group.size() == 1:
+            return None
+        dividable = _dividable(list(params))
+        memory = shared_memory(sum(map(_whole_lines, dividable)) * (group.size() + len(state)), group)
+        return None if memory is None else cls(dividable, state, group, memory)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around an update of all ranks: nobody reads what others write, and after it everything is written."""
+        self._bring_home()
+        barrier(group=self._group)
+        yield
+        try:
+            barrier(group=self._group)
+        except TorshError as error:
+            error.add_note(
+                "An update was cut short, and a part of the parameters not updated: go on from a checkpoint."
+            )
+            raise
+
+    def part(self, param: Tensor, state: MutableMapping[str, Any]) -> slice | None:
+        """The elements that this rank updates, with the state in its place; None for all of them, as if alone."""
+        place = self._places.get(param)
+        if place is None:
+            return None
+        for name, home in place.state.items():
+            held = state[name]
+            if held is not home:  # new, or loaded: equal on all ranks, each of which brings what it will change
+                home.view(-1)[place.part] = held.reshape(-1)[place.part]
+                state[name] = home
+        return place.part
+
+    def _bring_home(self) -> None:
+        """What gave a parameter other memory, as `to` and `share_memory` do, left the others without it."""
+        for param, place in self._places.items():
+            if param.data_ptr() == place.address:
+                continue
+            if (param.shape, param.dtype, param.device) != (place.value.shape, place.value.dtype, place.value.device):
+                raise InvalidArgument(
+                    "a parameter cannot change its shape, dtype or device once the ranks of a node update it together",
+                    hint="convert the model before parallelize()",
+                    was=f"{tuple(place.value.shape)} {place.value.dtype} on {place.value.device}",
+                    became=f"{tuple(param.shape)} {param.dtype} on {param.device}",
+                )
+            place.value.copy_(param.detach())
+            param.data = place.value
+
+
+def _dividable(params: list[Tensor]) -> list[Tensor]:
+    """Whole fp32 parameters in host memory that share it with no other; the same on all ranks of equal replicas."""
+    owners: dict[int, int] = {}
+    for param in params:
+        if not hasattr(param, "to_local"):
+            address = param.untyped_storage().data_ptr()
+            owners[address] = owners.get(address, 0) + 1
+    return [
+        param
+        for param in params
+        if param.requires_grad
+        and param.numel() > 0
+        and not hasattr(param, "to_local")  # a shard
+        and (param.device.type, param.dtype) == ("cpu", torch.float32)
+        and param.is_contiguous()
+        and owners[param.untyped_storage().data_ptr()] == 1
+    ]
+
+
+def _whole_lines(param: Tensor) -> int:
+    """Its bytes in whole lines of the cache, of which no two parameters share one."""
+    return -(-param.nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _tensor(memory: memoryview, like: Tensor) -> Tensor:
+    """At the start of `memory`, with a storage of its own size: what is saved is no more than it."""
+    return torch.frombuffer(memory[: like.nbytes], dtype=like.dtype).view(like.shape)
+
+
+def _part(numel: int, rank: int, num_ranks: int) -> slice:
+    """Whole lines of the cache, but for the end: no two ranks write the same."""
+    line = _LINE_BYTES // 4
+    num_lines = -(-numel // line)
+    return slice(num_lines * rank // num_ranks * line, min(numel, num_lines * (rank + 1) // num_ranks * line))

@@ -1,0 +1,131 @@
+"""The gathers and reductions of FSDP2, counted and timed through the slots it has for them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Not exported by torch, but the argument types of the public set_custom_all_gather and set_custom_reduce_scatter.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.comm.shared_memory import common_buffer
+
+# torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_CPU = torch.device("cpu")
+
+
+class CommTally:
+    """How often pieces travelled, and how long ranks waited for them. On a GPU the waiting is not seen here."""
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.num_reductions = 0
+        self.wire_bytes = 0
+        """Bytes of gradients this rank sent, where they are counted: under compression."""
+        self.step = 0
+        self._waited_s = 0.0
+
+    def add_reduction(
+        self, started: float, *, num_bytes: int, codec: str | None = None, wire_bytes: int | None = None
+    ) -> None:
+        """Note that a piece's gradients were reduced."""
+        index, self.num_reductions = self.num_reductions, self.num_reductions + 1
+        self.wire_bytes += wire_bytes or 0
+        self.add(started)
+        if events.wanted(events.BucketEvent):
+            duration_s = time.monotonic() - started
+            events.emit(
+                events.BucketEvent(
+                    step=self.step,
+                    index=index,
+                    num_bytes=num_bytes,
+                    duration_s=duration_s,
+                    codec=codec,
+                    wire_bytes=wire_bytes,
+                )
+            )
+
+    def add(self, started: float) -> None:
+        """Note a wait that began at `started` and ends now."""
+        self._waited_s += time.monotonic() - started
+
+    def take_s(self) -> float:
+        """Seconds waited since the last call."""
+        taken, self._waited_s = self._waited_s, 0.0
+        self.step += 1
+        return taken
+
+
+class Empty:
+    """Buffers as FSDP2 makes them itself."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for a piece."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TalliedAllGather(Empty, AllGather):
+    """FSDP2's own all-gather, counted; on one node of CPUs into memory that the ranks share, without a copy."""
+
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
+        self._tally = tally
+        self._group = group
+
+    @override
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "together") if device == _CPU else None
+        return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
+
+    @override
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._tally.num_gathers += 1
+        started = time.monotonic()
+        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._tally.add(started)
+        return work
+
+
+class TalliedReduceScatter(Empty, ReduceScatter):
+    """FSDP2's own reduce-scatter, counted; on one node of CPUs out of memory that the ranks share."""
+
+    def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
+        self._tally = tally
+        self._group = group
+        self._has_source = False
+
+    @override
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # FSDP2 asks for the source, then for the output, which becomes the gradient and stays.
+        is_source, self._has_source = not self._has_source, not self._has_source
+        shared = None
+        if is_source and device == _CPU:
+            shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "apart")
+        return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
+
+    @override
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._has_source = False
+        started = time.monotonic()
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._tally.add_reduction(started, num_bytes=input_tensor.nbytes)
+        return work

@@ -1,0 +1,105 @@
+"""The strategy behind `mesh.shard`: FullyShardedDataParallel as the Engine drives it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torsh_distributed.parallel.mesh.mean import mean_over
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.strategy import PendingNumber, Strategy
+
+_log = logging.getLogger(__name__)
+
+
+class Sharded(Strategy):
+    """Shards of parameters, gradients and optimizer state, gathered and reduced piece by piece (ZeRO-2 and ZeRO-3)."""
+
+    def __init__(self, wrapped: FullyShardedDataParallel) -> None:
+        self.wrapped = wrapped
+        self._mesh = wrapped.mesh
+        # The sum over replicas of shards has no slot in FSDP2 to be timed in, and a GPU's work is not seen from here.
+        self._is_timed = self._mesh.layout.degree("dp", "ep", "cp") == 1 and self._mesh.device_type == "cpu"
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self.wrapped
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._mesh.data_rank
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return self._mesh.data_degree
+
+    @property
+    @override
+    def forward_is_collective(self) -> bool:
+        return True
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        self.wrapped.attach(optimizer)
+
+    @override
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._syncing(is_last)
+
+    @contextmanager
+    def _syncing(self, is_syncing: bool) -> Iterator[None]:
+        self.wrapped.set_gradient_sync(is_syncing)
+        try:
+            yield
+        finally:
+            self.wrapped.set_gradient_sync(True)
+
+    @override
+    def mean_loss(self, loss: Tensor) -> PendingNumber:
+        return mean_over(loss, self._mesh.data_group)
+
+    @override
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        return self.wrapped.clip_grad_norm(max_norm)
+
+    @override
+    def take_comm_s(self) -> float | None:
+        waited_s = self.wrapped.tally.take_s()
+        return waited_s if self._is_timed else None
+
+    @override
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.wrapped.reshard()
+        return super().whole_state(optimizer)
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self.wrapped.reshard()
+        super().load_whole_state(optimizer, state)
+
+    @override
+    def rescale(self, factor: float) -> None:
+        if self.wrapped.compressor is not None:
+            self.wrapped.compressor.rescale(factor)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        compressor = self.wrapped.compressor
+        return {} if compressor is None else {"compressor": compressor.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        compressor = self.wrapped.compressor
+        if compressor is not None and "compressor" in state:
+            compressor.load_state_dict(state["compressor"])
+        elif "compressor" in state:
+            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")

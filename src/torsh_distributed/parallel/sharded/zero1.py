@@ -1,0 +1,169 @@
+"""ZeRO-1: every rank holds the whole model, and the optimizer state of a shard of it only.
+
+The optimizer works on shards that are views into the replica: while it steps, its groups hold this rank's rows of each
+parameter (DTensors, as FSDP2 would have them) with the same rows of the gradient; afterwards the rows of all ranks are
+gathered into every replica. Between steps its groups hold the parameters themselves, so that clipping, loss scaling
+and schedulers see what they expect, while its state stays sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from typing_extensions import Unpack, override
+
+from torsh_distributed.comm.shared_memory import common_buffer
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.data.data_strategy import DataParallel, GradientOptions
+from torsh_distributed.parallel.data.replicated_params import batches
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.sharded.communication import gather
+from torsh_distributed.parallel.state.whole_state import carried
+from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan.sections.distributed import DistributedConfig
+
+
+class ShardedOptimizerState:
+    """Makes an optimizer over whole parameters keep the state of this rank's rows only; every rank makes one.
+
+    Right for optimizers that treat every element by itself, or compute with DTensors: the same that FSDP2 can serve.
+    """
+
+    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._grads: dict[nn.Parameter, DTensor] = {}
+        for param in _params(optimizer):
+            if param.dim() > 0:  # a single number cannot be cut: every rank updates it alike
+                self._shards[param] = nn.Parameter(_rows(param.data, mesh), requires_grad=param.requires_grad)
+        self.cut_state()
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def cut_state(self) -> None:
+        """Keep of whole optimizer state, such as was just loaded, this rank's rows."""
+        for param, shard in self._shards.items():
+            if param in self._optimizer.state:
+                self._optimizer.state[param] = carried(self._optimizer.state[param], shard)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
+            raise InvalidArgument(
+                "a sharded optimizer takes no closure: gradients must be there before its step",
+                hint="compute the loss and call backward before step()",
+            )
+        for param, shard in self._shards.items():
+            shard.grad = None if param.grad is None else self._rows_of_grad(param, param.grad)
+        self._exchange(optimizer, self._shards)
+
+    def _rows_of_grad(self, param: nn.Parameter, grad: Tensor) -> DTensor:
+        """This rank's rows of a gradient, in the wrapper of the last step: one takes longer to make than to update."""
+        known = self._grads.get(param)
+        if known is None or known.stride() != grad.stride():
+            known = self._grads[param] = _rows(grad, self._mesh)
+        known._local_tensor = _own_rows(grad, self._mesh)
+        return known
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._exchange(optimizer, {shard: param for param, shard in self._shards.items()})
+        for param, shard in self._shards.items():
+            if shard.grad is not None:
+                self._grads[param]._local_tensor = _local(shard)  # the gradient's memory may go
+                shard.grad = None
+        self._gather_rows()
+
+    @torch.no_grad()
+    def _gather_rows(self) -> None:
+        """Bring the rows that each rank updated into every replica, in messages of about 25 MB of one dtype."""
+        trained = {param: shard for param, shard in self._shards.items() if param.requires_grad}
+        group, num_ranks, rank = self._mesh.get_group(), self._mesh.size(), self._mesh.get_local_rank()
+        for params in batches(list(trained)):
+            lengths = [_rows_per_rank(param, num_ranks) * param[0].numel() for param in params]
+            everyone = self._buffer(num_ranks * sum(lengths), params[0])
+            by_rank = [torch.split(part, lengths) for part in everyone.view(num_ranks, -1)]
+            for param, part in zip(params, by_rank[rank], strict=True):
+                local = _local(trained[param]).reshape(-1)
+                part[: local.numel()] = local
+            gather(everyone, everyone.view(num_ranks, -1)[rank], group=group)
+            for owner, parts in enumerate(by_rank):
+                if owner == rank:
+                    continue  # its rows are where they belong
+                for param, part in zip(params, parts, strict=True):
+                    count = _rows_per_rank(param, num_ranks)
+                    rows = param[owner * count : (owner + 1) * count]
+                    rows.copy_(part[: rows.numel()].view(rows.shape))
+
+    def _buffer(self, numel: int, like: Tensor) -> Tensor:
+        """In memory that the ranks of a node share, where there is some: nothing is copied on the way then."""
+        shared = common_buffer(numel, like.dtype, self._mesh.get_group(), "together") if like.is_cpu else None
+        return like.new_empty(numel) if shared is None else shared
+
+    @staticmethod
+    def _exchange(optimizer: Optimizer, new_for: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put other parameters into the groups, and move their state along."""
+        for group in optimizer.param_groups:
+            group["params"] = [new_for.get(param, param) for param in group["params"]]
+        for old, new in new_for.items():
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+
+
+class ShardedOptimizer(DataParallel):
+    """Replicas as in data parallelism, with the optimizer's state sharded over the mesh's `shard` axis (ZeRO-1)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: BucketConfig,
+        distributed: DistributedConfig | None = None,
+        *,
+        mesh: Mesh,
+        **options: Unpack[GradientOptions],
+    ) -> None:
+        super().__init__(model, config, distributed, group=mesh.data_group, **options)
+        self._mesh = mesh
+        self._state: ShardedOptimizerState | None = None
+
+    @override
+    def attach(self, optimizer: Optimizer) -> None:
+        self._state = ShardedOptimizerState(optimizer, self._mesh.slice("shard"))
+
+    @override
+    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        super().load_whole_state(optimizer, state)
+        assert self._state is not None, "parallelize() attaches the optimizer"
+        self._state.cut_state()
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _rows_per_rank(tensor: Tensor, num_ranks: int) -> int:
+    """As DTensor cuts: equal pieces, the last ones smaller or empty."""
+    return -(-tensor.shape[0] // num_ranks)
+
+
+def _rows(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's rows of a tensor that is equal on all ranks: a view, as a DTensor."""
+    mine = _own_rows(tensor, mesh)
+    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _own_rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    count = _rows_per_rank(tensor, mesh.size())
+    start = min(mesh.get_local_rank() * count, tensor.shape[0])
+    return tensor.detach()[start : start + count]
+
+
+def _local(shard: Tensor) -> Tensor:
+    assert isinstance(shard, DTensor)
+    held: Tensor = shard.to_local()
+    return held.detach()

@@ -1,0 +1,1 @@
+"""State of model and optimizer as whole tensors by parameter name, whatever the strategy."""

@@ -1,0 +1,78 @@
+"""The reference page of the plan, made from the models: docs/reference/plan.md is this text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from torsh_distributed.plan.describing.allowed import describe
+from torsh_distributed.plan.describing.explanation import show
+from torsh_distributed.plan.key_paths import sections_of
+from torsh_distributed.plan.plan import Plan
+from torsh_distributed.plan.sections.compress import METHODS
+from torsh_distributed.plan.support import GATES, HONOURED
+
+_INTRODUCTION = """\
+# Plan reference
+
+Every key of a plan, made from the code by `torsh plan reference`. [The guide](../guides/plan.md) shows how plans are
+written, loaded and checked.
+
+A file has one table for each section: `[mesh]` with `dp = 2` under it is the key `mesh.dp`. The same key is
+`TORSH_PLAN__MESH__DP` in the environment and `--set mesh.dp=2` on the command line.
+
+The last column tells whether this version honours the key. One that is *not yet* honoured may stand in a plan at its
+default only: a plan that sets it to something else is refused when training begins, never ignored."""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    parts = [_INTRODUCTION]
+    parts += ["\n".join(_section_lines(name, section)) for name, section in sections_of(Plan).items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section_lines(name: str, section: type[BaseModel]) -> Iterator[str]:
+    yield f"## `[{name}]`: {section.__name__}"
+    yield ""
+    yield inspect.cleandoc(section.__doc__ or "")
+    if name in GATES:
+        gate, off = GATES[name]
+        yield ""
+        yield f"The section has no effect while `{gate}` is {show(off)}."
+    yield ""
+    yield "| Key | Allowed | Default | Meaning | Honoured |"
+    yield "|---|---|---|---|---|"
+    for key, field in section.model_fields.items():
+        yield _row(f"{name}.{key}", field)
+    if name == "compress":
+        yield from _method_lines()
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split())
+    cells = [f"`{key}`", describe(field), f"`{show(field.default)}`", meaning, _support(key)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _support(key: str) -> str:
+    if key not in HONOURED:
+        return "not yet"
+    values = HONOURED[key]
+    return "yes" if values is None else ", ".join(values)
+
+
+def _method_lines() -> Iterator[str]:
+    yield ""
+    yield "A method may be followed by a colon and a number (`topk:0.01`):"
+    yield ""
+    yield "| Method | Number | Default | From | To |"
+    yield "|---|---|---|---|---|"
+    for method, number in METHODS.items():
+        if number is None:
+            yield f"| `{method}` | none | | | |"
+        else:
+            yield f"| `{method}` | {number.meaning} | {number.default:g} | {number.least:g} | {number.most:g} |"

@@ -1,0 +1,1 @@
+"""From files, variables and arguments to the values of a plan."""

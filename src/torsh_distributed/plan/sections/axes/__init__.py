@@ -1,0 +1,1 @@
+"""The sections that split a model over ranks: `mesh` gives the degree of each axis, the others its details."""

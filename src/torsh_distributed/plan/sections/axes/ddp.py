@@ -1,0 +1,86 @@
+"""How gradients are packed and averaged over replicas: the `ddp` section of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from pydantic import Field
+from typing_extensions import override
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.plan.problems import Problem, did_you_mean
+from torsh_distributed.plan.section import Section
+
+NETWORKS: dict[str, tuple[float, float]] = {
+    "infiniband": (50.0, 2.0),
+    "100gbe": (50.0, 2.0),
+    "25gbe": (25.0, 1.0),
+    "10gbe": (25.0, 1.0),
+    "wifi6": (10.0, 1.0),
+    "1gbe": (10.0, 1.0),
+    "wifi5": (5.0, 0.5),
+    "slow": (2.0, 0.5),
+}
+"""Kinds of network, with the largest and the first bucket that suit them, in MB."""
+
+
+class BucketConfig(Section):
+    """Gradients travel in buckets, while backward is still computing the next ones."""
+
+    max_bucket_size_mb: float = Field(default=25.0, gt=0)
+    """Capacity of a bucket. Larger pays latency less often (fast links: 25 to 50); smaller overlaps sooner (slow
+    links: 1 to 10)."""
+
+    min_bucket_size_mb: float = Field(default=1.0, gt=0)
+    """Capacity of the first bucket to fill. Small, so that the network is busy early."""
+
+    auto_size: bool = False
+    """Measure the link when training starts and choose both sizes by it, in place of the two above."""
+
+    enabled: bool = True
+    """Off sends every gradient by itself: slow, for finding out which one is at fault."""
+
+    overlap: bool = True
+    """Off averages gradients after backward has ended, instead of during it."""
+
+    find_unused_parameters: bool = False
+    """Search the graph at every step for parameters that got no gradient. Needed where forward skips layers; costs
+    a walk over the graph."""
+
+    static_graph: bool = False
+    """Promise that every step uses the same parameters; unused ones are then found once, at the first step."""
+
+    gradient_as_bucket_view: bool = True
+    """Let `param.grad` point into the bucket: saves one copy of the gradients; forbids `grad.detach_()`."""
+
+    broadcast_buffers: bool = True
+    """Copy buffers, such as the running means of batch normalisation, from rank 0 at every forward."""
+
+    @classmethod
+    def for_network(cls, network: str, **others: Any) -> Self:
+        """Bucket sizes for a kind of network ("10GbE", "1GbE", "InfiniBand", "WiFi 6", "slow"), and other fields."""
+        name = network.lower().replace(" ", "").replace("-", "")
+        if name not in NETWORKS:
+            raise InvalidArgument(
+                f"the network {network!r} is not known",
+                hint=did_you_mean(name, NETWORKS) or f"known: {', '.join(NETWORKS)}; or set auto_size to measure",
+            )
+        largest, first = NETWORKS[name]
+        return cls(**{"max_bucket_size_mb": largest, "min_bucket_size_mb": first, **others})
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        if self.min_bucket_size_mb > self.max_bucket_size_mb:
+            yield Problem(
+                "min_bucket_size_mb",
+                f"min_bucket_size_mb {self.min_bucket_size_mb:g} is above max_bucket_size_mb"
+                f" {self.max_bucket_size_mb:g}",
+                "lower the first or raise the second",
+            )
+        if self.static_graph and self.find_unused_parameters:
+            yield Problem(
+                "find_unused_parameters",
+                "find_unused_parameters and static_graph exclude each other",
+                "keep static_graph if every step uses the same parameters: it finds the unused ones once",
+            )

@@ -1,0 +1,108 @@
+"""How the ranks are laid out as a grid: the `mesh` section of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+from typing_extensions import override
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.describing.allowed import Allowed
+from torsh_distributed.plan.problems import Problem
+from torsh_distributed.plan.section import Section
+
+FILL = -1
+"""The degree that takes up the ranks the other axes leave."""
+
+_ALLOWED = Allowed("a number of ranks, at least 1, or -1 to fill the world")
+
+Degree = Annotated[int, Field(ge=FILL), _ALLOWED]
+
+
+class MeshConfig(Section):
+    """The degree of each axis: how many ways the work is split in that direction. Their product is the world.
+
+    One axis may be -1 and takes the ranks the others leave; `resolve(world_size)` puts the number in.
+    """
+
+    dp: Degree = FILL
+    """Replicas of the model, each on its own part of the batch. Left out, it fills the world, or is 1 where another
+    axis is told to fill."""
+
+    shard: Degree = 1
+    """Ranks over which parameters, gradients and optimizer state are sharded; each has its own part of the batch."""
+
+    tp: Degree = 1
+    """Ranks that split every layer's matrices between them (tensor parallelism). Keep it inside a node."""
+
+    pp: Degree = 1
+    """Pipeline ranks: each holds some of the layers."""
+
+    ep: Degree = 1
+    """Ranks over which the experts of mixture-of-experts layers are spread; each works on its own part of the batch."""
+
+    cp: Degree = 1
+    """Ranks that split every sequence between them (context parallelism)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _let_another_axis_fill(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "dp" not in values and FILL in values.values():
+            return {"dp": 1, **values}
+        return values
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        for axis, degree in self.degrees.items():
+            if degree == 0:
+                yield Problem(axis, f"{axis} must be {_ALLOWED.text}; got 0")
+        filling = [axis for axis, degree in self.degrees.items() if degree == FILL]
+        if len(filling) > 1:
+            yield Problem(
+                filling[1],
+                f"{' and '.join(filling)} are both -1, but only one axis can fill the world",
+                "give all but one of them a number",
+            )
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis to degree, in the order of the fields."""
+        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+
+    @property
+    def data_degree(self) -> int:
+        """Parts into which the batch is cut: every rank along dp, shard and ep gets samples of its own.
+
+        Meaningful once no axis is -1: ask the mesh that `resolve` returned.
+        """
+        return self.dp * self.shard * self.ep
+
+    @property
+    def equation(self) -> str:
+        """The product in words: `dp 2 × tp 2 × pp 1 = 4`. shard, ep and cp are named where they are used."""
+        used = {axis: degree for axis, degree in self.degrees.items() if degree != 1 or axis in ("dp", "tp", "pp")}
+        product = " × ".join(f"{axis} {degree}" for axis, degree in used.items())
+        return product if FILL in used.values() else f"{product} = {math.prod(used.values())}"
+
+    def resolve(self, world_size: int) -> Self:
+        """The same mesh for a world of `world_size` ranks, with -1 replaced by the number that fills it.
+
+        Raises ConfigurationError with the whole equation where the degrees do not multiply to the world.
+        """
+        fixed = math.prod(degree for degree in self.degrees.values() if degree != FILL)
+        filling = [axis for axis, degree in self.degrees.items() if degree == FILL]
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        if filling and world_size >= fixed and world_size % fixed == 0:
+            return self.replace(**{filling[0]: world_size // fixed})
+        if not filling and fixed == world_size:
+            return self
+        if filling:
+            message = f"{self.equation} cannot fill the world of {ranks}: {fixed} does not divide {world_size}"
+            hint = f"start a multiple of {fixed} ranks, or lower the other degrees"
+        else:
+            message = f"{self.equation}, but the world has {ranks}"
+            hint = f"start {fixed} ranks, or set one degree of [mesh] to -1 to fill the world"
+        raise ConfigurationError(message, hint=hint, world_size=world_size)

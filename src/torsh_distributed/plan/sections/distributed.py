@@ -1,0 +1,70 @@
+"""How the ranks talk: the `distributed` section of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from torsh_distributed.plan.describing.allowed import Allowed
+from torsh_distributed.plan.problems import Problem, did_you_mean
+from torsh_distributed.plan.section import Section
+
+BACKENDS = ("gloo", "nccl", "torsh", "shm", "mpi4py", "ucc", "fake")
+IN_RANK_ORDER = ("backend", "auto", "reduce_scatter_all_gather", "pipelined")
+"""What goes with `deterministic`: `backend` then stands for the way that is always possible."""
+_ALLOWED = Allowed(f"auto, {', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl")
+
+
+class DistributedConfig(Section):
+    """The backend and its deadline. Addresses, ranks and world size belong to the launcher, not to a plan."""
+
+    backend: Annotated[str, _ALLOWED] = "auto"
+    """The library that moves the bytes. `auto` takes nccl where ranks have a GPU and the best CPU backend otherwise."""
+
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of the rendezvous and of every collective. Raise it if ranks do long work between collectives."""
+
+    algorithm: Literal[
+        "backend",
+        "auto",
+        "ring",
+        "tree",
+        "doubling",
+        "hierarchical",
+        "reduce_scatter_all_gather",
+        "pipelined",
+        "double_buffered",
+    ] = "backend"
+    """How gradients travel: as the backend likes, by measurement at the first step, or always in one way. All but
+    `backend` and `auto` need gradients on the CPU."""
+
+    deterministic: bool = False
+    """Add gradients in the order of ranks: the same ranks with the same data get the same bits on every backend, in
+    every layout and every time. Costs the backend's shortcuts; needs gradients on the CPU."""
+
+    rate_limit_gbps: float | None = Field(default=None, gt=0)
+    """Ceiling for gradients, in 10**9 bits per second of buckets handed over by a rank, to leave room for others on
+    a shared link. Left out: none. Needs gradients on the CPU."""
+
+    @override
+    def find_problems(self) -> Iterator[Problem]:
+        if self.deterministic and self.algorithm not in IN_RANK_ORDER:
+            yield Problem(
+                "algorithm",
+                f"algorithm {self.algorithm!r} does not add in the order of ranks, as deterministic asks for",
+                f"use one of: {', '.join(IN_RANK_ORDER)}",
+            )
+        if self.backend == "auto":
+            return
+        for part in self.backend.split(","):
+            device, _, name = part.rpartition(":")
+            if name not in BACKENDS or (":" in part and device not in ("cpu", "cuda")):
+                yield Problem(
+                    "backend",
+                    f"backend must be {_ALLOWED.text}; got {self.backend!r}",
+                    did_you_mean(name, ("auto", *BACKENDS)) if name not in BACKENDS else "",
+                )
+                return

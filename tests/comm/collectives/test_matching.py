@@ -1,0 +1,88 @@
+"""With checks on, a mismatch between ranks is an error on all of them that shows both sides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bed.world import World
+from torsh_distributed.comm.collectives.matching import enable_checks
+from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce, all_to_all, barrier, broadcast
+from torsh_distributed.errors import OperationTimeout, TensorShapeMismatch
+
+
+def differ(case: str) -> str:
+    enable_checks(True)
+    odd = dist.get_rank() == 1
+    calls: dict[str, Callable[[], object]] = {
+        "shape": lambda: all_reduce(torch.zeros(3 if odd else 4)),
+        "dtype": lambda: all_reduce(torch.zeros(4, dtype=torch.float64 if odd else torch.float32)),
+        "reduction": lambda: all_reduce(torch.zeros(4), "max" if odd else "sum"),
+        "operation": lambda: all_gather(torch.zeros(4)) if odd else all_reduce(torch.zeros(4)),
+        "order": lambda: barrier() if odd else broadcast(torch.zeros(4), 0),
+        "root": lambda: broadcast(torch.zeros(4), 1 if odd else 0),
+    }
+    barrier()
+    try:
+        calls[case]()
+    except TensorShapeMismatch as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("case", "sides"),
+    [
+        ("shape", ["(4,)", "(3,)"]),
+        ("dtype", ["float32", "float64"]),
+        ("reduction", ["sum", "max"]),
+        ("operation", ["all_reduce", "all_gather"]),
+        ("order", ["broadcast", "barrier"]),
+        ("root", ["broadcast", "1)"]),
+    ],
+)
+def test_a_mismatch_names_both_sides_on_every_rank(world: World, case: str, sides: list[str]) -> None:
+    answers = world.run(differ, case, num_ranks=3)
+    assert len(set(answers)) == 1, "every rank says the same"
+    assert "operation number 2 differs between ranks: rank 0 calls" in answers[0]
+    assert "rank 1 calls" in answers[0]
+    assert answers[0].count("test_agreement.py:") == 2
+    for side in sides:
+        assert side in answers[0]
+
+
+def agree() -> float:
+    enable_checks(True)
+    value = torch.ones(3)
+    for _ in range(5):
+        all_reduce(value, "mean")
+    rows = torch.zeros(dist.get_rank() + 1, 2)
+    splits = [dist.get_rank() + 1, 0]
+    all_to_all(rows, splits, [1, 2] if dist.get_rank() == 0 else [0, 0])
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    barrier()
+    assert not store.check(["agreement/1/0"]), "announcements are cleaned up"
+    return value.sum().item()
+
+
+def test_equal_calls_pass_and_leave_nothing_behind(world: World) -> None:
+    assert world.run(agree) == [3.0, 3.0]
+
+
+def stay_behind() -> None:
+    enable_checks(True)
+    if dist.get_rank() == 0:
+        all_reduce(torch.zeros(1), timeout_s=1.0)
+    else:
+        time.sleep(3)
+
+
+def test_a_rank_that_is_behind_is_named(world: World) -> None:
+    [first, _] = world.outcomes(stay_behind)
+    assert isinstance(first.error, OperationTimeout)
+    assert first.error.context["missing_ranks"] == [1]
+    assert "rank 1 did not announce operation number 1" in str(first.error)

@@ -1,0 +1,62 @@
+"""Fused and bucketed all-reduce: as if each tensor had travelled alone, in fewer messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.bed.world import World
+from torsh_distributed import events
+from torsh_distributed.comm.collectives.packed import bucketed_all_reduce, fused_all_reduce
+
+SHAPES = [(3,), (), (2, 5), (0,), (1000,), (4, 1)]
+BACKENDS = ["gloo", "shm"]
+
+
+def tensors(rank: int) -> list[Tensor]:
+    found = [torch.arange(float(torch.Size(shape).numel())).view(shape) + rank for shape in SHAPES]
+    return [*found, *[tensor.to(torch.int64) for tensor in found[:2]], torch.ones(3, 2).t() * rank]
+
+
+def counted(how: str) -> int:
+    me, size = dist.get_rank(), dist.get_world_size()
+    mine = tensors(me)
+    expected = [sum(parts) for parts in zip(*[tensors(rank) for rank in range(size)], strict=True)]
+    seen: list[events.Event] = []
+    end = events.subscribe(seen.append, events.CollectiveEvent)
+    if how == "fused":
+        results = fused_all_reduce(mine, threshold_bytes=200)
+    else:
+        results = bucketed_all_reduce(mine, bucket_bytes=64, algorithm="ring", deterministic=False)
+    end()
+    for result, given, wanted in zip(results, mine, expected, strict=True):
+        assert result is given
+        assert torch.equal(result, wanted)
+    return len(seen)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("how", "num_operations"), [("fused", 3), ("bucketed", 4)])
+def test_tensors_that_travel_together_end_as_if_alone(
+    world: World, backend: str, how: str, num_operations: int
+) -> None:
+    assert world.run(counted, how, num_ranks=3, backend=backend) == [num_operations] * 3
+
+
+def as_mean() -> list[float]:
+    [one, two] = fused_all_reduce([torch.tensor([float(dist.get_rank())]), torch.ones(2)], "mean", deterministic=True)
+    return [*one.tolist(), *two.tolist()]
+
+
+def test_reductions_and_determinism_pass_through(world: World) -> None:
+    assert world.run(as_mean) == [[0.5, 1.0, 1.0]] * 2
+
+
+def nothing() -> list[Tensor]:
+    return [*fused_all_reduce([]), *bucketed_all_reduce([])]
+
+
+def test_no_tensors_is_no_operation(world: World) -> None:
+    assert world.run(nothing) == [[], []]

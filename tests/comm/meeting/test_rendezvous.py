@@ -1,0 +1,116 @@
+"""Ranks that do not fit together are told so, all of them, by name and in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.bed.world import World
+from torsh_distributed.comm.meeting.rendezvous import Roster, _ranges, join, open_store
+from torsh_distributed.errors import ConfigurationError, OperationTimeout
+
+
+def meet(ranks: list[int | None], world_sizes: list[int], timeout_s: float) -> tuple[str, ...] | None:
+    """Process i joins as ranks[i] of world_sizes[i]; None stays away."""
+    index = int(os.environ["RANK"])
+    rank = ranks[index]
+    if rank is None:
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    # Process 0 hosts the store, whatever rank it takes, and outlives the others' reading.
+    store = open_store("127.0.0.1", port, is_host=index == 0, timeout_s=timeout_s)
+    try:
+        return join(store, rank=rank, world_size=world_sizes[index], timeout_s=timeout_s, node=f"n{index // 2}").nodes
+    finally:
+        done = store.add("done", 1)
+        store.set(f"done/{done}", b"")
+        if index == 0:
+            present = [f"done/{i + 1}" for i in range(sum(r is not None for r in ranks))]
+            store.wait(present)
+
+
+def test_every_rank_learns_where_the_others_live(world: World) -> None:
+    expected = ("n0", "n0", "n1")
+    assert world.run(meet, [0, 1, 2], [3, 3, 3], 20.0, num_ranks=3, backend=None) == [expected] * 3
+
+
+def test_absent_ranks_are_named_on_every_rank(world: World) -> None:
+    outcomes = world.outcomes(meet, [0, 1, None, None], [5] * 4, 1.0, num_ranks=4, backend=None)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, OperationTimeout)
+        assert outcome.error.context["missing_ranks"] == [2, 3, 4]
+        assert "2 of 5 ranks joined in time; missing: 2-4" in str(outcome.error)
+
+
+def test_an_absent_rank_0_is_named_by_the_others(world: World) -> None:
+    outcomes = world.outcomes(meet, [1, 2], [3, 3], 1.0, backend=None)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, OperationTimeout)
+        assert outcome.error.context["missing_ranks"] == [0]
+
+
+def test_duplicate_ranks_are_an_error_on_all_at_once(world: World) -> None:
+    started = time.monotonic()
+    outcomes = world.outcomes(meet, [0, 1, 1], [3, 3, 3], 20.0, num_ranks=3, backend=None)
+    assert time.monotonic() - started < 15, "it must not wait for the deadline"
+    for outcome in outcomes:
+        assert isinstance(outcome.error, ConfigurationError)
+        assert "two processes joined as rank 1" in str(outcome.error)
+        assert str(outcome.error).count("pid ") == 2
+
+
+def test_two_processes_as_rank_0_are_told(world: World) -> None:
+    for outcome in world.outcomes(meet, [0, 0], [2, 2], 20.0, backend=None):
+        assert "two processes joined as rank 0" in str(outcome.error)
+
+
+def test_differing_world_sizes_are_shown_with_both_sides(world: World) -> None:
+    for outcome in world.outcomes(meet, [0, 1], [2, 3], 20.0, backend=None):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert "says 2, rank 1" in str(outcome.error)
+        assert "says 3" in str(outcome.error)
+
+
+def test_a_store_that_nobody_hosts_is_named_within_the_deadline() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, never listening: connections are refused
+        port = taken.getsockname()[1]
+        with pytest.raises(OperationTimeout, match=f"127.0.0.1:{port} did not answer within 0.3 s") as caught:
+            open_store("127.0.0.1", port, is_host=False, timeout_s=0.3)
+    assert caught.value.context["missing_ranks"] == [0]
+
+
+def test_a_taken_port_is_refused_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match="choose a free MASTER_PORT"):
+            open_store("127.0.0.1", port, is_host=True, timeout_s=1.0)
+
+
+def test_a_foreign_master_address_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must be an address of the node on which rank 0 runs"):
+        open_store("192.0.2.1", 29500, is_host=True, timeout_s=1.0)
+
+
+def test_the_store_listens_on_the_given_address_alone() -> None:
+    store = open_store("127.0.0.1", 0, is_host=True, timeout_s=5.0)
+    assert isinstance(store, dist.TCPStore)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=2)
+
+
+def test_a_roster_counts_uneven_nodes() -> None:
+    roster = Roster(("a", "b", "a", "a"))
+    assert roster.node_order == ("a", "b")
+    assert roster.node_ranks(3) == (0, 2, 3)
+    assert [roster.local_rank(rank) for rank in range(4)] == [0, 0, 1, 2]
+    assert [roster.node_rank(rank) for rank in range(4)] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3], "1, 3")])
+def test_missing_ranks_read_as_ranges(ranks: list[int], text: str) -> None:
+    assert _ranges(ranks) == text

@@ -1,0 +1,227 @@
+"""Tensors in memory that all ranks have: the same results as without, however ranks hold on to them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.bed.world import World
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.shm.segment import Segment
+from torsh_distributed.comm.backends.wire import CommonUse
+from torsh_distributed.comm.shared_memory import common_buffer, shared_memory
+from torsh_distributed.errors import BackendError, MemoryAllocationFailed
+from torsh_distributed.parallel.sharded.communication import gather, reduce_scatter
+
+NUMEL = 1000
+USES: tuple[CommonUse, ...] = ("together", "apart")
+
+
+def _value(rank: int, turn: int) -> Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 1000 * rank + 7 * turn
+
+
+def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
+    """The output, and whether it lies in common memory."""
+    rank, num_ranks = group.rank(), group.size()
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "together") if use_common else None
+    output = torch.empty(NUMEL * num_ranks) if shared is None else shared
+    part = output[NUMEL * rank : NUMEL * (rank + 1)]
+    part.copy_(_value(rank, turn))
+    gather(output, part, group=group)
+    return output, shared is not None
+
+
+def _scatter(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
+    rank, num_ranks = group.rank(), group.size()
+    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "apart") if use_common else None
+    source = torch.empty(NUMEL * num_ranks) if shared is None else shared
+    for owner in range(num_ranks):
+        source[NUMEL * owner : NUMEL * (owner + 1)] = _value(rank, turn) * (owner + 1)
+    output = torch.empty(NUMEL)
+    reduce_scatter(output, source, group=group)
+    return output, shared is not None
+
+
+def gathers(kind: str) -> list[tuple[bool, bool]]:
+    """By turn: whether the result is right, and whether it lay in common memory; runs on every rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, num_ranks = group.rank(), group.size()
+    expected_gather = [torch.cat([_value(r, turn) for r in range(num_ranks)]) for turn in range(20)]
+    expected_scatter = [sum(_value(r, turn) for r in range(num_ranks)) * (rank + 1) for turn in range(20)]
+    seen, is_kept = [], []
+    holds = {"plain": 1, "one rank never": 1, "held by one": 20}.get(kind, 6)
+    held: deque[tuple[int, Tensor]] = deque()
+    for turn in range(20):
+        is_mine = kind != "one rank never" or rank != 1
+        if kind == "counts differ" and rank == 0 and turn == 5:
+            for use in USES:
+                common_buffer(NUMEL * num_ranks, torch.float32, group, use)  # asked for, and never used
+        output, was_common = _gather(turn, group, use_common=is_mine)
+        is_right = torch.equal(output, expected_gather[turn])
+        folded, was_scattered = _scatter(turn, group, use_common=is_mine)
+        assert torch.allclose(folded, torch.as_tensor(expected_scatter[turn]))
+        seen.append((is_right, was_common and was_scattered))
+        held.append((turn, output))
+        while len(held) > (holds if rank == num_ranks - 1 else 1):  # the others are well into later turns by then
+            is_kept.append(_is_as_gathered(held.popleft(), expected_gather))
+    is_kept += [_is_as_gathered(one, expected_gather) for one in held]
+    return [(is_right and all(is_kept), was_common) for is_right, was_common in seen]
+
+
+def _is_as_gathered(one: tuple[int, Tensor], expected: list[Tensor]) -> bool:
+    turn, output = one
+    return torch.equal(output, expected[turn])
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_ranks_share_is_what_they_would_have_got(world: World, num_ranks: int, backend: str) -> None:
+    for seen in world.run(gathers, "plain", num_ranks=num_ranks, backend=backend):
+        assert seen == [(True, True)] * 20
+
+
+def test_a_rank_that_holds_on_for_some_turns_never_sees_what_comes_later(world: World) -> None:
+    for seen in world.run(gathers, "held for some turns", num_ranks=3, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+
+
+def test_what_one_rank_holds_on_to_stays_as_it_is_and_stops_nobody(world: World) -> None:
+    for seen in world.run(gathers, "held by one", num_ranks=2, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+        assert [was_common for _, was_common in seen][:4] == [True] * 4
+        assert not any(was_common for _, was_common in seen[8:]), "the slots are taken"
+
+
+def test_one_rank_without_it_is_no_harm(world: World) -> None:
+    results = world.run(gathers, "one rank never", num_ranks=3, backend="shm")
+    for seen in results:
+        assert all(is_right for is_right, _ in seen)
+    assert not any(was_common for _, was_common in results[1])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_count_differently_do_not_write_into_each_others_buffers(world: World, num_ranks: int) -> None:
+    for seen in world.run(gathers, "counts differ", num_ranks=num_ranks, backend="shm"):
+        assert all(is_right for is_right, _ in seen)
+
+
+def odd_requests() -> list[str]:
+    group = dist.group.WORLD
+    assert isinstance(group, TorshProcessGroup)
+    found = []
+    for use in USES:
+        found += [str(common_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
+    kept = common_buffer(8, torch.float64, group, "together")
+    assert kept is not None
+    kept.fill_(3.5)
+    dist.destroy_process_group()
+    assert common_buffer(2**20, torch.float32, group, "together") is None, "the group has ended"
+    return [*found, str(kept.sum().item())]  # its memory outlives the group
+
+
+def test_nothing_and_too_much_are_refused_and_a_tensor_outlives_its_group(world: World) -> None:
+    for found in world.run(odd_requests, backend="shm"):
+        assert found == ["True"] * 4 + ["28.0"]
+
+
+def without_common() -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    return common_buffer(8, torch.float32, group, "together") is None
+
+
+def test_gloo_has_no_common_memory(world: World) -> None:
+    assert world.run(without_common, backend="gloo") == [True, True]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def write_and_read() -> tuple[list[int], bool, bool]:
+    """What each rank finds where all have written; whether nothing is nothing; whether tensors outlive the group."""
+    group = _world()
+    memory = shared_memory(3 * group.size(), group)
+    assert memory is not None
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    view[3 * group.rank() : 3 * group.rank() + 3] = group.rank() + 1
+    dist.barrier()
+    found = view.tolist()
+    is_none = shared_memory(0, group) is None
+    del memory
+    dist.destroy_process_group()
+    return found, is_none, view.tolist() == found
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh"])
+def test_all_ranks_have_the_same_memory_for_as_long_as_they_point_into_it(world: World, backend: str) -> None:
+    for found in world.run(write_and_read, num_ranks=3, backend=backend):
+        assert found == ([1] * 3 + [2] * 3 + [3] * 3, True, True)
+
+
+def no_memory(*_: object, **__: object) -> NoReturn:
+    raise MemoryAllocationFailed("there is no memory for a shared segment: test", hint="none", requested_bytes=1)
+
+
+def no_access(*_: object, **__: object) -> NoReturn:
+    raise BackendError("rank 0's shared memory cannot be opened: test", hint="none", backend="shm")
+
+
+def no_files(*_: object, **__: object) -> NoReturn:
+    raise OSError(24, "Too many open files")
+
+
+FAULTS: list[tuple[int, str, Callable[..., NoReturn], str]] = [
+    (0, "create", no_memory, "there is no memory for a shared segment"),
+    (0, "create", no_files, "Too many open files"),
+    (1, "open", no_access, "rank 0's shared memory cannot be opened"),
+    (2, "open", no_files, "Too many open files"),
+]
+"""The rank on which it fails, where, how, and what all are told."""
+
+
+def fail_in_turn() -> list[tuple[bool, list[str]]]:
+    """By fault: whether this rank got nothing, and the warnings it gave; then once more without one."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
+    logging.getLogger("torsh_distributed.comm.shared_memory").addHandler(handler)
+    found = []
+    for rank, name, fails, _ in FAULTS:
+        records.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(Segment, name, fails)
+            is_none = shared_memory(64, _world()) is None
+        found.append((is_none, [f"{one.levelname} {one.getMessage()}" for one in records]))
+    assert shared_memory(64, _world()) is not None
+    return found
+
+
+def test_what_one_rank_cannot_have_no_rank_gets_and_all_say_why(world: World) -> None:
+    for found in world.run(fail_in_turn, num_ranks=3, backend="shm"):
+        for (is_none, texts), (*_, reason) in zip(found, FAULTS, strict=True):
+            assert is_none
+            assert len(texts) == 1
+            assert texts[0].startswith("WARNING the ranks of this node cannot share memory for parameters: ")
+            assert reason in texts[0]
+            assert "\n" not in texts[0]
+
+
+def no_sharing() -> bool:
+    return shared_memory(64, _world()) is None
+
+
+def test_gloo_has_no_memory_to_share(world: World) -> None:
+    assert world.run(no_sharing, backend="gloo") == [True, True]

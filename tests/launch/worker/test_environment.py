@@ -1,0 +1,137 @@
+"""Every launcher's variables give the same facts, and broken ones an error that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
+from torsh_distributed.launch.worker.environment import Environment, first_node, read_environment
+
+ELASTIC = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+}
+
+
+def test_torchrun_is_read_with_its_attempt_and_store() -> None:
+    assert read_environment(ELASTIC) == Environment(
+        source="torchrun",
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        master_addr="10.0.0.1",
+        master_port=1234,
+        attempt=2,
+        has_agent_store=True,
+    )
+
+
+def test_torsh_run_is_told_from_torchrun() -> None:
+    assert read_environment({**ELASTIC, "TORSH_LAUNCHER": "run"}).source == "torsh run"
+
+
+@pytest.mark.parametrize(
+    ("variables", "source", "local_rank", "addr"),
+    [
+        (OPEN_MPI, "Open MPI", 1, "10.0.0.1"),
+        (MPICH, "MPICH", 3, "127.0.0.1"),
+        (SLURM, "SLURM", 1, "gpu007"),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, "RANK and WORLD_SIZE", None, "127.0.0.1"),
+    ],
+)
+def test_each_launcher_gives_the_same_rank(
+    variables: dict[str, str], source: str, local_rank: int | None, addr: str
+) -> None:
+    found = read_environment(variables)
+    assert (found.source, found.rank, found.world_size) == (source, 3, 4)
+    assert (found.local_rank, found.master_addr) == (local_rank, addr)
+
+
+def test_nothing_means_a_world_of_one() -> None:
+    found = read_environment({})
+    assert (found.rank, found.world_size) == (0, 1)
+    assert "world of one" in str(found)
+
+
+def test_variables_set_by_hand_win_over_mpi_and_slurm() -> None:
+    found = read_environment({**OPEN_MPI, **SLURM, "RANK": "0", "WORLD_SIZE": "2"})
+    assert (found.source, found.rank, found.world_size) == ("RANK and WORLD_SIZE", 0, 2)
+
+
+def test_a_batch_script_is_not_a_rank_of_slurm() -> None:
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert read_environment(batch).world_size == 1
+
+
+def test_slurm_jobs_get_ports_of_their_own() -> None:
+    other = {**SLURM, "SLURM_JOB_ID": "78"}
+    assert read_environment(SLURM).master_port != read_environment(other).master_port
+
+
+def test_torsh_variables_override_single_values() -> None:
+    found = read_environment({**MPICH, "TORSH_RANK": "1", "TORSH_MASTER_PORT": "4000"})
+    assert (found.rank, found.world_size, found.master_port) == (1, 4, 4000)
+    assert found.source == "MPICH, TORSH_* for rank, master_port"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "at least one rank"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "local_rank must lie below"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "between 1 and 65535"),
+        ({k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_broken_variables_are_refused_by_name(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_environment(variables)
+
+
+def test_a_rank_beyond_the_world_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RankOutOfBounds, match="rank 2 is outside the world of 2: ranks are 0 to 1"):
+        read_environment({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("gpu[007-012,20],login", "gpu007"),
+        ("gpu[3,5]", "gpu3"),
+        ("n1,n2", "n1"),
+        ("solo", "solo"),
+        ("rack[1-2]-a", "rack1-a"),
+    ],
+)
+def test_the_first_node_is_read_from_slurms_list(nodelist: str, first: str) -> None:
+    assert first_node(nodelist) == first

@@ -1,0 +1,320 @@
+"""What a sharded model holds, where it comes from and where it goes: memory, meta init, state, buffers, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from tests.bed.world import World
+from tests.parallel.golden import MODELS, STEPS, golden, gpt, make_optimizer, mlp, odd
+from torsh_distributed.errors import InvalidArgument, TorshError
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
+from torsh_distributed.parallel.sharded.shard_records import MemoryStats
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
+from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
+from torsh_distributed.train import parallelize
+
+WIDTH = 64
+
+
+def even() -> nn.Sequential:
+    """Four layers whose rows divide by 2 and 4, so that theory needs no rounding."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def measure(strategy: Literal["full_shard", "shard_grad_op"]) -> tuple[MemoryStats, MemoryStats, float]:
+    model = FullyShardedDataParallel(even(), FsdpConfig(strategy=strategy))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, WIDTH)).sum().backward()
+    between = model.memory_stats(optimizer)
+    optimizer.step()
+    return between, model.memory_stats(optimizer), model.local_sharding_ratio()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_holds_its_share_and_no_more(world: World, num_ranks: int) -> None:
+    whole = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    for strategy in ("full_shard", "shard_grad_op"):
+        for between, after, ratio in world.run(measure, strategy, num_ranks=num_ranks, backend="torsh", timeout_s=60):
+            assert after.whole_param_bytes == whole
+            assert between.param_bytes == between.grad_bytes == whole / num_ranks
+            assert after.optimizer_bytes == pytest.approx(2 * whole / num_ranks, rel=0.01)
+            assert after.saved_param_bytes == whole - whole / num_ranks
+            assert after.peak_device_bytes is None, "a CPU has no allocator to ask"
+            assert ratio == 1 / num_ranks
+            # Four pieces: gathered for forward, and again for backward unless they were kept.
+            assert after.num_reductions == 4
+            assert after.num_gathers == (4 if strategy == "shard_grad_op" else 8)
+
+
+def optimizer_bytes_of_replicas() -> tuple[int, int]:
+    model = even()
+    plan = Plan.from_dict({"mesh": {"dp": 1, "shard": -1}, "fsdp": {"strategy": "shard_optimizer"}})
+    engine = parallelize(model, torch.optim.Adam(model.parameters()), plan, loss_fn=nn.functional.mse_loss)
+    engine.step((torch.randn(4, WIDTH), torch.randn(4, WIDTH)))
+    state = [value for one in engine.optimizer.state.values() for key, value in one.items() if key != "step"]
+    held = sum(value.to_local().untyped_storage().nbytes() for value in state)
+    return held, sum(param.numel() * 4 for param in model.parameters())
+
+
+def test_replicas_hold_a_share_of_the_optimizer_state(world: World) -> None:
+    for held, whole in world.run(optimizer_bytes_of_replicas, num_ranks=4, backend="torsh"):
+        assert held == 2 * whole / 4
+
+
+def initialised(make: Callable[[], nn.Module], config: FsdpConfig) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = make()
+    before = torch.get_rng_state()
+    wrapped = FullyShardedDataParallel(model, config, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    return wrapped.full_state_dict()
+
+
+def all_initialised() -> list[dict[str, Tensor]]:
+    return [initialised(mlp, FsdpConfig(wrap=wrap)) for wrap in ("auto", "none")]
+
+
+def test_a_model_on_meta_begins_alike_at_every_world_size_and_cut(world: World) -> None:
+    states = [state for size in (1, 2, 4) for states in world.run(all_initialised, num_ranks=size) for state in states]
+    assert len(states) == 2 * (1 + 2 + 4)
+    for state in states:
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=0, atol=0)
+    weight = states[0]["2.weight"]
+    assert weight.abs().max() <= 1 / math.sqrt(32), "as nn.Linear begins"
+    assert weight.std() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.1)
+    assert not torch.equal(states[0]["0.weight"][:3, :3], weight[:3, :3])
+
+
+class Bare(nn.Module):
+    """A module with a parameter of its own that does not say how it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.inner = nn.Linear(3, 3)
+        self.twin = nn.Linear(3, 3)
+        self.twin.weight = self.inner.weight
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scale * self.twin(self.inner(x))
+        return out
+
+
+def meta_init_by_function() -> tuple[str, dict[str, Tensor]]:
+    def fill(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.5)
+
+    with torch.device("meta"):
+        first, second = Bare(), Bare()
+    with pytest.raises(InvalidArgument) as refusal:
+        FullyShardedDataParallel(first)
+    wrapped = FullyShardedDataParallel(second, param_init_fn=fill)
+    assert second.twin.weight is second.inner.weight, "a shared parameter stays shared"
+    wrapped(torch.ones(1, 3)).sum().backward()
+    return str(refusal.value), wrapped.full_state_dict()
+
+
+def test_a_module_without_reset_needs_a_function(world: World) -> None:
+    for text, state in world.run(meta_init_by_function):
+        assert "do not say how their parameters begin: Bare" in text
+        assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in state.values())
+
+
+def weights_of_the_first_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(dist.get_rank())
+    norm = nn.BatchNorm1d(3)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(dist.get_rank())
+    model = nn.Sequential(nn.Linear(5, 3), norm)
+    mine = {name: value.clone() for name, value in model.state_dict().items()}
+    return mine, FullyShardedDataParallel(model).full_state_dict()
+
+
+def test_all_begin_with_the_weights_and_buffers_of_the_first_rank(world: World) -> None:
+    results = world.run(weights_of_the_first_rank, num_ranks=3)
+    first = results[0][0]
+    assert not torch.equal(first["0.weight"], results[1][0]["0.weight"])
+    for _, state in results:
+        for name, value in state.items():
+            torch.testing.assert_close(value, first[name], rtol=0, atol=0)
+
+
+def buffers_after_training() -> tuple[Tensor, Tensor, Tensor]:
+    norm = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Linear(4, 3), norm)
+    wrapped = FullyShardedDataParallel(model)
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.detach().mean(dim=0)))
+    torch.manual_seed(dist.get_rank())
+    wrapped(torch.randn(8, 4)).sum().backward()
+    assert norm.running_mean is not None
+    after_one = norm.running_mean.clone()
+    wrapped(torch.randn(8, 4))
+    return after_one, seen[1], norm.running_mean
+
+
+def test_running_means_follow_the_first_rank(world: World) -> None:
+    (first, *_), (second, *_) = results = world.run(buffers_after_training)
+    assert not torch.equal(first, second), "each rank saw its own batch"
+    for _, batch_mean, after_two in results:
+        torch.testing.assert_close(after_two, 0.9 * first + 0.1 * batch_mean)
+
+
+def train_and_stop(state: dict[str, Any] | None, until: int, sections: dict[str, Any]) -> tuple[list[float], Any]:
+    make, batches, loss_fn = MODELS["odd"]
+    model = make()
+    training = {"steps": STEPS, "gradient_clipping": 0.5}
+    plan = Plan.from_dict({**sections, "training": training, "ddp": {"find_unused_parameters": True}})
+    engine = parallelize(model, make_optimizer(model), plan, loss_fn=loss_fn)
+    if state is not None:
+        engine.load_state_dict(state)
+    losses = []
+    for batch in engine.batches(batches):
+        losses.append(engine.step(batch))
+        if engine.num_steps == until:
+            break
+    return losses, engine.state_dict() if until < STEPS else None
+
+
+def test_training_goes_on_at_another_world_size_and_stage(world: World) -> None:
+    """Shards of 2, then replicas with a sharded optimizer, then shards of 4 in two replicas, then one rank alone."""
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {"mesh": {"dp": 1, "shard": 2}}),
+        (2, {"mesh": {"dp": 1, "shard": 2}, "fsdp": {"strategy": "shard_optimizer"}}),
+        (4, {"mesh": {"dp": 2, "shard": 2}, "fsdp": {"strategy": "hybrid_shard"}}),
+        (1, {}),
+    ]
+    state, losses = None, []
+    for number, (num_ranks, sections) in enumerate(layouts, start=1):
+        arguments = (state, 5 * number, sections)
+        results = world.run(train_and_stop, *arguments, num_ranks=num_ranks, backend="torsh", timeout_s=120)
+        losses += results[0][0]
+        state = results[-1][1]
+    assert losses == pytest.approx([loss for loss, _ in golden("odd")], abs=1e-4)
+
+
+LOW_STEPS = 10  # a CPU may have to imitate the format
+
+
+def in_low_precision(dtype: str) -> tuple[list[float], set[torch.dtype]]:
+    make, batches, loss_fn = MODELS["gpt"]
+    model = make()
+    seen: set[torch.dtype] = set()
+    model.get_submodule("blocks.0.query_key_value").register_forward_hook(
+        lambda module, args, out: seen.add(module.weight.dtype)
+    )
+    sections = {"mesh": {"dp": 1, "shard": 2}, "precision": {"dtype": dtype}, "training": {"steps": LOW_STEPS}}
+    plan = Plan.from_dict(sections).replace(training={"gradient_clipping": 0.5})
+    engine = parallelize(model, make_optimizer(model), plan, loss_fn=loss_fn)
+    losses = [engine.step(batch) for batch in engine.batches(batches)]
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    return losses, seen
+
+
+def test_low_precision_travels_and_computes_low_and_stays_close(world: World) -> None:
+    """Bound: the first losses, which fall from 3.7 to 2.4, within 0.05 of those in fp32."""
+    for dtype, expected in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for losses, seen in world.run(in_low_precision, dtype, backend="torsh", timeout_s=120):
+            assert seen == {expected}
+            assert losses == pytest.approx([loss for loss, _ in golden("gpt")[:LOW_STEPS]], abs=0.05)
+
+
+def evaluate_and_inspect() -> tuple[float, float, int, int, list[int]]:
+    make, batches, loss_fn = MODELS["mlp"]
+    model = make()
+    plan = Plan.from_dict({"mesh": {"dp": 1, "shard": 3}, "training": {"steps": STEPS}})
+    engine = parallelize(model, make_optimizer(model), plan, loss_fn=loss_fn)
+    ragged = [(batches[0][0][:4], batches[0][1][:4]), (batches[1][0][:1], batches[1][1][:1])]
+    alone = make()
+    plain = sum(loss_fn(alone(inputs), targets).item() * len(inputs) for inputs, targets in ragged) / 5
+    found = engine.evaluate(ragged)
+    assert isinstance(engine.strategy, Sharded)
+    wrapped = engine.strategy.wrapped
+    shards = wrapped.shards()
+    assert all(shard.size == 0 or shard.start + shard.size <= shard.original_shape[0] for shard in shards)
+    return found, plain, wrapped.num_parameters(), len(shards), [shard.size for shard in shards]
+
+
+def test_evaluation_with_fewer_samples_than_ranks_and_what_each_owns(world: World) -> None:
+    results = world.run(evaluate_and_inspect, num_ranks=3)
+    rows = [size for name, param in mlp().named_parameters() for size in [param.shape[0]]]
+    for found, plain, num_parameters, num_shards, _ in results:
+        assert found == pytest.approx(plain, abs=1e-5)
+        assert num_parameters == sum(param.numel() for param in mlp().parameters())
+        assert num_shards == len(rows)
+    assert [sum(sizes) for sizes in zip(*(result[-1] for result in results), strict=True)] == rows
+
+
+def refused(case: str) -> str:
+    rank = dist.get_rank()
+    try:
+        if case == "shape":
+            FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank == 2))))
+        elif case == "dtype":
+            FullyShardedDataParallel(nn.Linear(4, 4).to(torch.bfloat16 if rank == 1 else torch.float32))
+        elif case == "missing":
+            FullyShardedDataParallel(nn.Linear(4, 4, bias=rank != 0))
+        elif case == "order":
+            names = ["a", "b"] if rank else ["b", "a"]
+            FullyShardedDataParallel(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}))
+        elif case == "mixed":
+            FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), FsdpConfig(wrap="none"))
+        elif case == "strategy":
+            FullyShardedDataParallel(nn.Linear(2, 2), FsdpConfig(strategy="no_shard"))
+        elif case == "mesh":
+            FullyShardedDataParallel(nn.Linear(2, 2), mesh=Mesh(MeshConfig(dp=3)))
+        elif case == "norm":
+            model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+            FullyShardedDataParallel(model, precision=MixedPrecisionConfig(dtype="bf16"))
+        elif case == "pattern":
+            FullyShardedDataParallel(gpt(), FsdpConfig(wrap_classes=("Layer",)))
+        elif case == "algorithm":
+            sections = {"mesh": {"shard": 3}, "distributed": {"algorithm": "ring"}}
+            parallelize(odd(), lambda params: torch.optim.SGD(params, lr=0.1), Plan.from_dict(sections))
+        elif case == "closure":
+            plan = Plan.from_dict({"mesh": {"shard": 3}, "fsdp": {"strategy": "shard_optimizer"}})
+            engine = parallelize(mlp(), lambda params: torch.optim.SGD(params, lr=0.1), plan)
+            engine.optimizer.step(lambda: 0.0)
+    except TorshError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+REFUSALS = {
+    "shape": "the model differs between ranks: 1.weight is (4, 4) float32 on ranks 0, 1; (5, 4) float32 on rank 2",
+    "dtype": "weight is (4, 4) float32 on ranks 0, 2; (4, 4) bfloat16 on rank 1",
+    "missing": "bias is not there on rank 0; (4,) float32 on ranks 1, 2",
+    "order": "the same parameters come in another order",
+    "mixed": "0.weight is torch.float32, 1.weight is torch.float64",
+    "strategy": "which fsdp.strategy 'no_shard' does not",
+    "mesh": "there is nothing to shard over: dp 3",
+    "norm": "the batch norm 1 computes in bf16 with running means in torch.float32",
+    "pattern": "fsdp.wrap_classes: no module is a Layer",
+    "algorithm": "distributed.algorithm has no effect on sharded parameters",
+    "closure": "takes no closure",
+}
+
+
+def refuse_all(cases: list[str]) -> list[str]:
+    return [refused(case) for case in cases]
+
+
+def test_mistakes_are_refused_on_every_rank_before_the_first_step(world: World) -> None:
+    for texts in world.run(refuse_all, list(REFUSALS), num_ranks=3, backend="torsh", timeout_s=120):
+        for (case, expected), text in zip(REFUSALS.items(), texts, strict=True):
+            assert expected in text, case
+            assert "hint:" in text

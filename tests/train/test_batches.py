@@ -1,0 +1,117 @@
+"""Shares of batches: every sample once, the same batches at every world size."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.train.batches import count_samples, sharded, share_of, take_rows
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@given(num_samples=st.integers(0, 200), num_parts=st.integers(1, 17))
+def test_shares_cover_every_sample_once_and_differ_by_at_most_one(num_samples: int, num_parts: int) -> None:
+    shares = [share_of(num_samples, part=part, num_parts=num_parts) for part in range(num_parts)]
+    covered = [row for share in shares for row in range(share.start, share.stop)]
+    assert covered == list(range(num_samples))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is the number i; remembers which were fetched."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.fetched.append(index)
+        return torch.tensor(index)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self):
+        return iter([torch.tensor(i) for i in range(23)])
+
+
+def epoch_of(loader: object, num_parts: int, epoch: int = 0, skip: int = 0) -> list[list[int]]:
+    """The global batches, put together again from all parts."""
+    parts = [
+        list(sharded(loader, part=part, num_parts=num_parts, seed=5, epoch=epoch, skip=skip))  # type: ignore[arg-type]
+        for part in range(num_parts)
+    ]
+    whole = []
+    for pieces in zip(*parts, strict=True):
+        rows = [int(value) for piece in pieces if piece.num_samples for value in piece.batch]
+        assert {piece.total for piece in pieces} == {len(rows)}
+        assert all(len(piece.batch) == max(piece.num_samples, 1) for piece in pieces)
+        whole.append(rows)
+    return whole
+
+
+@given(
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 9),
+    num_parts=st.integers(1, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_batches_are_the_same_at_every_world_size(
+    size: int, batch_size: int, num_parts: int, shuffle: bool, drop_last: bool
+) -> None:
+    loader = DataLoader(Numbers(size), batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+    whole = epoch_of(loader, num_parts)
+    assert whole == epoch_of(loader, 1)
+    if not drop_last:
+        assert sorted(row for batch in whole for row in batch) == list(range(size))
+
+
+def test_a_rank_fetches_its_own_samples_alone() -> None:
+    data = Numbers(12)
+    loader = DataLoader(data, batch_size=6)
+    list(sharded(loader, part=1, num_parts=3, seed=0))
+    assert data.fetched == [2, 3, 8, 9]
+
+
+def test_epochs_are_shuffled_differently_and_repeatably() -> None:
+    loader = DataLoader(Numbers(30), batch_size=10, shuffle=True)
+    assert epoch_of(loader, 2, epoch=0) == epoch_of(loader, 2, epoch=0)
+    assert epoch_of(loader, 2, epoch=0) != epoch_of(loader, 2, epoch=1)
+
+
+def test_skipping_goes_on_where_it_stopped() -> None:
+    loader = DataLoader(Numbers(30), batch_size=4, shuffle=True)
+    assert epoch_of(loader, 2, skip=3) == epoch_of(loader, 1)[3:]
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Stream(), batch_size=5), list(torch.arange(23).split(5))])
+def test_streams_and_plain_lists_are_cut_batch_by_batch(loader: object) -> None:
+    assert epoch_of(loader, 4) == [list(range(start, min(start + 5, 23))) for start in range(0, 23, 5)]
+    assert epoch_of(loader, 2, skip=4) == [[20, 21, 22]]
+
+
+def test_rows_are_taken_from_every_tensor_of_a_nested_batch() -> None:
+    rows = torch.arange(6)
+    batch = {"a": rows, "b": (rows * 2, [rows * 3]), "pair": Pair(rows, rows), "name": "kept"}
+    part = take_rows(batch, 2, 4)
+    assert part["a"].tolist() == [2, 3]
+    assert part["b"][1][0].tolist() == [6, 9]
+    assert part["pair"].targets.tolist() == [2, 3]
+    assert part["name"] == "kept"
+    assert count_samples(batch) == 6
+
+
+@pytest.mark.parametrize("batch", [3, "text", torch.tensor(1.0), [], {}])
+def test_a_batch_without_samples_to_count_is_refused(batch: object) -> None:
+    with pytest.raises(InvalidArgument, match="dim 0 counts samples"):
+        count_samples(batch)
