@@ -12,18 +12,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness import Budget, Measurement, Note, Row, Unit
 from tests.bed.world import World
-from torsh_distributed import CompressionConfig, Plan, TrainingConfig
+from torsh_distributed import CompressConfig, Plan, TrainingConfig
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.demos import Demo
 from torsh_distributed.train.demos.gpt import CharGPT, Windows, next_character_loss
 
 WAYS = {
-    "none": CompressionConfig(),
-    "int8": CompressionConfig(method="int8"),
-    "natural": CompressionConfig(method="natural"),
-    "powersgd:4": CompressionConfig(method="powersgd:4", error_feedback_momentum=1.0),
-    "topk:0.01": CompressionConfig(method="topk:0.01", error_feedback_momentum=1.0),
-    "topk:0.1, ef21": CompressionConfig(method="topk:0.1", error_feedback="ef21", ef21_momentum=0.5),
+    "none": CompressConfig(),
+    "int8": CompressConfig(method="int8"),
+    "natural": CompressConfig(method="natural"),
+    "powersgd:4": CompressConfig(method="powersgd:4", error_feedback_momentum=1.0),
+    "topk:0.01": CompressConfig(method="topk:0.01", error_feedback_momentum=1.0),
+    "topk:0.1, ef21": CompressConfig(method="topk:0.1", error_feedback="ef21", ef21_momentum=0.5),
 }
 """What each curve is trained with."""
 _NUM_POINTS = 10

@@ -20,5 +20,5 @@ plan = td.Plan(training={"steps": 200, "batch_size": 128})
 engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
 for batch in engine.batches(DataLoader(data, batch_size=128, shuffle=True)):
     loss = engine.step(batch)
-    if td.get_rank() == 0 and engine.num_steps % 50 == 0:
+    if td.rank() == 0 and engine.num_steps % 50 == 0:
         print(f"step {engine.num_steps}: loss {loss:.4f}")

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError
-from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import CircuitBreaker, delay_s, retry
 
-QUICK = RetryPolicy(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)
+QUICK = RetryConfig(max_retries=3, initial_delay_s=0.001, max_delay_s=0.002)
 
 
 class Flaky:
@@ -62,7 +62,7 @@ def test_zero_retries_mean_one_attempt() -> None:
 def test_no_wait_goes_beyond_the_total_deadline() -> None:
     flaky = Flaky(99, IoError("busy"))
     with pytest.raises(IoError):
-        retry(RetryPolicy(max_retries=50, initial_delay_s=60.0, max_delay_s=60.0, total_timeout_s=0.5))(
+        retry(RetryConfig(max_retries=50, initial_delay_s=60.0, max_delay_s=60.0, total_timeout_s=0.5))(
             flaky.__call__
         )()
     assert flaky.calls == 1, "the first wait would already pass the deadline"
@@ -90,7 +90,7 @@ def test_coroutines_are_retried_too() -> None:
 def test_a_delay_stays_within_its_jitter_and_ceiling(
     attempt: int, initial: float, multiplier: float, ceiling: float, jitter: float, exponential: bool
 ) -> None:
-    policy = RetryPolicy(
+    policy = RetryConfig(
         initial_delay_s=initial, multiplier=multiplier, max_delay_s=ceiling, jitter=jitter, exponential=exponential
     )
     base = min(initial * multiplier ** (attempt - 1) if exponential else initial, ceiling)
@@ -98,7 +98,7 @@ def test_a_delay_stays_within_its_jitter_and_ceiling(
 
 
 def test_jitter_really_varies() -> None:
-    assert len({delay_s(RetryPolicy(), 1) for _ in range(20)}) > 1
+    assert len({delay_s(RetryConfig(), 1) for _ in range(20)}) > 1
 
 
 def test_an_open_circuit_refuses_at_once_and_closes_after_a_success() -> None:

@@ -17,10 +17,10 @@ from torsh_distributed.comm.collectives.tensors import all_to_all
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, worth_lending
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 _TOKENS, _WIDTH, _HIDDEN = 4096, 512, 2048
-_CONFIG = ExpertParallelismConfig(num_experts=8, num_experts_per_token=2, overflow="none")
+_CONFIG = ExpertConfig(num_experts=8, num_experts_per_token=2, overflow="none")
 
 Times = dict[str, list[float]]
 """Seconds of each call, on the slowest rank, by contestant."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarks.harness import Budget, Case, Note, Row, compare
 from torsh_distributed.parallel.expert.grouped import can_group
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 _TOKENS, _EXPERTS, _CHOICES = 16384, 8, 2
 _SIZES = ((1024, 4096), (2048, 8192), (4096, 14336))
@@ -57,7 +57,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     if not torch.cuda.is_available():
         yield Note(text="Not measured here: there is no CUDA device.")
         return
-    config = ExpertParallelismConfig(num_experts=_EXPERTS, num_experts_per_token=_CHOICES, overflow="none")
+    config = ExpertConfig(num_experts=_EXPERTS, num_experts_per_token=_CHOICES, overflow="none")
     for width, hidden in _SIZES[:1] if budget.is_quick else _SIZES:
         torch.manual_seed(0)
         layer = MoELayer(width, hidden, config, bias=False, device="cuda", dtype=torch.bfloat16)

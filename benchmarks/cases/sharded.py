@@ -22,7 +22,7 @@ from tests.lab.network import Lab
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.shard_records import storage_bytes
-from torsh_distributed.plan import CompressionConfig, FsdpConfig, MeshConfig, Plan
+from torsh_distributed.plan import CompressConfig, FsdpConfig, MeshConfig, Plan
 from torsh_distributed.train import parallelize
 
 WIDTH, DEPTH, BATCH = 1024, 8, 8
@@ -132,7 +132,7 @@ def _theory(stage: int, num_ranks: int) -> float:
 def _over_a_link(num_steps: int, ranks_per_host: int) -> dict[str, float]:
     """Two nodes: shards over all ranks, as they are and encoded; and replicas of shards, where a node has two."""
     whole, replicas = MeshConfig(dp=1, shard=2 * ranks_per_host), MeshConfig(dp=2, shard=ranks_per_host)
-    int8 = CompressionConfig(method="int8", warmup_steps=0)
+    int8 = CompressConfig(method="int8", warmup_steps=0)
     kinds = {"full_shard": (whole, "none", None), "full_shard, int8": (whole, "int8", int8)}
     if ranks_per_host > 1:
         kinds |= {"hybrid_shard": (replicas, "none", None), "hybrid_shard, int8": (replicas, "none", int8)}

@@ -15,7 +15,7 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed import needs
 from tests.bed.world import World
 from tests.lab.network import Lab
-from torsh_distributed import BucketConfig, CompressionConfig
+from torsh_distributed import CompressConfig, DdpConfig
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
 
 _METHODS = ("none", "bf16", "int8", "natural", "nbit:4", "sign", "ternary", "topk:0.01", "randomk:0.01", "powersgd:4")
@@ -27,8 +27,8 @@ def _model(method: str) -> nn.Module:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     if method == _TORCH:
         return TorchDDP(model, gradient_as_bucket_view=True)
-    config = CompressionConfig(method=method, warmup_steps=2)  # DDP rebuilds its buckets after the first step
-    bucket = BucketConfig(gradient_as_bucket_view=True)
+    config = CompressConfig(method=method, warmup_steps=2)  # DDP rebuilds its buckets after the first step
+    bucket = DdpConfig(gradient_as_bucket_view=True)
     return DistributedDataParallel(model, bucket, compression=None if method == "none" else config)
 
 

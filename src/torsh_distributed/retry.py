@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import tenacity
 
 from torsh_distributed.errors import CommunicationError, TorshError
-from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +28,7 @@ def _is_retryable(error: BaseException) -> bool:
     return isinstance(error, TorshError) and error.retryable
 
 
-def delay_s(policy: RetryPolicy, attempt: int) -> float:
+def delay_s(policy: RetryConfig, attempt: int) -> float:
     """Seconds to wait after failed attempt number `attempt` (from 1), jitter included."""
     growth = policy.multiplier ** (attempt - 1) if policy.exponential else 1.0
     base = min(policy.initial_delay_s * growth, policy.max_delay_s)
@@ -43,12 +43,12 @@ def _note_attempts(state: tenacity.RetryCallState) -> Any:
     return outcome.result()
 
 
-def retry(policy: RetryPolicy | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function, sync or async, to be tried again under `policy`.
 
     The last error is raised as it is, with a note of how many attempts were made.
     """
-    chosen = policy or RetryPolicy()
+    chosen = policy or RetryConfig()
     options: dict[str, Any] = {
         "retry": tenacity.retry_if_exception(_is_retryable),
         "wait": lambda state: delay_s(chosen, state.attempt_number),

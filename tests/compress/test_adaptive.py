@@ -16,11 +16,11 @@ from torsh_distributed.compress.adaptive import (
     settings_for_stability,
 )
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 
 def compressor(method: str) -> GradientCompressor:
-    return GradientCompressor(CompressionConfig(method=method, warmup_steps=0))
+    return GradientCompressor(CompressConfig(method=method, warmup_steps=0))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_a_callback_the_measured_error_counts() -> None:
 
 def adapt_on_each_rank() -> str:
     """Each rank sees another impact; the mean decides."""
-    chosen = GradientCompressor(CompressionConfig(method="topk:0.1", warmup_steps=0), group=dist.group.WORLD)
+    chosen = GradientCompressor(CompressConfig(method="topk:0.1", warmup_steps=0), group=dist.group.WORLD)
     adaptive = AdaptiveCompression(chosen, "aggressive", impact=lambda: 0.0 if dist.get_rank() else 0.1)
     for _ in range(10):
         adaptive.step()
@@ -91,7 +91,7 @@ def test_stability_and_settings_at_their_edges() -> None:
     assert loss_stability([2.0] * 10) == 1.0
     assert loss_stability([0.0] * 10) == 0.0
     assert loss_stability([-1.0, 1.0] * 5) == 0.0
-    config = CompressionConfig(method="int8", warmup_steps=7)
+    config = CompressConfig(method="int8", warmup_steps=7)
     assert settings_for_stability(0.8, config).method == "topk:0.01"
     assert settings_for_stability(0.8, config).warmup_steps == 7
 

@@ -17,7 +17,7 @@ from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.compress.compressor import GradientCompressor, compressed_all_reduce
 from torsh_distributed.errors import CompressionError, ConfigurationError, InvalidArgument
 from torsh_distributed.launch.worker.init import init
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 METHODS = [
     "fp16",
@@ -33,8 +33,8 @@ METHODS = [
 ]
 
 
-def config(method: str = "topk:0.1", **settings: Any) -> CompressionConfig:
-    return CompressionConfig(**{"method": method, "warmup_steps": 0, "skip_below_numel": 0, **settings})
+def config(method: str = "topk:0.1", **settings: Any) -> CompressConfig:
+    return CompressConfig(**{"method": method, "warmup_steps": 0, "skip_below_numel": 0, **settings})
 
 
 # --- by hand --------------------------------------------------------------------------------------------------

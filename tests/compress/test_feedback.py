@@ -13,7 +13,7 @@ from torch import Tensor
 from torsh_distributed.compress.averaging.named_buffers import NamedBuffers, Piece, split
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import TensorShapeMismatch
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 CPU = torch.device("cpu")
 NAMES = ["a", "b", "c", "d"]
@@ -22,7 +22,7 @@ NAMES = ["a", "b", "c", "d"]
 def compressor(method: str, **settings: Any) -> GradientCompressor:
     """From the first step on, for tensors of any size."""
     return GradientCompressor(
-        CompressionConfig(**{"method": method, "warmup_steps": 0, "skip_below_numel": 0, **settings})
+        CompressConfig(**{"method": method, "warmup_steps": 0, "skip_below_numel": 0, **settings})
     )
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 
 NUM_STEPS, NUM_SAMPLES = 4, 24
-SMALL = BucketConfig(max_bucket_size_mb=0.02, min_bucket_size_mb=0.005)  # several buckets
+SMALL = DdpConfig(max_bucket_size_mb=0.02, min_bucket_size_mb=0.005)  # several buckets
 
 
 def build(seed: int = 0) -> nn.Module:

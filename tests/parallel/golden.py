@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests.parallel.expert.dense_experts import DenseExperts
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.train.demos.gpt import Block, CharGPT, next_character_loss
 from torsh_distributed.train.demos.moe import with_experts
 
@@ -37,10 +37,10 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
 
 
-EXPERTS = ExpertParallelismConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.5, router_z_loss_coeff=0.05)
+EXPERTS = ExpertConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.5, router_z_loss_coeff=0.05)
 
 
-def moe(config: ExpertParallelismConfig = EXPERTS) -> nn.Module:
+def moe(config: ExpertConfig = EXPERTS) -> nn.Module:
     model = gpt()
     assert isinstance(model, CharGPT)
     return with_experts(model, config)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import BucketConfig, Difference, MeshConfig, Plan, TrainingConfig
+from torsh_distributed.plan import DdpConfig, Difference, MeshConfig, Plan, TrainingConfig
 from torsh_distributed.plan.key_paths import keys_of, sections_of
 from torsh_distributed.plan.plan import PlanArguments
 
@@ -79,8 +79,8 @@ def test_the_mesh_is_given_in_one_way() -> None:
 def test_construction_names_the_argument_that_is_wrong() -> None:
     with pytest.raises(ConfigurationError, match=r"Plan: mesh\.dp must be a number of ranks, .*; got 'two'"):
         Plan(dp="two")  # type: ignore[typeddict-item]
-    with pytest.raises(ConfigurationError, match="BucketConfig: max_bucket_size_mb must be a number, above 0; got -1"):
-        BucketConfig(max_bucket_size_mb=-1)
+    with pytest.raises(ConfigurationError, match="DdpConfig: max_bucket_size_mb must be a number, above 0; got -1"):
+        DdpConfig(max_bucket_size_mb=-1)
     with pytest.raises(ConfigurationError) as caught:
         TrainingConfig(step=3)  # type: ignore[call-arg]
     assert caught.value.hint == "did you mean steps?"
@@ -96,7 +96,7 @@ def test_a_plan_cannot_be_changed_but_replaced() -> None:
     plan = Plan(dp=2)
     with pytest.raises(Exception, match="frozen"):
         plan.mesh.dp = 3  # type: ignore[misc]
-    changed = plan.replace(training={"steps": 5}, ddp=BucketConfig(static_graph=True))
+    changed = plan.replace(training={"steps": 5}, ddp=DdpConfig(static_graph=True))
     assert changed.diff(plan) == (
         Difference("ddp.static_graph", True, False),
         Difference("training.steps", 5, 1000),

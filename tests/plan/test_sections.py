@@ -8,7 +8,7 @@ import pytest
 
 from torsh_distributed.comm.backends.capabilities import BackendType
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import CompressionConfig, DistributedConfig, Plan
+from torsh_distributed.plan import CompressConfig, DistributedConfig, Plan
 from torsh_distributed.plan.sections.compress import METHODS
 from torsh_distributed.plan.sections.distributed import BACKENDS
 
@@ -189,14 +189,14 @@ def test_a_backend_that_is_none_is_refused(backend: str) -> None:
 
 
 def test_a_method_carries_its_number_or_the_default() -> None:
-    assert CompressionConfig(method="powersgd:2").name == "powersgd"
-    assert CompressionConfig(method="powersgd:2").parameter == 2
-    assert CompressionConfig(method="topk").parameter == 0.1
-    assert CompressionConfig(method="fp16").parameter is None
+    assert CompressConfig(method="powersgd:2").name == "powersgd"
+    assert CompressConfig(method="powersgd:2").parameter == 2
+    assert CompressConfig(method="topk").parameter == 0.1
+    assert CompressConfig(method="fp16").parameter is None
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_default_number_of_a_method_is_allowed(method: str) -> None:
     number = METHODS[method]
     spelled = method if number is None else f"{method}:{number.default:g}"
-    assert CompressionConfig(method=spelled).parameter == CompressionConfig(method=method).parameter
+    assert CompressConfig(method=spelled).parameter == CompressConfig(method=method).parameter

@@ -7,9 +7,9 @@ import pytest
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
-    MixedPrecisionConfig,
     Plan,
-    TensorParallelConfig,
+    PrecisionConfig,
+    TensorConfig,
     TrainingConfig,
 )
 from torsh_distributed.plan.key_paths import keys_of
@@ -32,13 +32,13 @@ def test_the_default_plan_is_supported() -> None:
 
 
 def test_what_is_honoured_today_is_supported() -> None:
-    plan = Plan(dp=2, precision=MixedPrecisionConfig(dtype="bf16"), training=TrainingConfig(gradient_clipping=1.0))
+    plan = Plan(dp=2, precision=PrecisionConfig(dtype="bf16"), training=TrainingConfig(gradient_clipping=1.0))
     assert plan.unsupported() == ()
     assert plan.explain()["precision.dtype"].status == "honoured"
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(precision=MixedPrecisionConfig(dtype="fp8"), checkpoint=CheckpointConfig(enabled=True))
+    plan = Plan(precision=PrecisionConfig(dtype="fp8"), checkpoint=CheckpointConfig(enabled=True))
     assert plan.unsupported() == ("precision.dtype", "checkpoint.enabled")
     assert plan.explain()["precision.dtype"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
@@ -51,7 +51,7 @@ def test_what_is_not_built_yet_is_refused_by_name() -> None:
 
 
 def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
-    plan = Plan(tensor=TensorParallelConfig(sequence_parallel=True), checkpoint=CheckpointConfig(max_checkpoints=2))
+    plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(max_checkpoints=2))
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
     assert plan.explain()["checkpoint.max_checkpoints"].status == "off by checkpoint.enabled"
     assert plan.unsupported() == ()
@@ -93,7 +93,7 @@ def test_retrying_is_not_configurable_and_says_so() -> None:
 
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plan(dp=2, tp=2, precision=MixedPrecisionConfig(dtype="fp8")).validate(6)
+        Plan(dp=2, tp=2, precision=PrecisionConfig(dtype="fp8")).validate(6)
     assert str(caught.value).splitlines()[1:3] == [
         "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
         (

@@ -11,7 +11,7 @@ from tests.bed.world import World
 from tests.train.test_engine import STEPS, build, reference
 from torsh_distributed import events
 from torsh_distributed.errors import NonFiniteLoss
-from torsh_distributed.plan import MixedPrecisionConfig, Plan
+from torsh_distributed.plan import Plan, PrecisionConfig
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.precision import cast_buffers, make_precision
 
@@ -75,7 +75,7 @@ def test_a_step_that_overflows_is_skipped_counted_and_seen(world: World) -> None
 def overflow_on_one_rank(rank_with_inf: int) -> tuple[bool, float, float]:
     param = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([param], lr=0.1)
-    precision = make_precision(MixedPrecisionConfig(dtype="fp16"), CPU)
+    precision = make_precision(PrecisionConfig(dtype="fp16"), CPU)
     loss = precision.scaled(param.sum())
     loss.backward()
     if torch.distributed.get_rank() == rank_with_inf:
@@ -94,7 +94,7 @@ def test_overflow_on_one_rank_is_skipped_by_all(world: World) -> None:
 
 def scales(grads: list[float]) -> tuple[list[float], list[float], float]:
     """Our scale and torch's own after each of some gradients; then the scale a copy went on with."""
-    config = MixedPrecisionConfig(dtype="fp16", init_loss_scale=8.0, loss_scale_growth_interval=2)
+    config = PrecisionConfig(dtype="fp16", init_loss_scale=8.0, loss_scale_growth_interval=2)
     ours, found, expected = make_precision(config, CPU), [], []
     plain = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for grad in grads:
@@ -122,7 +122,7 @@ def test_the_scale_grows_and_backs_off_as_torchs_does(world: World) -> None:
 
 
 def never_fits() -> None:
-    config = MixedPrecisionConfig(dtype="fp16", init_loss_scale=2.0)
+    config = PrecisionConfig(dtype="fp16", init_loss_scale=2.0)
     precision = make_precision(config, CPU)
     for _ in range(5):
         param = nn.Parameter(torch.ones(1))
@@ -139,7 +139,7 @@ def test_overflow_at_every_scale_is_an_error(world: World) -> None:
 
 def test_floating_buffers_get_their_dtype_and_counters_do_not() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    cast_buffers(model, MixedPrecisionConfig(buffer_dtype="bf16"))
+    cast_buffers(model, PrecisionConfig(buffer_dtype="bf16"))
     kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
     assert kinds == {
         "0.running_mean": torch.bfloat16,

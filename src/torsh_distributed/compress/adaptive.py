@@ -17,7 +17,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 from torsh_distributed.plan.sections.compress import METHODS
 
 _NUM_RECORDS = 10
@@ -127,7 +127,7 @@ class AdaptiveCompression:
         text = f"{int(moved)}" if wanted.integer else f"{moved:.6g}"
         self._adopt(config.replace(method=f"{config.name}:{text}"), reason)
 
-    def _adopt(self, config: CompressionConfig, reason: str) -> None:
+    def _adopt(self, config: CompressConfig, reason: str) -> None:
         if config == self._compressor.config:
             return
         self._compressor.update_config(config)
@@ -153,7 +153,7 @@ def loss_stability(losses: list[float]) -> float:
     return 1 - min(1.0, statistics.pstdev(last) / abs(mean)) if mean else 0.0
 
 
-def settings_for_stability(stability: float, config: CompressionConfig) -> CompressionConfig:
+def settings_for_stability(stability: float, config: CompressConfig) -> CompressConfig:
     """A steady loss bears hard compression at every step; an unsteady one gets 16 bits, one step in four."""
     if stability > 0.9:
         return config.replace(method="topk:0.001", compression_period=1)
@@ -162,14 +162,14 @@ def settings_for_stability(stability: float, config: CompressionConfig) -> Compr
     return config.replace(method="bf16", compression_period=4)
 
 
-def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressionConfig:
+def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressConfig:
     """A first guess from the model's size, the link and the error that may be made (relative, 0.1 is much).
 
     `auto` measures instead; this is for a config written before there is a machine.
     """
     period = round((1 if num_parameters > 1e10 else 4) * max(1.0, 10 / bandwidth_gbps))
     if bandwidth_gbps < 10:
-        return CompressionConfig(method="topk:0.001", compression_period=period)
+        return CompressConfig(method="topk:0.001", compression_period=period)
     if bandwidth_gbps < 25:
-        return CompressionConfig(method="topk:0.01", compression_period=period)
-    return CompressionConfig(method="int8" if tolerance > 0.1 else "none", compression_period=period)
+        return CompressConfig(method="topk:0.01", compression_period=period)
+    return CompressConfig(method="int8" if tolerance > 0.1 else "none", compression_period=period)

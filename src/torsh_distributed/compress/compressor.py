@@ -33,13 +33,13 @@ from torsh_distributed.compress.messages.compressed_gradient import (
 from torsh_distributed.compress.messages.sparse import dense
 from torsh_distributed.compress.policy import is_dense_step, stream_of, travels_dense
 from torsh_distributed.errors import CompressionError, ConfigurationError, InvalidArgument
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 
 class GradientCompressor:
     """Compresses gradients by name, and remembers for each what compression left out.
 
-    A method alone, such as "topk:0.01", stands for `CompressionConfig(method=…)`. By hand: `compress` and `decompress`
+    A method alone, such as "topk:0.01", stands for `CompressConfig(method=…)`. By hand: `compress` and `decompress`
     for each tensor. Over a group: `all_reduce_mean`, on every rank. Either way `step()` after each step of training.
     With `group` the ranks compare their settings at construction, else at the first average.
 
@@ -49,13 +49,13 @@ class GradientCompressor:
 
     def __init__(
         self,
-        config: CompressionConfig | str,
+        config: CompressConfig | str,
         *,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         codec: Codec | None = None,
     ) -> None:
-        self._config = config if isinstance(config, CompressionConfig) else CompressionConfig(method=config)
+        self._config = config if isinstance(config, CompressConfig) else CompressConfig(method=config)
         self._seed = seed
         self._codec = codec or _codec_for(self._config)
         self._has_own_codec = codec is not None
@@ -74,7 +74,7 @@ class GradientCompressor:
             self.use_group(group)
 
     @property
-    def config(self) -> CompressionConfig:
+    def config(self) -> CompressConfig:
         """The settings in force."""
         return self._config
 
@@ -268,12 +268,12 @@ class GradientCompressor:
 
     # --- settings and state -----------------------------------------------------------------------------------
 
-    def update_config(self, config: CompressionConfig | str) -> None:
+    def update_config(self, config: CompressConfig | str) -> None:
         """Go on with other settings; over a group every rank calls this, and differences are refused on all of them.
 
         What was left out so far stays remembered, unless the kind of error feedback changes.
         """
-        new = config if isinstance(config, CompressionConfig) else self._config.replace(method=config)
+        new = config if isinstance(config, CompressConfig) else self._config.replace(method=config)
         if self._group is not None:
             said = all_gather_object({"config": new.model_dump(mode="json")}, group=self._group)
             require_equal(said, ("config",), dist.get_process_group_ranks(self._group))
@@ -352,7 +352,7 @@ _UNBIASED: Mapping[str, type[Codec]] = {"randomk": ScaledRandomKCodec, "bernoull
 """Codecs that take the place of others where nothing makes up for what those leave out."""
 
 
-def _codec_for(config: CompressionConfig) -> Codec:
+def _codec_for(config: CompressConfig) -> Codec:
     """The codec of a method, with or without memory as the config says."""
     if config.name == "auto":
         methods = NEARLY_EXACT if config.error_feedback == "none" else CANDIDATES
@@ -386,6 +386,6 @@ def compressed_all_reduce(tensor: Tensor, method: str, *, group: dist.ProcessGro
 
     For a single tensor: nothing is remembered. For training, a `GradientCompressor` compensates what is left out.
     """
-    config = CompressionConfig(method=method, error_feedback="none", warmup_steps=0, skip_below_numel=0)
+    config = CompressConfig(method=method, error_feedback="none", warmup_steps=0, skip_below_numel=0)
     GradientCompressor(config).all_reduce_mean({"tensor": tensor}, group=group)
     return tensor

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed.compress.averaging.named_buffers import Layout, NamedBuffers, split
 from torsh_distributed.compress.messages.sparse import Vector, add_to
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 
 class Feedback(ABC):
@@ -232,7 +232,7 @@ def _beside(gradients: Sequence[Tensor], flat: Tensor, layout: Layout) -> Iterat
         yield gradient.detach(), part.view(gradient.shape)
 
 
-def make_feedback(config: CompressionConfig) -> Feedback:
+def make_feedback(config: CompressConfig) -> Feedback:
     """The error feedback that a config names."""
     if config.error_feedback == "ef14":
         return ResidualFeedback(config.error_feedback_momentum)

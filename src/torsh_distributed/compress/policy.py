@@ -6,17 +6,17 @@ import zlib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 
-def is_dense_step(config: CompressionConfig, step: int) -> bool:
+def is_dense_step(config: CompressConfig, step: int) -> bool:
     """Whether everything travels uncompressed at this step: during warm-up, and between compressed steps."""
     if config.name == "none" or step < config.warmup_steps:
         return True
     return (step - config.warmup_steps) % config.compression_period != 0
 
 
-def travels_dense(config: CompressionConfig, name: str, numel: int) -> bool:
+def travels_dense(config: CompressConfig, name: str, numel: int) -> bool:
     """Whether this tensor is never compressed: it is small, or a pattern of `skip_names` matches its name."""
     return numel < config.skip_below_numel or any(fnmatchcase(name, pattern) for pattern in config.skip_names)
 

@@ -1,5 +1,5 @@
-"""Starting and supervising the processes of a job.
+"""Starting and supervising the processes of a job: `job` is what `torsh run` calls, `worker` the other side."""
 
-`job.launch_job(spec.JobSpec(...))` is what `torsh run` calls; `environment` is the workers' side of it.
-Importing this package loads neither.
-"""
+from torsh_distributed.lazy import exports as _exports
+
+__all__, __getattr__, __dir__ = _exports(__name__)

@@ -26,20 +26,20 @@ from torsh_distributed.plan.reading.sources import (
 )
 from torsh_distributed.plan.section import Section
 from torsh_distributed.plan.sections.activation import ActivationConfig
-from torsh_distributed.plan.sections.axes.ddp import BucketConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.ddp import DdpConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
-from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
-from torsh_distributed.plan.sections.compress import CompressionConfig
+from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 from torsh_distributed.plan.sections.elastic import ElasticConfig
 from torsh_distributed.plan.sections.observe import ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
-from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
-from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.precision import PrecisionConfig
+from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.plan.sections.training import TrainingConfig
 from torsh_distributed.plan.support import status_of
 
@@ -49,19 +49,19 @@ class PlanArguments(TypedDict, total=False):
 
     mesh: MeshConfig
     distributed: DistributedConfig
-    ddp: BucketConfig
+    ddp: DdpConfig
     fsdp: FsdpConfig
-    tensor: TensorParallelConfig
+    tensor: TensorConfig
     pipeline: PipelineConfig
-    expert: ExpertParallelismConfig
+    expert: ExpertConfig
     offload: OffloadConfig
     activation: ActivationConfig
-    compress: CompressionConfig
-    precision: MixedPrecisionConfig
+    compress: CompressConfig
+    precision: PrecisionConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
     elastic: ElasticConfig
-    retry: RetryPolicy
+    retry: RetryConfig
     observe: ObserveConfig
     dp: int
     shard: int
@@ -92,19 +92,19 @@ class Plan(Section):
     distributed: DistributedConfig = DistributedConfig()
     """The backend and its deadline."""
 
-    ddp: BucketConfig = BucketConfig()
+    ddp: DdpConfig = DdpConfig()
     """How gradients are averaged over replicas."""
 
     fsdp: FsdpConfig = FsdpConfig()
     """How state is sharded."""
 
-    tensor: TensorParallelConfig = TensorParallelConfig()
+    tensor: TensorConfig = TensorConfig()
     """How layers are split."""
 
     pipeline: PipelineConfig = PipelineConfig()
     """How layers become stages."""
 
-    expert: ExpertParallelismConfig = ExpertParallelismConfig()
+    expert: ExpertConfig = ExpertConfig()
     """How tokens find experts."""
 
     offload: OffloadConfig = OffloadConfig()
@@ -113,10 +113,10 @@ class Plan(Section):
     activation: ActivationConfig = ActivationConfig()
     """Which activations are recomputed."""
 
-    compress: CompressionConfig = CompressionConfig()
+    compress: CompressConfig = CompressConfig()
     """How gradients are made smaller."""
 
-    precision: MixedPrecisionConfig = MixedPrecisionConfig()
+    precision: PrecisionConfig = PrecisionConfig()
     """Which number formats are used."""
 
     training: TrainingConfig = TrainingConfig()
@@ -128,7 +128,7 @@ class Plan(Section):
     elastic: ElasticConfig = ElasticConfig()
     """How a run survives lost ranks."""
 
-    retry: RetryPolicy = RetryPolicy()
+    retry: RetryConfig = RetryConfig()
     """How failed operations are tried again."""
 
     observe: ObserveConfig = ObserveConfig()

@@ -45,7 +45,7 @@ def parallelize(
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
     chosen.require_supported()
-    chosen = chosen.resolve(process_group.get_world_size())
+    chosen = chosen.resolve(process_group.world_size())
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     cast_buffers(model, chosen.precision)

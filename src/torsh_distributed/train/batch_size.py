@@ -111,7 +111,7 @@ def plan_batch_size(
 def _degree(data_degree: int | None) -> int:
     if data_degree is not None:
         return data_degree
-    return process_group.get_world_size() if process_group.is_initialized() else 1
+    return process_group.world_size() if process_group.is_initialized() else 1
 
 
 def _largest(trial: Callable[[int], int], budget: int, most: int) -> tuple[int, int]:

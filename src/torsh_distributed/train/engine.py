@@ -295,7 +295,7 @@ class Engine:
         return None if num_samples is None else round(num_samples * self.strategy.data_degree / self._evenness)
 
     def _place(self) -> list[int]:
-        return [process_group.get_rank(), process_group.get_world_size()]
+        return [process_group.rank(), process_group.world_size()]
 
     @contextmanager
     def _clipped(self, *, clip: bool, is_scaled: bool) -> Iterator[HostValue | None]:
@@ -330,5 +330,5 @@ class Engine:
             f"{what} of step {self.num_steps + 1} is {value}: no parameter was changed",
             step=self.num_steps + 1,
             ranks=bad,
-            rank=process_group.get_rank(),
+            rank=process_group.rank(),
         )

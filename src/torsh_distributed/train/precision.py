@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.errors import NonFiniteLoss
-from torsh_distributed.plan import MixedPrecisionConfig
+from torsh_distributed.plan import PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +63,7 @@ class ScaledPrecision(Precision):
     The scale halves at an overflow and doubles after `loss_scale_growth_interval` steps without one.
     """
 
-    def __init__(self, config: MixedPrecisionConfig, device: torch.device) -> None:
+    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         super().__init__(torch.float16, device)
         self._scaler = _AgreeingScaler(
             device.type, init_scale=config.init_loss_scale, growth_interval=config.loss_scale_growth_interval
@@ -124,14 +124,14 @@ class _AgreeingScaler(GradScaler):
         return {found_inf.device: flag.reshape(found_inf.shape)}
 
 
-def make_precision(config: MixedPrecisionConfig, device: torch.device) -> Precision:
+def make_precision(config: PrecisionConfig, device: torch.device) -> Precision:
     """The precision that a plan asks for."""
     if config.dtype == "fp16":
         return ScaledPrecision(config, device)
     return Precision(_DTYPES[config.dtype], device)
 
 
-def cast_buffers(model: nn.Module, config: MixedPrecisionConfig) -> None:
+def cast_buffers(model: nn.Module, config: PrecisionConfig) -> None:
     """Give the model's floating buffers the plan's `buffer_dtype`, in place."""
     if config.buffer_dtype == "same":
         return

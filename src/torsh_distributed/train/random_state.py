@@ -25,8 +25,8 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 def restore_random_states(states: Sequence[dict[str, Any]], *, seed: int) -> None:
     """This rank's generators as they were; in a world of another size, seeded anew and differently on each rank."""
-    rank = process_group.get_rank()
-    if len(states) != process_group.get_world_size():
+    rank = process_group.rank()
+    if len(states) != process_group.world_size():
         torch.manual_seed(seed + rank)
         random.seed(seed + rank)
         return

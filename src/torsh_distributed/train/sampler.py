@@ -35,8 +35,8 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         self._size = len(data)
-        self._num_replicas = process_group.get_world_size() if num_replicas is None else num_replicas
-        self._rank = process_group.get_rank() if rank is None else rank
+        self._num_replicas = process_group.world_size() if num_replicas is None else num_replicas
+        self._rank = process_group.rank() if rank is None else rank
         if not 0 <= self._rank < self._num_replicas:
             raise InvalidArgument(
                 "rank must be at least 0 and below num_replicas",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bed.zygote import Outcome
-from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup, register_backends
+from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup, announce_backends
 from torsh_distributed.comm.backends.shm import group as shm_group
 
 # Torch 2.13 renamed these; 2.11 knows the old names alone.
@@ -32,7 +32,7 @@ def on_shm(folder: Path, core: str, function: Callable[..., Any], *args: Any, ti
 
     Slots are small, so that tensors of a size to test with take several chunks.
     """
-    register_backends()
+    announce_backends()
     shm_group._MAX_SLOT_BYTES = shm_group._MIN_SLOT_BYTES = SLOT_BYTES
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(

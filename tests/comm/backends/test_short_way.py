@@ -70,7 +70,7 @@ def records() -> list[tuple[int, bool, str | None]]:
     td.abort("enough")
     with pytest.raises(CommunicationError, match="enough"):
         td.all_reduce(torch.ones(8))
-    return [(one.sequence, one.end_s is not None, one.error) for one in td.recorder]
+    return [(one.sequence, one.end_s is not None, one.error) for one in td.comm.recorder]
 
 
 @pytest.mark.parametrize("backend", ["shm", "torsh"])

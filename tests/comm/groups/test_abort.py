@@ -82,7 +82,7 @@ def lose_a_rank_and_go_on(backend: str) -> tuple[int, int, float]:
     new_rank = process_group.regroup([0, 2, 3])
     value = torch.tensor(float(rank))
     all_reduce(value)
-    return new_rank, process_group.get_world_size(), value.item()
+    return new_rank, process_group.world_size(), value.item()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,12 +99,12 @@ def shrink_twice() -> list[tuple[int, int]]:
     sizes = []
     # Rank 0 of the first world hosts the store, so it is among the survivors both times.
     for survivors in ([2, 1, 0], [2, 1]):
-        if process_group.get_rank() not in survivors:
+        if process_group.rank() not in survivors:
             return sizes
         process_group.regroup(survivors)
         value = torch.ones(())
         all_reduce(value)
-        sizes.append((process_group.get_rank(), int(value)))
+        sizes.append((process_group.rank(), int(value)))
     return sizes
 
 

@@ -28,7 +28,7 @@ def start(node: str | None = None) -> None:
 
 def sum_and_place() -> tuple[float, int, int, int]:
     start(node="abc"[int(os.environ["RANK"]) // 2])
-    value = torch.tensor(2.0 ** pg.get_rank())
+    value = torch.tensor(2.0 ** pg.rank())
     dist.all_reduce(value)
     place = (value.item(), pg.local_rank(), pg.local_world_size(), pg.node_rank())
     pg.destroy_process_group()
@@ -107,7 +107,7 @@ def test_a_rank_beyond_the_group_is_refused(world: World) -> None:
         world.run(check_ranks)
 
 
-@pytest.mark.parametrize("ask", [pg.get_rank, pg.get_world_size, pg.get_backend, pg.local_rank])
+@pytest.mark.parametrize("ask", [pg.rank, pg.world_size, pg.backend, pg.local_rank])
 def test_asking_before_init_says_what_to_call(ask: object) -> None:
     with pytest.raises(BackendNotInitialized, match=r"torsh_distributed\.init"):
         ask()  # type: ignore[operator]

@@ -16,7 +16,7 @@ from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import _CHANGED, _WINDOW, AutoCodec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 SIZE = 300_000
 
@@ -29,7 +29,7 @@ def train(num_steps: int) -> tuple[list[str], list[events.DecisionEvent], float]
     """The choices, the decisions told of, and how far the sum of all means is from the truth."""
     told: list[events.DecisionEvent] = []
     unsubscribe = events.subscribe(told.append, events.DecisionEvent)
-    config = CompressionConfig(method="auto", warmup_steps=0, error_feedback_momentum=1.0)
+    config = CompressConfig(method="auto", warmup_steps=0, error_feedback_momentum=1.0)
     compressor = GradientCompressor(config, group=dist.group.WORLD)
     off = torch.zeros(SIZE)
     for step in range(num_steps):
@@ -100,7 +100,7 @@ def average_a_bucket(num_steps: int) -> tuple[list[bool], bool]:
     """Where `none` is all there is: whether the means are right at each step, and whether anything is carried over."""
     group = dist.group.WORLD
     assert group is not None
-    config = CompressionConfig(method="auto", warmup_steps=0)
+    config = CompressConfig(method="auto", warmup_steps=0)
     compressor = GradientCompressor(config, group=group, codec=AutoCodec({"none": make_codec("none")}))
     are_right = []
     for step in range(num_steps):
@@ -140,4 +140,4 @@ def test_its_choices_survive_a_restart_and_not_a_change_of_members(world: World)
 
 def test_it_has_no_messages_by_hand() -> None:
     with pytest.raises(InvalidArgument, match="measures the link"):
-        GradientCompressor(CompressionConfig(method="auto", warmup_steps=0)).compress("weight", torch.ones(5000))
+        GradientCompressor(CompressConfig(method="auto", warmup_steps=0)).compress("weight", torch.ones(5000))

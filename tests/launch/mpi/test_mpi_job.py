@@ -97,7 +97,7 @@ def test_a_script_on_the_command_line(tmp_path: Path) -> None:
             import torsh_distributed as td
 
             place = td.init(backend="mpi4py")
-            tensor = torch.ones(3) * (td.get_rank() + 1)
+            tensor = torch.ones(3) * (td.rank() + 1)
             dist.all_reduce(tensor)
             print(f"{place.source}: {tensor.tolist()}")
             """

@@ -20,9 +20,9 @@ from torsh_distributed.errors import ConfigurationError, InvalidArgument, Operat
 MEET = """
 import os, torch, torch.distributed as dist, torsh_distributed as td
 found = td.init(timeout_s=60)
-value = torch.tensor([float(td.get_rank() + 1)])
+value = torch.tensor([float(td.rank() + 1)])
 dist.all_reduce(value)
-place = f"rank {td.get_rank()} of {td.get_world_size()}, local {td.local_rank()}"
+place = f"rank {td.rank()} of {td.world_size()}, local {td.local_rank()}"
 os.write(1, f"{found.source}: {place}, sum {value.item()}\\n".encode())
 td.destroy_process_group()
 """
@@ -34,7 +34,7 @@ def join_by_environment(variables: dict[str, str]) -> tuple[str, float]:
         del os.environ[name]
     os.environ.update({name: text.format(rank=rank, size=size, port=port) for name, text in variables.items()})
     found = td.init(timeout_s=20)
-    value = torch.tensor(float(td.get_rank() + 1))
+    value = torch.tensor(float(td.rank() + 1))
     dist.all_reduce(value)
     td.destroy_process_group()
     return found.source, value.item()
@@ -99,7 +99,7 @@ def alone() -> tuple[int, int, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     found = td.init()
-    return td.get_rank(), td.get_world_size(), found.source
+    return td.rank(), td.world_size(), found.source
 
 
 def test_without_a_launcher_the_world_has_one_rank(world: World) -> None:

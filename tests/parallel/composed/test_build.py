@@ -11,12 +11,12 @@ from tests.parallel.reference import build
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.composed import composed_strategy, is_composed
 from torsh_distributed.plan import (
-    CompressionConfig,
+    CompressConfig,
     DistributedConfig,
     FsdpConfig,
-    MixedPrecisionConfig,
     PipelineConfig,
     Plan,
+    PrecisionConfig,
 )
 
 V_SHAPED = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2)
@@ -27,13 +27,13 @@ V_SHAPED = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2)
     [
         ({"tp": 2, "ep": 2}, {}, "mesh.ep 2 is for models with experts, and this one has none"),
         ({"tp": 2, "shard": 2}, {"fsdp": FsdpConfig(strategy="shard_optimizer")}, "fsdp.strategy = shard_optimizer"),
-        ({"pp": 2}, {"compress": CompressionConfig(method="topk")}, "compress.method = topk does not go together"),
+        ({"pp": 2}, {"compress": CompressConfig(method="topk")}, "compress.method = topk does not go together"),
         (
             {"cp": 2, "shard": 2},
-            {"compress": CompressionConfig(method="topk")},
+            {"compress": CompressConfig(method="topk")},
             "compress.method = topk with mesh.shard",
         ),
-        ({"pp": 2}, {"precision": MixedPrecisionConfig(reduce_dtype="bf16")}, "precision.reduce_dtype = bf16"),
+        ({"pp": 2}, {"precision": PrecisionConfig(reduce_dtype="bf16")}, "precision.reduce_dtype = bf16"),
         ({"tp": 2}, {"distributed": DistributedConfig(deterministic=True)}, "deterministic or rate_limit_gbps does"),
         (
             {"pp": 2, "shard": 2},

@@ -12,12 +12,12 @@ from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build, train_alone
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorConfig, TrainingConfig
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss
 
 STEPS, CLIP = 4, 0.5
-SPLIT = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+SPLIT = TensorConfig(sequence_parallel=True, loss_parallel=True)
 INTERLEAVED = PipelineConfig(schedule="interleaved_one_f_one_b", stages_per_rank=2, num_microbatches=2)
 ZERO_BUBBLE = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=4)
 

@@ -29,16 +29,16 @@ from torsh_distributed import events
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS
 from torsh_distributed.parallel.sharded.shard_records import local_part
 from torsh_distributed.plan import (
-    ExpertParallelismConfig,
+    ExpertConfig,
     MeshConfig,
     PipelineConfig,
     Plan,
-    TensorParallelConfig,
+    TensorConfig,
     TrainingConfig,
 )
 from torsh_distributed.train import Engine, parallelize
 
-SPLIT = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+SPLIT = TensorConfig(sequence_parallel=True, loss_parallel=True)
 TWO = PipelineConfig(num_microbatches=2)
 INTERLEAVED = PipelineConfig(schedule="interleaved_one_f_one_b", stages_per_rank=2, num_microbatches=2)
 ZERO_BUBBLE = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=2)
@@ -53,7 +53,7 @@ def plan_of(mesh: MeshConfig, pipeline: PipelineConfig = TWO, **sections: Any) -
     return Plan(mesh=mesh, training=training, pipeline=pipeline, **sections)
 
 
-def engine_of(plan: Plan, config: ExpertParallelismConfig = EXPERTS) -> Engine:
+def engine_of(plan: Plan, config: ExpertConfig = EXPERTS) -> Engine:
     model = moe(config)
     return parallelize(model, make_optimizer(model), plan, loss_fn=loss_of(WHOLE, model))
 

@@ -7,10 +7,10 @@ import pytest
 from tests.bed.world import World
 from tests.parallel.golden import BATCH, CLIP, MODELS, STEPS, golden, make_optimizer
 from torsh_distributed import events
-from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorParallelConfig, TrainingConfig
+from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TensorConfig, TrainingConfig
 from torsh_distributed.train import parallelize
 
-SPLIT = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+SPLIT = TensorConfig(sequence_parallel=True, loss_parallel=True)
 TWO = PipelineConfig(num_microbatches=2)
 
 

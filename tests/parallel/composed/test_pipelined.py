@@ -27,13 +27,13 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.composed import PipelineStages
 from torsh_distributed.plan import (
     ActivationConfig,
-    CompressionConfig,
+    CompressConfig,
     DistributedConfig,
     FsdpConfig,
     MeshConfig,
-    MixedPrecisionConfig,
     PipelineConfig,
     Plan,
+    PrecisionConfig,
 )
 from torsh_distributed.train import parallelize
 from torsh_distributed.train.demos.gpt import next_character_loss
@@ -157,10 +157,10 @@ def tiny_loss(output: Tensor, targets: Tensor) -> Tensor:
 def low_precision(mesh: MeshConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for dtype in ("bf16", "fp16"):
-        engine = engine_of("gpt", plan_of(mesh, pipeline=TWO, precision=MixedPrecisionConfig(dtype=dtype)))
+        engine = engine_of("gpt", plan_of(mesh, pipeline=TWO, precision=PrecisionConfig(dtype=dtype)))
         found[dtype] = run(engine, 0, 2)
         assert engine.num_skipped == 0
-    plan = plan_of(mesh, pipeline=TWO, precision=MixedPrecisionConfig(dtype="fp16"))
+    plan = plan_of(mesh, pipeline=TWO, precision=PrecisionConfig(dtype="fp16"))
     engine = parallelize(build(num_layers=4), partial(torch.optim.SGD, lr=0.0), plan, loss_fn=tiny_loss)
     found["tiny norm"] = run(engine, 0, 1)[1]
     return found
@@ -177,7 +177,7 @@ def test_low_precision_stays_close_to_single_precision(world: World, mesh: MeshC
 
 
 def overflow_in_the_last_stage() -> tuple[int, int, float | None, list[bool]]:
-    plan = plan_of(MeshConfig(pp=2), pipeline=TWO, precision=MixedPrecisionConfig(dtype="fp16"))
+    plan = plan_of(MeshConfig(pp=2), pipeline=TWO, precision=PrecisionConfig(dtype="fp16"))
     engine = engine_of("gpt", plan)
     assert isinstance(engine.strategy, PipelineStages)
     before = [param.detach().clone() for param in engine.unwrapped.parameters()]
@@ -201,7 +201,7 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all(world: World) -> None:
 
 # --- how gradients travel -----------------------------------------------------------------------------------------
 
-INT8 = CompressionConfig(method="int8", skip_below_numel=64, warmup_steps=0)
+INT8 = CompressConfig(method="int8", skip_below_numel=64, warmup_steps=0)
 
 
 def encoded(plan: Plan) -> tuple[list[float], dict[str, Any]]:

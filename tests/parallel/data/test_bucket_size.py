@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_clock import BucketClock
 from torsh_distributed.parallel.data.bucket_size import bucket_size_mb
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ def test_a_slower_start_never_asks_for_smaller_buckets(latency_s: float, byte_s:
 
 
 def test_networks_are_known_by_their_usual_names() -> None:
-    assert BucketConfig.for_network("InfiniBand").max_bucket_size_mb == 50.0
-    assert BucketConfig.for_network("10GbE", overlap=False) == BucketConfig(
+    assert DdpConfig.for_network("InfiniBand").max_bucket_size_mb == 50.0
+    assert DdpConfig.for_network("10GbE", overlap=False) == DdpConfig(
         max_bucket_size_mb=25.0, min_bucket_size_mb=1.0, overlap=False
     )
-    assert BucketConfig.for_network("WiFi 5").min_bucket_size_mb == 0.5
+    assert DdpConfig.for_network("WiFi 5").min_bucket_size_mb == 0.5
     with pytest.raises(InvalidArgument, match="did you mean 100gbe"):
-        BucketConfig.for_network("100gb")
+        DdpConfig.for_network("100gb")
 
 
 def test_what_travels_before_the_last_gradient_is_ready_is_hidden() -> None:

@@ -26,10 +26,10 @@ from tests.parallel.example_models import (
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.plan import BucketConfig, CompressionConfig
+from torsh_distributed.plan import CompressConfig, DdpConfig
 
 
-def train(bucket: BucketConfig, options: dict[str, Any], *, num_micro: int = 1, by_hand: bool = False) -> list[Tensor]:
+def train(bucket: DdpConfig, options: dict[str, Any], *, num_micro: int = 1, by_hand: bool = False) -> list[Tensor]:
     """The parameters after each step; rank 1 begins with others, which must not matter."""
     model = DistributedDataParallel(build(seed=dist.get_rank()), bucket, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -51,8 +51,8 @@ def train(bucket: BucketConfig, options: dict[str, Any], *, num_micro: int = 1, 
     return found
 
 
-WAYS: list[tuple[BucketConfig, dict[str, Any], dict[str, Any]]] = [
-    (BucketConfig(), {}, {}),
+WAYS: list[tuple[DdpConfig, dict[str, Any], dict[str, Any]]] = [
+    (DdpConfig(), {}, {}),
     (SMALL, {}, {}),
     (SMALL.replace(overlap=False), {}, {}),
     (SMALL.replace(enabled=False), {}, {}),
@@ -63,10 +63,10 @@ WAYS: list[tuple[BucketConfig, dict[str, Any], dict[str, Any]]] = [
     (SMALL, {}, {"num_micro": 3, "by_hand": True}),
     (SMALL.replace(enabled=False), {}, {"by_hand": True}),
     (SMALL, {"reduce_dtype": "fp32"}, {}),
-    (SMALL, {"compression": CompressionConfig(method="topk:0.01", warmup_steps=99)}, {}),
-    (SMALL, {"compression": CompressionConfig(method="int8", skip_names=("*",), warmup_steps=0)}, {}),
-    (SMALL.replace(overlap=False), {"compression": CompressionConfig(method="sign", warmup_steps=99)}, {}),
-    (SMALL, {"compression": CompressionConfig(method="powersgd:2", warmup_steps=99)}, {"by_hand": True}),
+    (SMALL, {"compression": CompressConfig(method="topk:0.01", warmup_steps=99)}, {}),
+    (SMALL, {"compression": CompressConfig(method="int8", skip_names=("*",), warmup_steps=0)}, {}),
+    (SMALL.replace(overlap=False), {"compression": CompressConfig(method="sign", warmup_steps=99)}, {}),
+    (SMALL, {"compression": CompressConfig(method="powersgd:2", warmup_steps=99)}, {"by_hand": True}),
 ]
 """Settings that change how gradients travel, not what they are."""
 
@@ -108,7 +108,7 @@ def unused_parameters() -> None:
     assert model.unused_parameters() == ["second.weight", "second.bias"]
     with pytest.raises(InvalidArgument, match=r"got no gradient in the last backward: second\.weight, second\.bias"):
         model(x)
-    model = DistributedDataParallel(Branches(), BucketConfig(find_unused_parameters=True))
+    model = DistributedDataParallel(Branches(), DdpConfig(find_unused_parameters=True))
     # Used on one rank alone: it has a gradient on all of them.
     for use, unused in ((dist.get_rank() == 0, []), (False, ["second.weight", "second.bias"])):
         model.zero_grad()
@@ -148,7 +148,7 @@ def figures_and_hooks() -> None:
     [(x, y)] = share()
     seen: list[events.Event] = []
     end = events.subscribe(seen.append, events.BucketEvent)
-    model = DistributedDataParallel(build(), SMALL, compression=CompressionConfig(method="int8", warmup_steps=1))
+    model = DistributedDataParallel(build(), SMALL, compression=CompressConfig(method="int8", warmup_steps=1))
     assert not model.has_gradients()
     assert model.get_bucket_info() == []
     for _ in range(2):
@@ -224,7 +224,7 @@ def refusals() -> None:
     with pytest.raises(ConfigurationError, match=r"rank 0 has compress None, rank 1 has .*'int8'"):
         DistributedDataParallel(build(), compression="int8" if rank == 1 else None)
     with pytest.raises(ConfigurationError, match=r"rank 0 has ddp \{'max_bucket_size_mb': 2.0\}, rank 1 has .*3.0"):
-        DistributedDataParallel(build(), BucketConfig(max_bucket_size_mb=2.0 + rank))
+        DistributedDataParallel(build(), DdpConfig(max_bucket_size_mb=2.0 + rank))
     table = nn.Sequential(nn.Embedding(4, 4, sparse=True))
     with pytest.raises(InvalidArgument, match="sparse gradients cannot be compressed: 0"):
         DistributedDataParallel(table, compression="int8")
@@ -245,7 +245,7 @@ def test_figures_checks_and_refusals(world: World) -> None:
 def on_a_backend() -> list[Tensor]:
     train(SMALL, {"reduce_dtype": "bf16"})
     for method in ("int8", "topk:0.1", "powersgd:2"):
-        train(SMALL, {"compression": CompressionConfig(method=method, warmup_steps=1, skip_below_numel=0)})
+        train(SMALL, {"compression": CompressConfig(method=method, warmup_steps=1, skip_below_numel=0)})
     return train(SMALL, {}, num_micro=3, by_hand=True)
 
 

@@ -18,7 +18,7 @@ from torsh_distributed.compress.codecs.linear.cast import Fp16Codec
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import CommunicationError, CompressionError, InvalidArgument
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.plan import BucketConfig, CompressionConfig
+from torsh_distributed.plan import CompressConfig, DdpConfig
 
 METHODS = ["fp16", "int8", "nbit:4", "sign", "natural", "topk:0.05", "powersgd:2", "randomk:0.2"]
 
@@ -27,7 +27,7 @@ def learn(methods: list[str], feedback: str) -> list[tuple[float, float, float]]
     """First and last loss of this rank, and the ratio of bytes; replicas stay equal, bit by bit."""
     found = []
     for method in methods:
-        config = CompressionConfig(method=method, error_feedback=feedback, warmup_steps=2, skip_below_numel=100)  # type: ignore[arg-type]
+        config = CompressConfig(method=method, error_feedback=feedback, warmup_steps=2, skip_below_numel=100)  # type: ignore[arg-type]
         model = DistributedDataParallel(build(), SMALL, compression=config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         [(x, y)] = share()
@@ -68,10 +68,8 @@ class Faulty(Fp16Codec):
         return super().average(x, group, key)
 
 
-def fail_in_background(bucket: BucketConfig) -> tuple[int, str]:
-    compressor = GradientCompressor(
-        CompressionConfig(method="fp16", warmup_steps=0, skip_below_numel=0), codec=Faulty()
-    )
+def fail_in_background(bucket: DdpConfig) -> tuple[int, str]:
+    compressor = GradientCompressor(CompressConfig(method="fp16", warmup_steps=0, skip_below_numel=0), codec=Faulty())
     model = DistributedDataParallel(build(), bucket, compression=compressor)
     [(x, y)] = share()
     for step in range(4):
@@ -96,7 +94,7 @@ def test_a_failure_in_the_background_reaches_backward_on_all_ranks_with_the_reas
     assert "the first to fail was rank 1: CompressionError: a message of rank 0 is damaged" in told
 
 
-def lose_a_peer(compression: CompressionConfig | None) -> str:
+def lose_a_peer(compression: CompressConfig | None) -> str:
     model = DistributedDataParallel(build(), SMALL, compression=compression)
     [(x, y)] = share()
     loss = nn.functional.mse_loss(model(x), y)
@@ -107,10 +105,8 @@ def lose_a_peer(compression: CompressionConfig | None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("compression", [None, CompressionConfig(method="int8", warmup_steps=0)], ids=["none", "int8"])
-def test_a_rank_that_dies_is_an_error_of_ours_on_the_others(
-    world: World, compression: CompressionConfig | None
-) -> None:
+@pytest.mark.parametrize("compression", [None, CompressConfig(method="int8", warmup_steps=0)], ids=["none", "int8"])
+def test_a_rank_that_dies_is_an_error_of_ours_on_the_others(world: World, compression: CompressConfig | None) -> None:
     outcomes = world.outcomes(lose_a_peer, compression)
     assert outcomes[1].exit_code == 3
     assert outcomes[0].is_ok, outcomes[0].trace
@@ -119,7 +115,7 @@ def test_a_rank_that_dies_is_an_error_of_ours_on_the_others(
 
 def not_finite() -> None:
     """Loss scaling under compression: a bad step is seen by all ranks, and the next one is as if it never was."""
-    config = CompressionConfig(method="topk:0.1", warmup_steps=0, skip_below_numel=0)
+    config = CompressConfig(method="topk:0.1", warmup_steps=0, skip_below_numel=0)
     model = DistributedDataParallel(build(), SMALL, compression=config)
     [(x, y)] = share()
     backward(nn.functional.mse_loss(model(x), y))
@@ -139,7 +135,7 @@ def not_finite() -> None:
 
 def changed_on_the_way() -> None:
     """Compression comes and goes, buckets change size, residuals follow their parameters."""
-    config = CompressionConfig(method="topk:0.1", warmup_steps=0, skip_below_numel=0, error_feedback_momentum=1.0)
+    config = CompressConfig(method="topk:0.1", warmup_steps=0, skip_below_numel=0, error_feedback_momentum=1.0)
     [(x, y)] = share()
     module = build()
     model = DistributedDataParallel(module, SMALL).with_compression(config)
@@ -152,7 +148,7 @@ def changed_on_the_way() -> None:
     model.zero_grad()
     backward(nn.functional.mse_loss(model(x), y))
     there = [param.grad.clone() for param in module.parameters() if param.grad is not None]
-    again = DistributedDataParallel(module, BucketConfig(), compression=config)  # one bucket for all
+    again = DistributedDataParallel(module, DdpConfig(), compression=config)  # one bucket for all
     assert again.compressor is not None
     again.compressor.load_state_dict(state)
     assert torch.equal(again.compressor.state_dict()["feedback"]["residuals"]["0.weight"], kept["0.weight"])
@@ -186,7 +182,7 @@ def mixed_dtypes() -> None:
             )
 
     x = torch.full((2, 40), 0.1 * (dist.get_rank() + 1))
-    config = CompressionConfig(method="int8", warmup_steps=0, skip_below_numel=100)
+    config = CompressConfig(method="int8", warmup_steps=0, skip_below_numel=100)
     for compression in (None, config):
         model = DistributedDataParallel(Sum(), compression=compression)
         model.zero_grad()
@@ -199,7 +195,7 @@ def mixed_dtypes() -> None:
 
 def uneven_inputs() -> None:
     """Rank 1 has more batches than rank 0, which takes part with zeros."""
-    for compression in (None, CompressionConfig(method="int8", warmup_steps=0, skip_below_numel=0)):
+    for compression in (None, CompressConfig(method="int8", warmup_steps=0, skip_below_numel=0)):
         model = DistributedDataParallel(nn.Linear(16, 1), compression=compression)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with model.join():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.bed.world import World
 from tests.parallel.example_models import SMALL, backward, build, data
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 METHODS = ["none", "bf16", "int8", "sign", "topk:0.05", "powersgd:2"]
 
@@ -35,7 +35,7 @@ def train(device: str, compression: Compression) -> Tensor:
 
 
 def on_both(method: str) -> float:
-    config = CompressionConfig(method=method, warmup_steps=1, skip_below_numel=100)
+    config = CompressConfig(method=method, warmup_steps=1, skip_below_numel=100)
     here, there = train("cpu", config), train("cuda", config)
     return float((here - there).norm() / here.norm())
 

@@ -15,7 +15,7 @@ from tests.bed.world import World
 from tests.parallel.example_models import backward
 from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.parallel.data.ddp import DistributedDataParallel
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDTH = 300
-BUCKETS = BucketConfig(min_bucket_size_mb=0.3, max_bucket_size_mb=0.5)  # several, some too small to be shared
+BUCKETS = DdpConfig(min_bucket_size_mb=0.3, max_bucket_size_mb=0.5)  # several, some too small to be shared
 
 
 def model() -> nn.Sequential:
@@ -64,7 +64,7 @@ def trained_by_torch(options: dict[str, Any], num_steps: int, num_pieces: int) -
     return values(ddp)
 
 
-def trained_by_us(bucket: BucketConfig, num_pieces: int) -> tuple[int, list[Tensor], bool]:
+def trained_by_us(bucket: DdpConfig, num_pieces: int) -> tuple[int, list[Tensor], bool]:
     ddp = DistributedDataParallel(model(), bucket)
     train(ddp, range(2), num_pieces=num_pieces)
     train(ddp, range(2, 6), num_pieces=num_pieces)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
 class Reference:
@@ -49,7 +49,7 @@ class Reference:
 class DenseExperts(nn.Module):
     """`Reference` as a layer of a model, with the weights of `layer`."""
 
-    def __init__(self, layer: nn.Module, config: ExpertParallelismConfig) -> None:
+    def __init__(self, layer: nn.Module, config: ExpertConfig) -> None:
         super().__init__()
         self.config = config
         self._reference = Reference(dict(layer.named_parameters()), config.num_experts_per_token)

@@ -18,14 +18,14 @@ from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.train import Engine, parallelize
 from torsh_distributed.train.demos import gpt
 
-CONFIG = ExpertParallelismConfig(num_experts=4, overflow="none")
+CONFIG = ExpertConfig(num_experts=4, overflow="none")
 
 
-def engine_for(mesh: dict[str, int], config: ExpertParallelismConfig = CONFIG, **sections: Any) -> Engine:
+def engine_for(mesh: dict[str, int], config: ExpertConfig = CONFIG, **sections: Any) -> Engine:
     model, optimizer = build(CONFIG)
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
@@ -36,9 +36,7 @@ def engine_for(mesh: dict[str, int], config: ExpertParallelismConfig = CONFIG, *
     return parallelize(model, optimizer, plan, loss_fn=loss_fn)
 
 
-def engine_with(
-    config: ExpertParallelismConfig, mesh: dict[str, int], group: dist.ProcessGroup | None = None
-) -> Engine:
+def engine_with(config: ExpertConfig, mesh: dict[str, int], group: dist.ProcessGroup | None = None) -> Engine:
     """As `engine_for`, with layers as the config says, or built with a group."""
     model, _ = build(config)
     if group is not None:
@@ -104,7 +102,7 @@ def refusals() -> list[str]:
     found = []
     for attempt in (
         lambda: parallelize(plain, optimizer, Plan(ep=2)),
-        lambda: parallelize(plain, optimizer, Plan(expert=ExpertParallelismConfig(router_jitter=0.1))),
+        lambda: parallelize(plain, optimizer, Plan(expert=ExpertConfig(router_jitter=0.1))),
         lambda: engine_for({"ep": 2}, CONFIG.replace(capacity_factor=2.0)),
         lambda: engine_for({"ep": 1, "shard": 2}, fsdp={"strategy": "shard_optimizer"}),
         lambda: engine_for({"ep": 2}, offload={"enabled": True}),
@@ -154,7 +152,7 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
     ],
 )
 def test_what_does_not_go_with_sharded_experts_is_refused_without_ranks(
-    config: ExpertParallelismConfig, sections: dict[str, Any], message: str
+    config: ExpertConfig, sections: dict[str, Any], message: str
 ) -> None:
     plan = Plan(mesh={"dp": 1, "shard": 2, "ep": 2}, **sections)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=message.replace(".", r"\.")):

@@ -14,8 +14,8 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import auxiliary_loss
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.plan import BucketConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan import DdpConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.train.demos import gpt, moe
 
@@ -24,7 +24,7 @@ CLIP = 0.5
 VOCABULARY = 20
 
 
-def build(config: ExpertParallelismConfig, *, hot: bool = False) -> tuple[gpt.CharGPT, torch.optim.Optimizer]:
+def build(config: ExpertConfig, *, hot: bool = False) -> tuple[gpt.CharGPT, torch.optim.Optimizer]:
     """hot: expert 0 of each layer is a choice of nearly every token."""
     torch.manual_seed(3)
     model = moe.with_experts(gpt.CharGPT(VOCABULARY, width=16, num_layers=2, num_heads=2), config)
@@ -49,7 +49,7 @@ def loss_of(model: nn.Module, inner: nn.Module, batch: tuple[Tensor, Tensor]) ->
 
 
 @functools.cache
-def one_process(config: ExpertParallelismConfig, stop: int, *, hot: bool = False) -> tuple[list[float], list[float]]:
+def one_process(config: ExpertConfig, stop: int, *, hot: bool = False) -> tuple[list[float], list[float]]:
     """Plain torch: no wrapper, no ranks."""
     model, optimizer = build(config, hot=hot)
     losses, norms = [], []
@@ -66,9 +66,9 @@ def one_process(config: ExpertParallelismConfig, stop: int, *, hot: bool = False
 class Job:
     """One rank's training, a few steps at a time."""
 
-    def __init__(self, config: ExpertParallelismConfig, ep: int, *, hot: bool = False) -> None:
+    def __init__(self, config: ExpertConfig, ep: int, *, hot: bool = False) -> None:
         model, self.optimizer = build(config, hot=hot)
-        self.strategy = ExpertDataParallel(model, BucketConfig(), mesh=Mesh(MeshConfig(ep=ep)))
+        self.strategy = ExpertDataParallel(model, DdpConfig(), mesh=Mesh(MeshConfig(ep=ep)))
         self.strategy.attach(self.optimizer)
 
     def train(self, start: int, stop: int, *, num_pieces: int = 1) -> tuple[list[float], list[float]]:
@@ -92,9 +92,9 @@ class Job:
 
 
 CASES = {
-    "no drops": (ExpertParallelismConfig(num_experts=4, overflow="none"), STEPS),
-    "drop": (ExpertParallelismConfig(num_experts=4, capacity_factor=0.8), 5),
-    "reroute": (ExpertParallelismConfig(num_experts=4, overflow="reroute", capacity_factor=1.0), 5),
+    "no drops": (ExpertConfig(num_experts=4, overflow="none"), STEPS),
+    "drop": (ExpertConfig(num_experts=4, capacity_factor=0.8), 5),
+    "reroute": (ExpertConfig(num_experts=4, overflow="reroute", capacity_factor=1.0), 5),
 }
 
 
@@ -115,13 +115,13 @@ def test_losses_and_norms_are_those_of_one_process(world: World, num_ranks: int,
 
 
 def accumulate() -> tuple[list[float], list[float]]:
-    config = ExpertParallelismConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.0)
+    config = ExpertConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.0)
     return Job(config, 2).train(0, 5, num_pieces=2)
 
 
 def test_microbatches_equal_one_large_batch(world: World) -> None:
     """Without the balance loss: a product of two means, it is of each microbatch."""
-    config = ExpertParallelismConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.0)
+    config = ExpertConfig(num_experts=4, overflow="none", load_balance_loss_coeff=0.0)
     losses, norms = one_process(config, 5)
     for result in world.run(accumulate, num_ranks=4, backend="shm", timeout_s=60):
         assert result == (pytest.approx(losses, abs=1e-4), pytest.approx(norms, abs=1e-4))

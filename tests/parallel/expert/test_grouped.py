@@ -11,7 +11,7 @@ from torch import Tensor
 from torsh_distributed.parallel.expert import layer as layer_module
 from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear, segments_of
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
 def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[Segment, ...]) -> Tensor:
@@ -56,7 +56,7 @@ def test_the_grouped_product_is_the_segmented_one() -> None:
 
 @pytest.mark.parametrize("overflow", ["none", "drop"])
 def test_a_layer_gives_the_same_by_the_grouped_product(monkeypatch: pytest.MonkeyPatch, overflow: str) -> None:
-    config = ExpertParallelismConfig(num_experts=4, overflow=overflow, capacity_factor=0.8)  # type: ignore[arg-type]
+    config = ExpertConfig(num_experts=4, overflow=overflow, capacity_factor=0.8)  # type: ignore[arg-type]
     torch.manual_seed(2)
     layer, tokens = MoELayer(8, 16, config), torch.randn(20, 8)
     expected = layer(tokens)

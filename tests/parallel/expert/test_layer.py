@@ -20,7 +20,7 @@ from torsh_distributed.errors import ConfigurationError, InvalidArgument, Tensor
 from torsh_distributed.parallel.expert.balancing.lending import Lending
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.parallel.models.materialize import Materializer
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 DIM, HIDDEN = 6, 10
 
@@ -29,7 +29,7 @@ def tokens_of_all(num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
-def layer_of(config: ExpertParallelismConfig, **options: Any) -> MoELayer:
+def layer_of(config: ExpertConfig, **options: Any) -> MoELayer:
     torch.manual_seed(11)
     return MoELayer(DIM, HIDDEN, config, dtype=torch.float64, **options)
 
@@ -39,7 +39,7 @@ def probe(num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
 
-def kept(config: ExpertParallelismConfig, reference: Reference, tokens: Tensor) -> Tensor | None:
+def kept(config: ExpertConfig, reference: Reference, tokens: Tensor) -> Tensor | None:
     if config.overflow == "none":
         return None
     experts = (tokens @ reference.params["router.gate.experts.weight"].t()).topk(config.num_experts_per_token).indices
@@ -48,7 +48,7 @@ def kept(config: ExpertParallelismConfig, reference: Reference, tokens: Tensor) 
     return torch.tensor([[factor for _, factor in choices] for choices in ends], dtype=torch.float64)
 
 
-def dense(config: ExpertParallelismConfig, num_tokens: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def dense(config: ExpertConfig, num_tokens: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Outputs, gradients of the tokens, and gradients of every parameter, of one process with all tokens."""
     reference = Reference(
         dict(layer_of(config).named_parameters()), config.num_experts_per_token, normalize=config.normalize_weights
@@ -62,7 +62,7 @@ def dense(config: ExpertParallelismConfig, num_tokens: int) -> tuple[Tensor, Ten
 
 
 def ours(
-    config: ExpertParallelismConfig, shares: list[int], borrowed: tuple[tuple[int, ...], ...] | None = None
+    config: ExpertConfig, shares: list[int], borrowed: tuple[tuple[int, ...], ...] | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The same on this rank, which has its share of the tokens; gradients are put together over the ranks by hand.
 
@@ -97,15 +97,15 @@ def ours(
 
 
 CONFIGS = [
-    ExpertParallelismConfig(num_experts=4, overflow="none"),
-    ExpertParallelismConfig(num_experts=8, num_experts_per_token=1, overflow="none"),
-    ExpertParallelismConfig(num_experts=8, num_experts_per_token=3, overflow="none", normalize_weights=True),
-    ExpertParallelismConfig(num_experts=4, capacity_factor=0.7),
-    ExpertParallelismConfig(num_experts=4, overflow="none", placement="replicated"),
+    ExpertConfig(num_experts=4, overflow="none"),
+    ExpertConfig(num_experts=8, num_experts_per_token=1, overflow="none"),
+    ExpertConfig(num_experts=8, num_experts_per_token=3, overflow="none", normalize_weights=True),
+    ExpertConfig(num_experts=4, capacity_factor=0.7),
+    ExpertConfig(num_experts=4, overflow="none", placement="replicated"),
 ]
 
 
-def compare_all(shares: list[int], configs: list[ExpertParallelismConfig]) -> list[Any]:
+def compare_all(shares: list[int], configs: list[ExpertConfig]) -> list[Any]:
     return [ours(config, shares) for config in configs]
 
 
@@ -144,7 +144,7 @@ def check(results: list[Any], shares: list[int]) -> None:
     overflow=st.sampled_from(["drop", "reroute", "none"]),
 )
 def test_every_token_is_accounted_for(num_tokens: int, num_experts: int, k: int, factor: float, overflow: Any) -> None:
-    config = ExpertParallelismConfig(
+    config = ExpertConfig(
         num_experts=num_experts,
         num_experts_per_token=min(k, num_experts),
         capacity_factor=factor,
@@ -170,9 +170,7 @@ def test_every_token_is_accounted_for(num_tokens: int, num_experts: int, k: int,
 
 
 def test_a_rerouted_token_goes_to_the_least_loaded_expert_at_half_weight() -> None:
-    layer = layer_of(
-        ExpertParallelismConfig(num_experts=2, num_experts_per_token=1, overflow="reroute", capacity_factor=1.0)
-    )
+    layer = layer_of(ExpertConfig(num_experts=2, num_experts_per_token=1, overflow="reroute", capacity_factor=1.0))
     with torch.no_grad():
         layer.router.gate.experts.weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, DIM))
     tokens = tokens_of_all(4).abs()  # all of them want expert 0, which has room for 2
@@ -186,7 +184,7 @@ def test_a_rerouted_token_goes_to_the_least_loaded_expert_at_half_weight() -> No
 
 
 def test_entropy_and_balance_tell_an_undecided_gate_from_a_sure_one() -> None:
-    layer = layer_of(ExpertParallelismConfig(num_experts=4, overflow="none"))
+    layer = layer_of(ExpertConfig(num_experts=4, overflow="none"))
     tokens = tokens_of_all(64)
     with torch.no_grad():
         layer.router.gate.experts.weight.zero_()
@@ -200,7 +198,7 @@ def test_entropy_and_balance_tell_an_undecided_gate_from_a_sure_one() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh", "swiglu"])
 def test_gradients_are_those_of_differences_for_every_activation(activation: Any) -> None:
-    layer = layer_of(ExpertParallelismConfig(num_experts=3, overflow="none"), activation=activation, output_dim=2)
+    layer = layer_of(ExpertConfig(num_experts=3, overflow="none"), activation=activation, output_dim=2)
 
     def run(tokens: Tensor, up: Tensor, down: Tensor) -> Tensor:
         made: Tensor = torch.func.functional_call(layer, {"experts.up": up, "experts.down": down}, (tokens,))
@@ -213,7 +211,7 @@ def test_gradients_are_those_of_differences_for_every_activation(activation: Any
 @pytest.mark.parametrize("initialization", ["xavier", "kaiming", "normal", "uniform", "truncated_normal"])
 def test_experts_are_drawn_as_asked(initialization: Any) -> None:
     torch.manual_seed(0)
-    layer = MoELayer(64, 256, ExpertParallelismConfig(num_experts=4, initialization=initialization))
+    layer = MoELayer(64, 256, ExpertConfig(num_experts=4, initialization=initialization))
     expected = {
         "xavier": (2 / (64 + 256)) ** 0.5,
         "kaiming": (2 / 64) ** 0.5,
@@ -227,7 +225,7 @@ def test_experts_are_drawn_as_asked(initialization: Any) -> None:
 
 def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
     with torch.device("meta"):
-        layer = MoELayer(DIM, HIDDEN, ExpertParallelismConfig(num_experts=4, gate_groups=2, gate_grouping="learned"))
+        layer = MoELayer(DIM, HIDDEN, ExpertConfig(num_experts=4, gate_groups=2, gate_grouping="learned"))
     assert layer.experts.up.is_meta
     Materializer(layer, torch.device("cpu"), init_fn=None, seed=1).make(layer)
     drawn = {name: float(param.detach().abs().sum()) for name, param in layer.named_parameters()}
@@ -236,15 +234,15 @@ def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
 
 
 def test_expert_dropout_is_for_training_only() -> None:
-    layer = layer_of(ExpertParallelismConfig(num_experts=2, overflow="none", expert_dropout=0.5))
+    layer = layer_of(ExpertConfig(num_experts=2, overflow="none", expert_dropout=0.5))
     tokens = tokens_of_all(8)
     assert not torch.equal(layer(tokens), layer(tokens))
     layer.eval()
-    torch.testing.assert_close(layer(tokens), layer_of(ExpertParallelismConfig(num_experts=2, overflow="none"))(tokens))
+    torch.testing.assert_close(layer(tokens), layer_of(ExpertConfig(num_experts=2, overflow="none"))(tokens))
 
 
 def test_autocast_computes_experts_in_its_dtype() -> None:
-    layer = MoELayer(DIM, HIDDEN, ExpertParallelismConfig(num_experts=4, overflow="none"))
+    layer = MoELayer(DIM, HIDDEN, ExpertConfig(num_experts=4, overflow="none"))
     tokens = tokens_of_all(20).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(tokens)
@@ -258,7 +256,7 @@ def test_autocast_computes_experts_in_its_dtype() -> None:
 def test_a_batch_is_an_event() -> None:
     seen: list[events.RoutingEvent] = []
     end = events.subscribe(seen.append, events.RoutingEvent)  # type: ignore[arg-type]
-    layer = layer_of(ExpertParallelismConfig(num_experts=4, capacity_factor=0.5))
+    layer = layer_of(ExpertConfig(num_experts=4, capacity_factor=0.5))
     layer(tokens_of_all(16))
     end()
     layer(tokens_of_all(16))
@@ -273,17 +271,17 @@ def test_a_batch_is_an_event() -> None:
 
 
 def test_more_choices_than_experts_are_clamped_with_a_warning_by_hand_and_refused_in_a_plan() -> None:
-    config = ExpertParallelismConfig(num_experts=3)
+    config = ExpertConfig(num_experts=3)
     with pytest.warns(UserWarning, match="num_experts_per_token 5 is above the 3 experts"):
         layer = MoELayer(DIM, HIDDEN, config, num_experts_per_token=5)
     assert layer.config.num_experts_per_token == 3
     with pytest.raises(ConfigurationError, match="num_experts_per_token 5 is above num_experts 3"):
-        ExpertParallelismConfig(num_experts=3, num_experts_per_token=5)
+        ExpertConfig(num_experts=3, num_experts_per_token=5)
 
 
 def test_what_a_layer_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"capacity_factor.*above 0"):
-        ExpertParallelismConfig(capacity_factor=0.0)
+        ExpertConfig(capacity_factor=0.0)
     with pytest.raises(InvalidArgument, match="hidden_dim must be at least 1"):
         MoELayer(DIM, 0)
     with pytest.raises(InvalidArgument, match=r"no activation 'cos'"):
@@ -301,8 +299,8 @@ def refusals() -> list[str]:
     rank, world = dist.get_rank(), dist.group.WORLD
     found = []
     for make in (
-        lambda: MoELayer(DIM, HIDDEN, ExpertParallelismConfig(num_experts=5), group=world),
-        lambda: MoELayer(DIM, HIDDEN, ExpertParallelismConfig(capacity_factor=1.0 + rank), group=world),
+        lambda: MoELayer(DIM, HIDDEN, ExpertConfig(num_experts=5), group=world),
+        lambda: MoELayer(DIM, HIDDEN, ExpertConfig(capacity_factor=1.0 + rank), group=world),
         lambda: MoELayer(DIM, HIDDEN + rank, group=world),
         lambda: MoELayer(DIM, HIDDEN, group=world)(torch.zeros(3, DIM + rank)),
     ):

@@ -19,7 +19,7 @@ from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
-from torsh_distributed.plan import CompressionConfig, FsdpConfig, MeshConfig, Plan
+from torsh_distributed.plan import CompressConfig, FsdpConfig, MeshConfig, Plan
 from torsh_distributed.train import parallelize
 
 METHODS = ["bf16", "int8", "nbit:4", "sign", "topk:0.2", "threshold:0.5", "randomk:0.3", "natural"]
@@ -49,7 +49,7 @@ def test_a_shard_of_the_mean_is_that_of_what_the_ranks_sent(world: World, backen
     world.run(scatter_all, num_ranks=3, backend=backend, timeout_s=60)
 
 
-def one_gradient(config: CompressionConfig, mesh: MeshConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def one_gradient(config: CompressConfig, mesh: MeshConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of one backward under compression, whole, and those of plain torch on all ranks' batches."""
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Sequential(nn.Linear(50, 30), nn.LayerNorm(30)))
@@ -69,7 +69,7 @@ ONE_AXIS, REPLICAS = MeshConfig(dp=1, shard=-1), MeshConfig(dp=2, shard=2)
 
 @pytest.mark.parametrize("mesh", [ONE_AXIS, REPLICAS], ids=["shards", "replicas of shards"])
 def test_small_and_named_gradients_travel_exact_and_the_rest_close(world: World, mesh: MeshConfig) -> None:
-    config = CompressionConfig(method="int8", warmup_steps=0, skip_below_numel=200, skip_names=("0.weight",))
+    config = CompressConfig(method="int8", warmup_steps=0, skip_below_numel=200, skip_names=("0.weight",))
     for ours, theirs in world.run(one_gradient, config, mesh, num_ranks=4, backend="torsh", timeout_s=120):
         for name, grad in theirs.items():
             if name == "2.0.weight":
@@ -83,7 +83,7 @@ def feedback_over_steps(mesh: MeshConfig) -> tuple[Tensor, Tensor, int]:
     """The same gradient again and again through topk: with feedback the mean of what arrives becomes the gradient."""
     torch.manual_seed(3)
     model = nn.Linear(64, 32, bias=False)
-    config = CompressionConfig(method="topk:0.2", warmup_steps=0, skip_below_numel=0, error_feedback_momentum=1.0)
+    config = CompressConfig(method="topk:0.2", warmup_steps=0, skip_below_numel=0, error_feedback_momentum=1.0)
     wrapped = FullyShardedDataParallel(model, mesh=Mesh(mesh), compression=config)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
     wrapped.attach(optimizer)
@@ -137,7 +137,7 @@ def test_training_stays_close_to_one_process(world: World) -> None:
 
 def not_finite() -> tuple[list[bool], bool]:
     model = nn.Linear(64, 64)
-    config = CompressionConfig(method="int8", warmup_steps=0, skip_below_numel=100)
+    config = CompressConfig(method="int8", warmup_steps=0, skip_below_numel=100)
     wrapped = FullyShardedDataParallel(model, compression=config)
     batch = torch.full((2, 64), float("inf") if dist.get_rank() == 1 else 1.0)
     wrapped(batch).sum().backward()
@@ -192,7 +192,7 @@ def test_feedback_goes_on_after_a_restart(world: World) -> None:
 
 def refusals() -> list[str]:
     found = []
-    for config in (CompressionConfig(method="powersgd:2"), CompressionConfig(method="int8", error_feedback="ef21")):
+    for config in (CompressConfig(method="powersgd:2"), CompressConfig(method="int8", error_feedback="ef21")):
         with pytest.raises(ConfigurationError) as refusal:
             FullyShardedDataParallel(nn.Linear(4, 4), compression=config)
         found.append(str(refusal.value))

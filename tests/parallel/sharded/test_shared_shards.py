@@ -29,7 +29,7 @@ from torsh_distributed.parallel.sharded import communication
 from torsh_distributed.parallel.sharded import module as sharded_module
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.plan import FsdpConfig, MeshConfig
-from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
+from torsh_distributed.plan.sections.precision import PrecisionConfig
 
 WIDTH = 12
 STEPS = 3
@@ -266,9 +266,9 @@ def test_who_returns_from_forward_may_write_though_others_are_slow(world: World)
 def choices() -> list[int]:
     """How many parameters are shared, by what is asked for; each of these trains."""
     found = []
-    options: list[tuple[FsdpConfig, MixedPrecisionConfig | None]] = [
+    options: list[tuple[FsdpConfig, PrecisionConfig | None]] = [
         (FsdpConfig(), None),
-        (FsdpConfig(), MixedPrecisionConfig(dtype="bf16")),
+        (FsdpConfig(), PrecisionConfig(dtype="bf16")),
         (FsdpConfig(gather_codec="bf16"), None),
     ]
     for config, precision in options:

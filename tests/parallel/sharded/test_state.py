@@ -20,7 +20,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.shard_records import MemoryStats
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.plan import FsdpConfig, MeshConfig, Plan
-from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
+from torsh_distributed.plan.sections.precision import PrecisionConfig
 from torsh_distributed.train import parallelize
 
 WIDTH = 64
@@ -279,7 +279,7 @@ def refused(case: str) -> str:
             FullyShardedDataParallel(nn.Linear(2, 2), mesh=Mesh(MeshConfig(dp=3)))
         elif case == "norm":
             model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-            FullyShardedDataParallel(model, precision=MixedPrecisionConfig(dtype="bf16"))
+            FullyShardedDataParallel(model, precision=PrecisionConfig(dtype="bf16"))
         elif case == "pattern":
             FullyShardedDataParallel(gpt(), FsdpConfig(wrap_classes=("Layer",)))
         elif case == "algorithm":

@@ -11,18 +11,18 @@ from tests.bed.world import World
 from tests.parallel.reference import batches, build, train_alone
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.tensor import layers, param_cuts, tensor_parallel, tensor_parallel_context
-from torsh_distributed.plan import TensorParallelConfig
+from torsh_distributed.plan import TensorConfig
 from torsh_distributed.train.demos.gpt import next_character_loss
 
 CONFIGS = {
-    "plain": TensorParallelConfig(),
-    "sequence": TensorParallelConfig(sequence_parallel=True),
-    "loss": TensorParallelConfig(loss_parallel=True),
-    "both": TensorParallelConfig(sequence_parallel=True, loss_parallel=True),
+    "plain": TensorConfig(),
+    "sequence": TensorConfig(sequence_parallel=True),
+    "loss": TensorConfig(loss_parallel=True),
+    "both": TensorConfig(sequence_parallel=True, loss_parallel=True),
 }
 
 
-def train(kind: str, config: TensorParallelConfig, num_steps: int = 5) -> list[float]:
+def train(kind: str, config: TensorConfig, num_steps: int = 5) -> list[float]:
     """A loop of one's own around a split model: only losses, without clipping."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))

@@ -11,7 +11,7 @@ from torch import nn
 from tests.parallel.reference import build
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor import Cut, Style, find_tensor_plan
-from torsh_distributed.plan import TensorParallelConfig
+from torsh_distributed.plan import TensorConfig
 
 
 def test_the_demo_model_is_split_by_heads_features_and_vocabulary() -> None:
@@ -53,7 +53,7 @@ def test_the_table_shows_shapes_before_and_after() -> None:
 
 
 def test_sequence_and_loss_parallelism_show_in_the_plan() -> None:
-    config = TensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+    config = TensorConfig(sequence_parallel=True, loss_parallel=True)
     plan = find_tensor_plan(build("gpt"), tp=2, config=config)
     assert plan.style_of("norm") is plan.style_of("position") is Style.SEQUENCE
     assert plan.style_of("head") is Style.COLUMN

@@ -25,7 +25,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with distributed(backend=options.backend):
         timings = [asdict(time_method(method, options.bytes)) for method in options.methods.split(",")]
-        if process_group.get_rank() == 0:
+        if process_group.rank() == 0:
             options.out.write_text(json.dumps(timings))
 
 

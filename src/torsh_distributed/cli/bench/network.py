@@ -66,8 +66,8 @@ def main() -> None:
         profiler = NetworkProfiler(sizes=[parse_size(text) for text in options.sizes.split(",")], history=options.looks)
         for _ in range(options.looks):
             profiler.measure()
-        if process_group.get_rank() == 0:
-            _show(profiler.history, process_group.get_backend())
+        if process_group.rank() == 0:
+            _show(profiler.history, process_group.backend())
             if options.json is not None:
                 _write(options.json, profiler.history)
 

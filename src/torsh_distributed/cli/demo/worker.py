@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
         measured = None if meter is None else meter.report()
         # On every rank: where forward communicates, no rank can speak alone.
         said = None if demo.sample is None else demo.sample(engine.unwrapped)
-        if process_group.get_rank() == 0:
+        if process_group.rank() == 0:
             _finish_report(report, demo, said, options.out)
             if measured is not None:
                 report.console.print(measured.table(), *measured.findings(), sep="\n")
@@ -71,9 +71,7 @@ def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor
     if plan.mesh.pp == 1 or plan.pipeline.balance != "time":
         return None
     inputs, _ = next(iter(demo.loader))
-    share = len(inputs) // (
-        plan.mesh.resolve(process_group.get_world_size()).data_degree * plan.pipeline.num_microbatches
-    )
+    share = len(inputs) // (plan.mesh.resolve(process_group.world_size()).data_degree * plan.pipeline.num_microbatches)
     return (inputs[: max(1, share)].to(device),)
 
 
@@ -85,10 +83,10 @@ def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:
         tokens_per_sample=demo.tokens_per_sample,
         console=console,
     )
-    if process_group.get_rank() == 0:
+    if process_group.rank() == 0:
         console.print(
-            f"training {demo.description}: {num_params:,} parameters on {process_group.get_world_size()} ranks, "
-            f"backend {process_group.get_backend()}, batch {plan.training.batch_size}",
+            f"training {demo.description}: {num_params:,} parameters on {process_group.world_size()} ranks, "
+            f"backend {process_group.backend()}, batch {plan.training.batch_size}",
             highlight=False,
         )
         events.subscribe(report.handle, events.StepEvent)
@@ -99,7 +97,7 @@ def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path)
     curve = out / "loss.png"
     facts = {
         "model": demo.description,
-        "world": f"{process_group.get_world_size()} ranks on {process_group.get_backend()}",
+        "world": f"{process_group.world_size()} ranks on {process_group.backend()}",
     }
     try:
         report.plot(curve, title=f"torsh train --demo {demo.name}, {facts['world']}")

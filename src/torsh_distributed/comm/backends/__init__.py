@@ -1,8 +1,5 @@
-"""Backends of ours: c10d process groups over shared memory."""
+"""Our backends as c10d process groups: `base` is what they share, `wire` what each must do."""
 
-from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.registry import register_backends
-from torsh_distributed.comm.backends.shm import ShmOptions
-from torsh_distributed.comm.backends.wire import Call, Wire
+from torsh_distributed.lazy import exports as _exports
 
-__all__ = ["Call", "ShmOptions", "TorshProcessGroup", "Wire", "register_backends"]
+__all__, __getattr__, __dir__ = _exports(__name__)

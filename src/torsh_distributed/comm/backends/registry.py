@@ -1,21 +1,108 @@
-"""The backends of ours by name, and how torch learns of them."""
+"""Our backends by name, and how torch learns of them: at once, or as soon as `torch.distributed` is imported.
+
+Imports neither torch nor a backend: a command that starts no group does not pay for them.
+"""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import importlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlparse
 
-from torsh_distributed.comm.backends.hierarchical import create_torsh_group
-from torsh_distributed.comm.backends.mpi import create_mpi_group, register_mpi_rendezvous
-from torsh_distributed.comm.backends.shm import create_shm_group
+from typing_extensions import override
 
-_CREATORS = {"shm": create_shm_group, "torsh": create_torsh_group, "mpi4py": create_mpi_group}
+_C10D = "torch.distributed.distributed_c10d"
+_CREATORS = {
+    "shm": "torsh_distributed.comm.backends.shm.group:create_shm_group",
+    "torsh": "torsh_distributed.comm.backends.hierarchical.group:create_torsh_group",
+    "mpi4py": "torsh_distributed.comm.backends.mpi.group:create_mpi_group",
+}
+MPI_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def register_backends() -> None:
-    """Make `init_process_group("shm")` work in a plain torch script. Called once, by importing torsh_distributed."""
-    if not dist.is_available():
+def announce_backends() -> None:
+    """Make `init_process_group("shm")` work in a plain torch script. Called by importing torsh_distributed."""
+    c10d = sys.modules.get(_C10D)
+    if c10d is not None:
+        _register(c10d)
+    elif not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport())
+
+
+class _RegisterOnImport(MetaPathFinder):
+    """Registers the backends once torch's module of process groups has been imported, by whomever."""
+
+    @override
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _C10D:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader object
+        return spec
+
+
+def _register(c10d: Any) -> None:
+    """Any: torch's own module, which is not imported here."""
+    for name, home in _CREATORS.items():
+        if name.upper() not in c10d.Backend._plugins:
+            c10d.Backend.register_backend(name, _creator(home), extended_api=True, devices=["cpu"])
+    _register_mpi_rendezvous(sys.modules["torch.distributed.rendezvous"])
+
+
+def _creator(home: str) -> Callable[..., object]:
+    """The function at `module:name`, imported when the first group is made."""
+
+    def create(*args: object) -> object:
+        module, _, name = home.partition(":")
+        made: object = getattr(importlib.import_module(module), name)(*args)
+        return made
+
+    return create
+
+
+def _register_mpi_rendezvous(torch_rendezvous: Any) -> None:
+    """Let `env://` find the place of a process that mpiexec started.
+
+    torch's handler needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which mpiexec leaves out, and a backend cannot
+    say where they come from. So the handler is wrapped: where RANK is missing and an MPI launcher started the process,
+    MPI is asked; in every other case torch's own handler answers. This can go once torch lets a backend name its own
+    rendezvous.
+    """
+    handlers = torch_rendezvous._rendezvous_handlers
+    torch_handler = handlers["env"]
+    if getattr(torch_handler, "knows_mpi", False):
         return
-    for name, create in _CREATORS.items():
-        if name.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
-    register_mpi_rendezvous()
+
+    def find(url: str, timeout: Any = None, **options: Any) -> Iterator[Any]:
+        if not _is_left_to_mpi(url):
+            yield from torch_handler(url, **({"timeout": timeout} if timeout else {}), **options)
+            return
+        from torsh_distributed.comm.backends.mpi.rendezvous import meet_through_mpi
+
+        yield meet_through_mpi(timeout) if timeout else meet_through_mpi()
+
+    find.knows_mpi = True  # type: ignore[attr-defined]  # so that registering twice wraps once
+    handlers["env"] = find
+
+
+def _is_left_to_mpi(url: str) -> bool:
+    """Whether nobody says the rank, and an MPI launcher started this process."""
+    is_given = "RANK" in os.environ or "rank=" in urlparse(url).query
+    return not is_given and any(name in os.environ for name in MPI_RANK_VARIABLES)

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
 from torsh_distributed.comm.groups.connections import new_connections
 from torsh_distributed.comm.groups.gloo_threads import patient_threads
-from torsh_distributed.comm.groups.process_group import get_rank, get_world_size, roster
+from torsh_distributed.comm.groups.process_group import roster
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
 
 
@@ -124,16 +125,16 @@ class GroupManager:
 
         Neighbouring ranks share a model: rank = dp_index * mp + mp_index. Names: `dp_<mp_index>`, `mp_<dp_index>`.
         """
-        if dp < 1 or mp < 1 or dp * mp != get_world_size():
+        if dp < 1 or mp < 1 or dp * mp != process_group.world_size():
             raise InvalidArgument(
-                f"dp {dp} × mp {mp} = {dp * mp}, but the world has {get_world_size()} ranks",
+                f"dp {dp} × mp {mp} = {dp * mp}, but the world has {process_group.world_size()} ranks",
                 hint="their product must be the world",
             )
         for index in range(mp):
             self.create_group(f"dp_{index}", range(index, dp * mp, mp))
         for index in range(dp):
             self.create_group(f"mp_{index}", range(index * mp, (index + 1) * mp))
-        rank = get_rank()
+        rank = process_group.rank()
         return self.get_group(f"dp_{rank % mp}"), self.get_group(f"mp_{rank // mp}")
 
     def create_hierarchical_groups(
@@ -150,7 +151,7 @@ class GroupManager:
         for position in range(max(map(len, nodes))):
             across = [members[position] for members in nodes if position < len(members)]
             self.create_group(f"inter_node_{position}", across, kind=GroupType.INTER_NODE)
-        rank = get_rank()
+        rank = process_group.rank()
         index, members = next((index, members) for index, members in enumerate(nodes) if rank in members)
         return self.get_group(f"node_{index}"), self.get_group(f"inter_node_{members.index(rank)}")
 
@@ -184,13 +185,15 @@ class GroupManager:
             raise InvalidArgument(f"there is a group {name!r} already", hint="choose another name, or remove it first")
         if not members or len(set(members)) != len(members):
             raise InvalidArgument("a group needs at least one rank, each once", group_id=name, ranks=list(members))
-        outside = [rank for rank in members if not 0 <= rank < get_world_size()]
+        outside = [rank for rank in members if not 0 <= rank < process_group.world_size()]
         if outside:
-            raise RankOutOfBounds(f"group {name!r} names ranks outside the world of {get_world_size()}", ranks=outside)
+            raise RankOutOfBounds(
+                f"group {name!r} names ranks outside the world of {process_group.world_size()}", ranks=outside
+            )
 
 
 def _nodes(ranks_per_node: int | None) -> Sequence[tuple[int, ...]]:
-    size = get_world_size()
+    size = process_group.world_size()
     if ranks_per_node is None:
         nodes = roster().nodes
         return [tuple(r for r in range(size) if nodes[r] == node) for node in roster().node_order]

@@ -141,26 +141,30 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     global _world
     old = _require_world()
     members = list(survivors)
-    me = get_rank()
-    if len(set(members)) != len(members) or me not in members or any(not 0 <= r < get_world_size() for r in members):
+    me = dist.get_rank()
+    if (
+        len(set(members)) != len(members)
+        or me not in members
+        or any(not 0 <= r < dist.get_world_size() for r in members)
+    ):
         raise InvalidArgument(
             "survivors must be ranks of the present world, each once, with the caller among them",
             survivors=members,
             rank=me,
-            world_size=get_world_size(),
+            world_size=dist.get_world_size(),
         )
     limit_s = old.timeout_s if timeout_s is None else timeout_s
     _take_down()
     generation = old.generation + 1
     store = dist.PrefixStore(f"generation/{generation}", old.prefixed)
-    rank = members.index(me)
-    with translate_errors("regroup", rank=rank, world_size=len(members)):
-        found = join(store, rank=rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
-    _bring_up(old.backend, store, rank=rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
+    new_rank = members.index(me)
+    with translate_errors("regroup", rank=new_rank, world_size=len(members)):
+        found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
+    _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
     _world = replace(old, roster=found, timeout_s=limit_s, generation=generation)
-    events.set_rank(rank)
+    events.set_rank(new_rank)
     events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
-    return rank
+    return new_rank
 
 
 def _take_down() -> None:
@@ -224,19 +228,19 @@ def _require_world() -> _World:
     return _world
 
 
-def get_rank(group: dist.ProcessGroup | None = None) -> int:
+def rank(group: dist.ProcessGroup | None = None) -> int:
     """This process's rank in the world, or in `group` (-1 for a non-member)."""
     _require_group()
     return dist.get_rank(group)
 
 
-def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+def world_size(group: dist.ProcessGroup | None = None) -> int:
     """The number of ranks in the world, or in `group`."""
     _require_group()
     return dist.get_world_size(group)
 
 
-def get_backend(group: dist.ProcessGroup | None = None) -> str:
+def backend(group: dist.ProcessGroup | None = None) -> str:
     """The name of the backend in use."""
     _require_group()
     return str(dist.get_backend(group))
@@ -249,17 +253,17 @@ def roster() -> Roster:
 
 def local_rank() -> int:
     """This process's index among the ranks of its node."""
-    return roster().local_rank(get_rank())
+    return roster().local_rank(rank())
 
 
 def local_world_size() -> int:
     """The number of ranks on this node."""
-    return len(roster().node_ranks(get_rank()))
+    return len(roster().node_ranks(rank()))
 
 
 def node_rank() -> int:
     """The index of this node among the nodes of the job."""
-    return roster().node_rank(get_rank())
+    return roster().node_rank(rank())
 
 
 def device() -> torch.device:
@@ -282,6 +286,6 @@ def device() -> torch.device:
 
 def validate_rank(rank: int, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise RankOutOfBounds unless 0 <= rank < the group's size."""
-    size = get_world_size(group)
+    size = world_size(group)
     if not 0 <= rank < size:
         raise RankOutOfBounds(f"rank {rank} is outside 0..{size - 1}", rank=rank, world_size=size)

@@ -29,7 +29,7 @@ from torsh_distributed.errors import (
     SerializationError,
     TorshError,
 )
-from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
 
 # Ranks that wait for the verdict give rank 0 this long beyond the deadline to publish it.
@@ -132,7 +132,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
     """Return once host:port accepts connections. Polling: no event tells of a remote listener's birth."""
-    policy = RetryPolicy(
+    policy = RetryConfig(
         max_retries=1_000_000, initial_delay_s=0.02, multiplier=1.5, max_delay_s=0.5, total_timeout_s=timeout_s
     )
 

@@ -17,7 +17,7 @@ from torsh_distributed.comm.store import tcp_protocol
 from torsh_distributed.comm.store.keyspace import Keyspace, Swap
 from torsh_distributed.comm.store.tcp_server import TcpStoreServer, tcp_url
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
-from torsh_distributed.plan.sections.retry import RetryPolicy
+from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
 
 # A server that answers nothing at all for this long after a wait should have ended is stuck or cut off.
@@ -134,7 +134,7 @@ class TcpKeyspace(Keyspace):
     def _connect_patiently(self) -> _Connection:
         """The first connection: the server may still be starting, and no event tells of its birth."""
         deadline = time.monotonic() + self._timeout_s
-        policy = RetryPolicy(
+        policy = RetryConfig(
             max_retries=1_000_000,
             initial_delay_s=0.02,
             multiplier=1.5,

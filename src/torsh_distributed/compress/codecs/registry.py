@@ -6,7 +6,7 @@ import importlib
 
 from torsh_distributed.compress.codecs.base import Codec
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.plan.sections.compress import METHODS, CompressionConfig
+from torsh_distributed.plan.sections.compress import METHODS, CompressConfig
 
 _CODECS: dict[str, str] = {
     "none": "linear.cast:Fp32Codec",
@@ -44,7 +44,7 @@ def make_codec(method: str) -> Codec:
 
     `auto` is a choice among codecs, not a codec.
     """
-    config = CompressionConfig(method=method, error_feedback="none")  # a codec by itself remembers nothing
+    config = CompressConfig(method=method, error_feedback="none")  # a codec by itself remembers nothing
     if config.name == "auto":
         raise InvalidArgument(
             "method 'auto' chooses among codecs and is none itself", hint=f"one of: {', '.join(_CODECS)}", method=method

@@ -7,19 +7,19 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.comm.measurement.network import NetworkProfiler
 from torsh_distributed.comm.shared_memory import shares_memory
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 
 _LATENCY_SHARE = 0.1
 _LEAST_MB, _MOST_MB = 1.0, 50.0
 
 
-def auto_bucket(config: BucketConfig | None = None, *, group: dist.ProcessGroup) -> BucketConfig:
+def auto_bucket(config: DdpConfig | None = None, *, group: dist.ProcessGroup) -> DdpConfig:
     """`config` with both bucket sizes chosen by the measured link; every rank of the group calls this.
 
     All ranks choose alike, by the slowest of them. In a group of one nothing travels, and the sizes stay as they are;
     so they do where ranks share memory: there is no link to keep busy, and every bucket is a meeting.
     """
-    chosen = config or BucketConfig()
+    chosen = config or DdpConfig()
     if group.size() == 1 or shares_memory(group):
         return chosen
     network = NetworkProfiler(group).measure()

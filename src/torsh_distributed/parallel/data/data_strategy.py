@@ -17,7 +17,7 @@ from torsh_distributed.parallel.data.ddp import Compression, DistributedDataPara
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
-from torsh_distributed.plan import BucketConfig, Plan
+from torsh_distributed.plan import DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class DataParallel(Strategy):
     def __init__(
         self,
         model: nn.Module,
-        config: BucketConfig,
+        config: DdpConfig,
         distributed: DistributedConfig | None = None,
         *,
         group: dist.ProcessGroup | None = None,

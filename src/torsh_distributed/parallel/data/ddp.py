@@ -33,7 +33,7 @@ from torsh_distributed.parallel.data.gradient_sync import (
 )
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.strategy import check_one_device
-from torsh_distributed.plan import BucketConfig, CompressionConfig
+from torsh_distributed.plan import CompressConfig, DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 # torch 2.13 renames the argument; 2.11 knows only the old name. Drop with support for torch < 2.13.
@@ -45,7 +45,7 @@ _UNUSED_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 ReduceDtype = Literal["same", "fp32", "bf16", "fp16"]
 REDUCE_DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Compression = CompressionConfig | GradientCompressor | str | None
+Compression = CompressConfig | GradientCompressor | str | None
 """Settings, a method such as "powersgd:4", a compressor that is at work already, or nothing."""
 
 
@@ -76,7 +76,7 @@ class DistributedDataParallel(TorchDDP):
     def __init__(
         self,
         module: nn.Module,
-        bucket: BucketConfig | None = None,
+        bucket: DdpConfig | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         compression: Compression = None,
@@ -85,7 +85,7 @@ class DistributedDataParallel(TorchDDP):
         seed: int = 0,
     ) -> None:
         chosen_group = resolve_group(group)
-        config, transport = bucket or BucketConfig(), distributed or DistributedConfig()
+        config, transport = bucket or DdpConfig(), distributed or DistributedConfig()
         compressor = _compressor(compression, seed)
         device = check_one_device(module)
         _agree(config, compressor, reduce_dtype, chosen_group)
@@ -130,7 +130,7 @@ class DistributedDataParallel(TorchDDP):
     # --- settings ---------------------------------------------------------------------------------------------
 
     @property
-    def bucket_config(self) -> BucketConfig:
+    def bucket_config(self) -> DdpConfig:
         """How gradients are packed; with sizes as measured where `auto_size` asked for that."""
         return self._settings
 
@@ -282,12 +282,12 @@ class DistributedDataParallel(TorchDDP):
 def _compressor(compression: Compression, seed: int) -> GradientCompressor | None:
     if compression is None or isinstance(compression, GradientCompressor):
         return compression
-    config = compression if isinstance(compression, CompressionConfig) else CompressionConfig(method=compression)
+    config = compression if isinstance(compression, CompressConfig) else CompressConfig(method=compression)
     return None if config.name == "none" else GradientCompressor(config, seed=seed)
 
 
 def _agree(
-    config: BucketConfig, compressor: GradientCompressor | None, reduce_dtype: str, group: dist.ProcessGroup
+    config: DdpConfig, compressor: GradientCompressor | None, reduce_dtype: str, group: dist.ProcessGroup
 ) -> None:
     """Settings that differ would leave the ranks waiting for each other: found here, named on all of them."""
     mine = {

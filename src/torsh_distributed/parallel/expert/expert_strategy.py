@@ -26,7 +26,7 @@ from torsh_distributed.parallel.expert.stacks import cut_stack, cut_state, gathe
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.strategy import check_one_device
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 
@@ -39,7 +39,7 @@ class ExpertDataParallel(DataParallel):
     """
 
     def __init__(
-        self, model: nn.Module, config: BucketConfig, distributed: DistributedConfig | None = None, *, mesh: Mesh
+        self, model: nn.Module, config: DdpConfig, distributed: DistributedConfig | None = None, *, mesh: Mesh
     ) -> None:
         self._ep = mesh.group("ep")
         replicas = mesh.group(*REPLICA_AXES)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.grouped import NewRows, Segment, ends_of, grouped_linear, segmented_linear
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         input_dim: int,
         hidden_dim: int,
         output_dim: int,
-        config: ExpertParallelismConfig,
+        config: ExpertConfig,
         *,
         here: Sequence[int],
         activation: Activation = "gelu",
@@ -130,7 +130,7 @@ def _cast(stacks: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
     return given["up"], given.get("up_bias"), given["down"], given.get("down_bias")
 
 
-def _draw(weight: Tensor, config: ExpertParallelismConfig, here: Sequence[int]) -> None:
+def _draw(weight: Tensor, config: ExpertConfig, here: Sequence[int]) -> None:
     """Fill a stack (experts, in, out) as `config.initialization` says, expert after expert of the whole layer."""
     places = {expert: place for place, expert in enumerate(here)}
     fan_in, fan_out = weight.shape[1:]

@@ -23,7 +23,7 @@ from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segmen
 from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
 from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
 from torsh_distributed.parallel.models.probing import is_probing
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 carried_loss: ContextVar[Tensor | None] = ContextVar("carried_loss", default=None)
 """In a pipeline, while the loss is computed: the auxiliary losses of all stages, which other ranks may hold."""
@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
         self,
         input_dim: int,
         hidden_dim: int,
-        config: ExpertParallelismConfig | None = None,
+        config: ExpertConfig | None = None,
         *,
         output_dim: int | None = None,
         activation: Activation = "gelu",
@@ -54,7 +54,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = _clamped(config or ExpertParallelismConfig(), num_experts_per_token)
+        self.config = _clamped(config or ExpertConfig(), num_experts_per_token)
         self.input_dim, self.hidden_dim = input_dim, hidden_dim
         self.output_dim = input_dim if output_dim is None else output_dim
         _check_sizes(input_dim=input_dim, hidden_dim=hidden_dim, output_dim=self.output_dim)
@@ -292,7 +292,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
-def _clamped(config: ExpertParallelismConfig, num_experts_per_token: int | None) -> ExpertParallelismConfig:
+def _clamped(config: ExpertConfig, num_experts_per_token: int | None) -> ExpertConfig:
     """The config with another k, at most the number of experts: a layer built by hand is helped, a plan refused."""
     if num_experts_per_token is None:
         return config

@@ -31,7 +31,7 @@ from torsh_distributed.compress.messages.sparse import dense
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded.communication import CommTally, Empty, gather, reduce_scatter
-from torsh_distributed.plan import CompressionConfig
+from torsh_distributed.plan import CompressConfig
 
 _NEEDS_WHOLE = ("powersgd", "sketch")
 """Methods whose messages are about a tensor as a whole: they cannot be cut by owner."""
@@ -50,7 +50,7 @@ class Segment(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def check_method(config: CompressionConfig, *, has_replicas: bool) -> None:
+def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
     """Refuse what does not go with shards, before anything is built."""
     if not has_replicas and config.name in _NEEDS_WHOLE:
         raise ConfigurationError(

@@ -42,8 +42,8 @@ from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
-from torsh_distributed.plan.sections.compress import CompressionConfig
-from torsh_distributed.plan.sections.precision import MixedPrecisionConfig
+from torsh_distributed.plan.sections.compress import CompressConfig
+from torsh_distributed.plan.sections.precision import PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,12 +80,12 @@ class FullyShardedDataParallel(nn.Module):
         *,
         mesh: Mesh | None = None,
         group: dist.ProcessGroup | None = None,
-        precision: MixedPrecisionConfig | None = None,
+        precision: PrecisionConfig | None = None,
         wrap_fn: WrapFn | None = None,
         param_init_fn: ParamInit | None = None,
         seed: int = 0,
         broadcast_buffers: bool = True,
-        compression: CompressionConfig | None = None,
+        compression: CompressConfig | None = None,
         apart: Apart | None = None,
     ) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
         replicated = _kept_whole(module, self.config)
-        self._shard(torch_mesh, precision or MixedPrecisionConfig(), replicated, materializer, wrap_fn, apart)
+        self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, apart)
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -117,7 +117,7 @@ class FullyShardedDataParallel(nn.Module):
     def _shard(
         self,
         mesh: DeviceMesh,
-        precision: MixedPrecisionConfig,
+        precision: PrecisionConfig,
         replicated: set[str],
         materializer: Materializer | None,
         wrap_fn: WrapFn | None,
@@ -313,7 +313,7 @@ def _check_strategy(config: FsdpConfig) -> None:
         )
 
 
-def _compressor(config: CompressionConfig | None, mesh: Mesh, seed: int) -> GradientCompressor | None:
+def _compressor(config: CompressConfig | None, mesh: Mesh, seed: int) -> GradientCompressor | None:
     """What encodes gradients: between the replicas, if there are any, else over the shard axis."""
     if config is None or config.method == "none":
         return None

@@ -25,7 +25,7 @@ from torsh_distributed.parallel.data.replicated_params import batches
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.communication import gather
 from torsh_distributed.parallel.state.whole_state import carried
-from torsh_distributed.plan import BucketConfig
+from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 
@@ -121,7 +121,7 @@ class ShardedOptimizer(DataParallel):
     def __init__(
         self,
         model: nn.Module,
-        config: BucketConfig,
+        config: DdpConfig,
         distributed: DistributedConfig | None = None,
         *,
         mesh: Mesh,

@@ -24,7 +24,7 @@ from torsh_distributed.parallel.tensor.layers import (
 from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
-from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 _OUTPUTS: dict[Style, Activation] = {
     Style.COLUMN: "sharded",
@@ -36,7 +36,7 @@ _OUTPUTS: dict[Style, Activation] = {
 def tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
-    config: TensorParallelConfig | None = None,
+    config: TensorConfig | None = None,
     *,
     overrides: Mapping[str, Style | str] | None = None,
     plan: TensorPlan | None = None,
@@ -71,9 +71,7 @@ def tensor_parallel(
     return chosen
 
 
-def _apply(
-    root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceMesh, config: TensorParallelConfig
-) -> None:
+def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceMesh, config: TensorConfig) -> None:
     on_sequence = config.sequence_parallel
     if row.style in _OUTPUTS:
         assert isinstance(module, nn.Linear), "the plan checks this"

@@ -14,7 +14,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor import rules
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.cut import Cut
-from torsh_distributed.plan.sections.axes.tensor import TensorParallelConfig
+from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 
 class Style(StrEnum):
@@ -55,7 +55,7 @@ class TensorPlan:
     """What tensor parallelism does to each module with parameters of its own."""
 
     tp: int
-    config: TensorParallelConfig
+    config: TensorConfig
     modules: tuple[PlannedModule, ...]
 
     def style_of(self, name: str) -> Style:
@@ -84,7 +84,7 @@ def find_tensor_plan(
     model: nn.Module,
     *,
     tp: int,
-    config: TensorParallelConfig | None = None,
+    config: TensorConfig | None = None,
     overrides: Mapping[str, Style | str] | None = None,
 ) -> TensorPlan:
     """The plan for a transformer-shaped model, found by the classes, names and shapes of its layers.
@@ -93,7 +93,7 @@ def find_tensor_plan(
     must match something. Nothing is changed; no process group is needed. Raises ConfigurationError where heads do not
     divide or nothing can be split.
     """
-    chosen = config or TensorParallelConfig()
+    chosen = config or TensorConfig()
     wanted = _overridden(model, overrides or {})
     found = {row.name: row for row in _found(model, tp, chosen, wanted)}
     rows = tuple(
@@ -130,9 +130,7 @@ def _overridden(model: nn.Module, overrides: Mapping[str, Style | str]) -> dict[
     return out
 
 
-def _found(
-    model: nn.Module, tp: int, config: TensorParallelConfig, wanted: Mapping[str, Style]
-) -> Iterator[PlannedModule]:
+def _found(model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, Style]) -> Iterator[PlannedModule]:
     """The rows by rule; earlier rules win, so each name is given once."""
     seen: set[str] = set()
     for row in _candidates(model, tp, config, wanted):
@@ -142,7 +140,7 @@ def _found(
 
 
 def _candidates(
-    model: nn.Module, tp: int, config: TensorParallelConfig, wanted: Mapping[str, Style]
+    model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, Style]
 ) -> Iterator[PlannedModule]:
     modules = dict(model.named_modules())
     for attention in rules.attentions(model):

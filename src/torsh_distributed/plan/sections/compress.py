@@ -53,7 +53,7 @@ METHODS: dict[str, MethodParameter | None] = {
 """Every method, with the parameter it takes."""
 
 
-class CompressionConfig(Section):
+class CompressConfig(Section):
     """The method, and what keeps its error from adding up."""
 
     method: Annotated[str, Allowed("a method, or method:number such as topk:0.01 or powersgd:4")] = "none"

@@ -9,7 +9,7 @@ from pydantic import Field
 from torsh_distributed.plan.section import Section
 
 
-class MixedPrecisionConfig(Section):
+class PrecisionConfig(Section):
     """Formats of computation and reduction. Parameters and optimizer state stay in fp32."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"

@@ -7,7 +7,7 @@ from pydantic import Field
 from torsh_distributed.plan.section import Section
 
 
-class RetryPolicy(Section):
+class RetryConfig(Section):
     """Backoff between attempts, with jitter and a total deadline."""
 
     max_retries: int = Field(default=3, ge=0)

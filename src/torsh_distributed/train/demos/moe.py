@@ -9,12 +9,12 @@ from torch import Tensor
 
 from torsh_distributed.parallel.expert.layer import MoELayer, auxiliary_loss
 from torsh_distributed.plan import TrainingConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.train.demos import gpt
 from torsh_distributed.train.demos.base import Demo
 
 
-def with_experts(model: gpt.CharGPT, config: ExpertParallelismConfig) -> gpt.CharGPT:
+def with_experts(model: gpt.CharGPT, config: ExpertConfig) -> gpt.CharGPT:
     """The model with a mixture of experts as the feed-forward layer of each block, in place."""
     for block in model.blocks:
         assert isinstance(block, gpt.Block)
@@ -23,7 +23,7 @@ def with_experts(model: gpt.CharGPT, config: ExpertParallelismConfig) -> gpt.Cha
     return model
 
 
-def build(training: TrainingConfig, expert: ExpertParallelismConfig) -> Demo:
+def build(training: TrainingConfig, expert: ExpertConfig) -> Demo:
     """The demo with the batch size, learning rate and seed of a plan, and its experts."""
     plain = gpt.build(training)
     assert isinstance(plain.model, gpt.CharGPT)

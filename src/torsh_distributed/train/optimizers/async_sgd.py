@@ -106,8 +106,8 @@ class AsyncSGD:
         **sgd: Any,
     ) -> None:
         self._params = [param for param in params if param.requires_grad]
-        ranks = range(process_group.get_world_size())
-        self._rank, self._server = process_group.get_rank(), server
+        ranks = range(process_group.world_size())
+        self._rank, self._server = process_group.rank(), server
         if staleness < 0 or server not in ranks or len({(p.dtype, p.device) for p in self._params}) != 1:
             raise InvalidArgument(
                 "AsyncSGD needs staleness of at least 0, a server in the world, and parameters of one dtype and device",

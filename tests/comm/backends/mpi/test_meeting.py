@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld, on_mpi
-from torsh_distributed.comm.backends import register_backends
+from torsh_distributed.comm.backends import announce_backends
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
 from torsh_distributed.comm.backends.mpi.library import library
 from torsh_distributed.comm.backends.mpi.meeting import Seat, check_seats
@@ -49,7 +49,7 @@ def test_one_process_cannot_be_two_ranks() -> None:
 
 def join_without_a_job(folder: Path) -> None:
     """Runs on every rank: started as usual, so that MPI takes each process for a job of one."""
-    register_backends()
+    announce_backends()
     size = int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(

@@ -93,7 +93,7 @@ def test_init_finds_its_place(tmp_path: Path) -> None:
         place = td.init(backend="mpi4py")
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
-        print(f"{place.source} {td.get_backend()} {td.get_rank()} {tensor.tolist()}", flush=True)
+        print(f"{place.source} {td.backend()} {td.rank()} {tensor.tolist()}", flush=True)
         td.destroy_process_group()
         """,
         MASTER_PORT=free_port(),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.bed.zygote import Outcome
-from torsh_distributed.comm.backends import register_backends
+from torsh_distributed.comm.backends import announce_backends
 from torsh_distributed.launch.mpi.pmi_server import PmiServer
 from torsh_distributed.launch.mpi.pmi_worker import connect
 
@@ -27,7 +27,7 @@ def join_mpi_job(address: str) -> None:
 def on_mpi(address: str, folder: Path, timeout_s: float, function: Callable[..., Any], *args: Any) -> Any:
     """Runs on every rank: `function(*args)` inside a world of the mpi4py backend."""
     join_mpi_job(address)
-    register_backends()
+    announce_backends()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "mpi4py",

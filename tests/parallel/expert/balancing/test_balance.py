@@ -20,7 +20,7 @@ from torsh_distributed.parallel.expert.balancing.placement import Placement, var
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.parallel.expert.stacks import gather_stack
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 
 
@@ -62,7 +62,7 @@ def tokens_for(rank: int) -> Tensor:
 
 def make(threshold: float | None, cooldown: int = 1) -> tuple[MoELayer, torch.optim.Optimizer]:
     torch.manual_seed(4)
-    config = ExpertParallelismConfig(
+    config = ExpertConfig(
         num_experts=6, overflow="none", rebalance_threshold=threshold, rebalance_cooldown_steps=cooldown
     )
     layer = MoELayer(6, 8, config, group=dist.group.WORLD)
@@ -155,7 +155,7 @@ def lend_by_load(overflow: Any, copy_rows: int) -> list[tuple[bool, list[tuple[i
     seen: list[events.LendingEvent] = []
     end = events.subscribe(seen.append, events.LendingEvent)  # type: ignore[arg-type]
     torch.manual_seed(4)
-    config = ExpertParallelismConfig(
+    config = ExpertConfig(
         num_experts=6, overflow=overflow, capacity_factor=0.2, hot_copies=1, rebalance_cooldown_steps=3
     )
     layer = MoELayer(6, 8, config, group=Mesh(MeshConfig(ep=2)).group("ep"), data_group=dist.group.WORLD)

@@ -19,10 +19,10 @@ from torsh_distributed.parallel.expert import layer as layer_module
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, lend, worth_lending
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
-NONE = ExpertParallelismConfig(num_experts=4, overflow="none")
-DROP = ExpertParallelismConfig(num_experts=4, capacity_factor=0.7)
+NONE = ExpertConfig(num_experts=4, overflow="none")
+DROP = ExpertConfig(num_experts=4, capacity_factor=0.7)
 BORROWED: dict[int, tuple[tuple[int, ...], ...]] = {2: ((3,), (0, 1)), 4: ((1, 3), (0,), (), (0, 1))}
 
 
@@ -193,7 +193,7 @@ def test_grouped_products_and_lower_precision_give_what_they_give_without_lendin
 
 def count_rows() -> tuple[list[int], list[int], int]:
     """Rows computed here without and with a copy of the hot expert, and in evaluation with it."""
-    config = ExpertParallelismConfig(num_experts=4, num_experts_per_token=1, overflow="none")
+    config = ExpertConfig(num_experts=4, num_experts_per_token=1, overflow="none")
     layer = layer_of(config, group=dist.group.WORLD)
     with torch.no_grad():
         layer.router.gate.experts.weight[0] += 3
@@ -222,7 +222,7 @@ def test_the_busiest_rank_computes_as_many_rows_less_as_were_to_be_lent(world: W
 
 # --- training -----------------------------------------------------------------------------------------------------
 
-HOT = ExpertParallelismConfig(num_experts=4, overflow="none", hot_copies=1, rebalance_cooldown_steps=1)
+HOT = ExpertConfig(num_experts=4, overflow="none", hot_copies=1, rebalance_cooldown_steps=1)
 PIECES = HOT.replace(load_balance_loss_coeff=0.0)
 MOVING = HOT.replace(num_experts=8, rebalance_threshold=0.05, rebalance_cooldown_steps=3)
 CASES = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.expert.dense_experts import admitted
 from torsh_distributed.parallel.expert.routing.admission import admit, capacity_of, count_choices, settle
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
 @st.composite
@@ -48,7 +48,7 @@ def test_every_choice_ends_where_one_process_would_put_it(
 
 
 def test_capacity_is_the_share_of_an_expert_times_the_factor() -> None:
-    config = ExpertParallelismConfig(num_experts=8, num_experts_per_token=2, capacity_factor=1.25)
+    config = ExpertConfig(num_experts=8, num_experts_per_token=2, capacity_factor=1.25)
     assert capacity_of(100, config) == 32  # ceil(100 · 2 / 8 · 1.25)
     assert capacity_of(100, config.replace(overflow="none")) is None
     assert capacity_of(0, config) == 0

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.parallel.expert.routing.gate import Gate
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 TOKENS = torch.randn(9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def gate(**values: object) -> Gate:
     torch.manual_seed(0)
-    return Gate(6, ExpertParallelismConfig(num_experts=8, **values), dtype=torch.float64)  # type: ignore[arg-type]
+    return Gate(6, ExpertConfig(num_experts=8, **values), dtype=torch.float64)  # type: ignore[arg-type]
 
 
 def test_one_step_is_a_softmax_and_its_z_loss_is_on_logits() -> None:
@@ -86,6 +86,6 @@ def test_jitter_stays_within_its_bounds() -> None:
 
 
 def test_the_gate_computes_in_full_precision_under_autocast() -> None:
-    one = Gate(6, ExpertParallelismConfig(num_experts=8))
+    one = Gate(6, ExpertConfig(num_experts=8))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert one(TOKENS.float()).probabilities.dtype == torch.float32

@@ -1,30 +1,22 @@
 """`init_process_group("mpi4py")` under mpiexec: rank, world size and the store come from MPI.
 
-torch's `env://` needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which mpiexec does not set, and offers no hook for
-a backend to say where they come from. So its handler is wrapped: where RANK is missing and an MPI launcher started the
-process, MPI is asked; in every other case torch's own handler answers. This can go once torch lets a backend name its
-own rendezvous.
+Called by the `env://` handler that `backends.registry` puts in front of torch's.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from urllib.parse import urlparse
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import _rendezvous_handlers as torch_handlers
 
 from torsh_distributed.comm.backends.mpi.library import Library, library
 from torsh_distributed.comm.meeting.rendezvous import open_store
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, TorshError
 
 Found = tuple[dist.Store, int, int]
-Handler = Callable[..., Iterator[Found]]
 
-_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOOPBACK = "127.0.0.1"
@@ -32,34 +24,12 @@ _PORT_BYTES = 4
 _NO_PORT = 0
 
 
-def register_mpi_rendezvous() -> None:
-    """Let `env://` find the place of a process that mpiexec started. Called once, by importing torsh_distributed."""
-    if not getattr(torch_handlers["env"], "knows_mpi", False):
-        torch_handlers["env"] = _wrap(torch_handlers["env"])
-
-
-def _wrap(torch_handler: Handler) -> Handler:
-    def find(url: str, timeout: timedelta = default_pg_timeout, **options: object) -> Iterator[Found]:
-        if _is_left_to_mpi(url):
-            yield meet_through_mpi(timeout.total_seconds())
-        else:
-            yield from torch_handler(url, timeout=timeout, **options)
-
-    find.knows_mpi = True  # type: ignore[attr-defined]  # so that registering twice wraps once
-    return find
-
-
-def _is_left_to_mpi(url: str) -> bool:
-    """Whether nobody says the rank, and an MPI launcher started this process."""
-    is_given = "RANK" in os.environ or "rank=" in urlparse(url).query
-    return not is_given and any(name in os.environ for name in _RANK_VARIABLES)
-
-
-def meet_through_mpi(timeout_s: float) -> Found:
+def meet_through_mpi(timeout: timedelta = default_pg_timeout) -> Found:
     """A store that rank 0 hosts, this process's rank and the size of the MPI job; every process of the job calls it.
 
     MASTER_ADDR and MASTER_PORT are honoured; without them the store is on loopback, on a free port.
     """
+    timeout_s = timeout.total_seconds()
     ours = library()
     ours.start(timeout_s)
     rank, size = ours.world.Get_rank(), ours.world.Get_size()

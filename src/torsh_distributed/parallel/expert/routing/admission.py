@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
-def capacity_of(num_tokens: int, config: ExpertParallelismConfig) -> int | None:
+def capacity_of(num_tokens: int, config: ExpertConfig) -> int | None:
     """Rows that an expert takes from a batch of `num_tokens` over all ranks; None where experts have room for all."""
     if config.overflow == "none":
         return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Gate(nn.Module):
     def __init__(
         self,
         input_dim: int,
-        config: ExpertParallelismConfig,
+        config: ExpertConfig,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

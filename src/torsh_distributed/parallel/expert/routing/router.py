@@ -13,7 +13,7 @@ from torsh_distributed.comm.collectives.tensors import all_gather
 from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.parallel.expert.routing.admission import Admission, admit, capacity_of, count_choices, settle
 from torsh_distributed.parallel.expert.routing.gate import Gate, Scores
-from torsh_distributed.plan.sections.axes.expert import ExpertParallelismConfig
+from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 _FEW = 4
 """Up to this many choices, taking the largest that often is faster than torch's top-k on a CPU."""
@@ -66,7 +66,7 @@ class ExpertRouter(nn.Module):
     def __init__(
         self,
         input_dim: int,
-        config: ExpertParallelismConfig,
+        config: ExpertConfig,
         *,
         data_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,

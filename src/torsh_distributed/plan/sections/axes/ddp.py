@@ -25,7 +25,7 @@ NETWORKS: dict[str, tuple[float, float]] = {
 """Kinds of network, with the largest and the first bucket that suit them, in MB."""
 
 
-class BucketConfig(Section):
+class DdpConfig(Section):
     """Gradients travel in buckets, while backward is still computing the next ones."""
 
     max_bucket_size_mb: float = Field(default=25.0, gt=0)

@@ -15,7 +15,7 @@ Overflow = Literal["drop", "reroute", "none"]
 Initialization = Literal["xavier", "kaiming", "normal", "uniform", "truncated_normal"]
 
 
-class ExpertParallelismConfig(Section):
+class ExpertConfig(Section):
     """Routing in mixture-of-experts layers; the ranks that experts are spread over are mesh.ep."""
 
     num_experts: int = Field(default=8, ge=1)

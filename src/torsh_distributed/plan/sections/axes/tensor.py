@@ -5,7 +5,7 @@ from __future__ import annotations
 from torsh_distributed.plan.section import Section
 
 
-class TensorParallelConfig(Section):
+class TensorConfig(Section):
     """Choices of tensor parallelism; its degree is mesh.tp."""
 
     sequence_parallel: bool = False

@@ -1,0 +1,14 @@
+from torsh_distributed.parallel import composed as composed
+from torsh_distributed.parallel import context as context
+from torsh_distributed.parallel import data as data
+from torsh_distributed.parallel import expert as expert
+from torsh_distributed.parallel import mesh as mesh
+from torsh_distributed.parallel import models as models
+from torsh_distributed.parallel import offload as offload
+from torsh_distributed.parallel import optim as optim
+from torsh_distributed.parallel import pipeline as pipeline
+from torsh_distributed.parallel import sharded as sharded
+from torsh_distributed.parallel import state as state
+from torsh_distributed.parallel import tensor as tensor
+from torsh_distributed.parallel.activation import activation_bytes as activation_bytes
+from torsh_distributed.parallel.activation import checkpoint_activations as checkpoint_activations

@@ -1,0 +1,2 @@
+from torsh_distributed.parallel.mesh.layout import MeshLayout as MeshLayout
+from torsh_distributed.parallel.mesh.mesh import Mesh as Mesh

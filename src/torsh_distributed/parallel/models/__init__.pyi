@@ -1,0 +1,1 @@
+from torsh_distributed.parallel.models.same_model import check_same_model as check_same_model

@@ -1,0 +1,14 @@
+from torsh_distributed.parallel.optim.cpu_adam import CpuAdam as CpuAdam
+from torsh_distributed.train.assemble import parallelize as parallelize
+from torsh_distributed.train.batch_size import BatchSizeConfig as BatchSizeConfig
+from torsh_distributed.train.batch_size import plan_batch_size as plan_batch_size
+from torsh_distributed.train.efficiency.meter import EfficiencyMeter as EfficiencyMeter
+from torsh_distributed.train.efficiency.report import EfficiencyReport as EfficiencyReport
+from torsh_distributed.train.engine import Engine as Engine
+from torsh_distributed.train.learning_rate import LearningRate as LearningRate
+from torsh_distributed.train.learning_rate import scale_learning_rate as scale_learning_rate
+from torsh_distributed.train.optimizers import AsyncSGD as AsyncSGD
+from torsh_distributed.train.optimizers import DistributedOptimizer as DistributedOptimizer
+from torsh_distributed.train.optimizers import ElasticAveragingSGD as ElasticAveragingSGD
+from torsh_distributed.train.sampler import DistributedSampler as DistributedSampler
+from torsh_distributed.train.sampler import DistributedSamplerWrapper as DistributedSamplerWrapper
