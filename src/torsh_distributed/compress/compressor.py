@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.tensors import resolve_group
 from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
 from torsh_distributed.compress.averaging.named_mean import average_named
@@ -248,8 +248,7 @@ class GradientCompressor:
             "num_steps": self.num_steps,
             "is_new": self._group is None,
         }
-        said = all_gather_object(mine, group=group)
-        require_equal(said, ("config", "codec", "seed"), dist.get_process_group_ranks(group))
+        said = require_same(mine, group=group, except_for=("num_steps", "is_new"))
         self.num_steps = max(one["num_steps"] for one in said)
         if not all(one["is_new"] for one in said):
             self.reset_codec()
@@ -275,8 +274,7 @@ class GradientCompressor:
         """
         new = config if isinstance(config, CompressConfig) else self._config.replace(method=config)
         if self._group is not None:
-            said = all_gather_object({"config": new.model_dump(mode="json")}, group=self._group)
-            require_equal(said, ("config",), dist.get_process_group_ranks(self._group))
+            require_same({"config": new.model_dump(mode="json")}, group=self._group)
         if self._has_own_codec and new.method != self._config.method:
             raise InvalidArgument(
                 "the method cannot change: this compressor was given a codec",
@@ -363,22 +361,6 @@ def _codec_for(config: CompressConfig) -> Codec:
     if isinstance(codec, DenseCodec):
         codec.server_feedback = config.error_feedback != "none"
     return codec
-
-
-def require_equal(said: Sequence[Mapping[str, Any]], keys: Iterable[str], ranks: Sequence[int]) -> None:
-    """Raise ConfigurationError, the same on every rank, unless all ranks said the same under the keys."""
-    for key in keys:
-        for rank, one in zip(ranks, said, strict=True):
-            first, other = said[0][key], one[key]
-            if first != other:
-                if isinstance(first, Mapping) and isinstance(other, Mapping):
-                    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-                    first = {name: first.get(name) for name in names}
-                    other = {name: other.get(name) for name in names}
-                raise ConfigurationError(
-                    f"the ranks' settings differ: rank {ranks[0]} has {key} {first}, rank {rank} has {other}",
-                    hint="give every rank the same plan",
-                )
 
 
 def compressed_all_reduce(tensor: Tensor, method: str, *, group: dist.ProcessGroup | None = None) -> Tensor:

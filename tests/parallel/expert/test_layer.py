@@ -317,6 +317,6 @@ def refusals() -> list[str]:
 def test_a_mistake_on_one_rank_is_refused_on_every_rank_with_the_numbers(world: World) -> None:
     for uneven, capacities, widths, tokens in world.run(refusals):
         assert "expert.num_experts 5 does not spread evenly over mesh.ep 2" in uneven
-        assert "capacity_factor is 1.0 on the first rank of the group and 2.0 on rank 1" in capacities
-        assert "hidden_dim is 10 on the first rank of the group and 11 on rank 1" in widths
+        assert "rank 0 has capacity_factor 1.0, rank 1 has 2.0" in capacities
+        assert "rank 0 has hidden_dim 10, rank 1 has 11" in widths
         assert "got_by_rank={1: 7}" in tokens

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.tensors import resolve_group
-from torsh_distributed.compress.compressor import GradientCompressor, require_equal
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_clock import OverlapStats
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
@@ -295,7 +295,7 @@ def _agree(
         "compress": None if compressor is None else compressor.config.model_dump(mode="json"),
         "reduce_dtype": reduce_dtype,
     }
-    require_equal(all_gather_object(mine, group=group), list(mine), dist.get_process_group_ranks(group))
+    require_same(mine, group=group)
 
 
 def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.rows import new_rows, takes_rows
-from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.lending import Lending, Stacks, lend
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
@@ -258,17 +258,8 @@ class MoELayer(nn.Module):
             "ep": self.placement.num_ranks,
             "dtype": str(self.experts.up.dtype),
         }
-        all_of_them = all_gather_object(mine, group=group)
-        for rank, other in zip(dist.get_process_group_ranks(group), all_of_them, strict=True):
-            differing = [key for key in mine if other[key] != all_of_them[0][key]]
-            if differing:
-                key = differing[0]
-                raise ConfigurationError(
-                    f"ranks built different layers: {key} is {all_of_them[0][key]} on the first rank of the group and "
-                    f"{other[key]} on rank {rank}",
-                    hint="build the layer from the same plan on every rank",
-                    keys=differing,
-                )
+        hint = "build the layer from the same plan on every rank"
+        require_same(mine, group=group, what="the ranks' layers", hint=hint)
 
     @override
     def extra_repr(self) -> str:

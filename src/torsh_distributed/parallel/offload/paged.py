@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
@@ -41,7 +42,6 @@ from torsh_distributed.parallel.offload.paging.units import Unit, build_units
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
 from torsh_distributed.parallel.offload.storage.pieces import Piece
 from torsh_distributed.parallel.offload.storage.tiers import Ledger
-from torsh_distributed.parallel.offload.together import together
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
 from torsh_distributed.parallel.offload.update.targets import UnitTarget
@@ -78,7 +78,7 @@ class PagedDataParallel(Strategy):
         self._device = found if device is None else torch.device(device)
         self._ledger = Ledger("device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb")
         self._optimizer: OffloadedOptimizer | None = None
-        with together("offload the model", self._group):
+        with fail_together("offload the model", self._group):
             self._units = build_units(model, self._device, compute_dtype=compute_dtype, chosen=units)
             require_room_on_device(self._units, self._rules, self._ledger)
             require_room_in_store(self._units, self._rules, config)
@@ -109,7 +109,7 @@ class PagedDataParallel(Strategy):
 
     def offload_optimizer(self, optimizer: Optimizer) -> OffloadedOptimizer:
         """The optimizer to use from here on; it has the groups and the state of `optimizer` (Adam or AdamW)."""
-        with together("offload the optimizer", self._group):
+        with fail_together("offload the optimizer", self._group):
             require_adam(optimizer)
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
             for unit, pieces in zip(self._units, self._pieces, strict=True):
@@ -218,7 +218,7 @@ class PagedDataParallel(Strategy):
 
     def _move_in(self) -> None:
         """Unit by unit, so that no more than one is held twice."""
-        with together("offload the model", self._group):
+        with fail_together("offload the model", self._group):
             for unit in self._units:
                 has_state = unit.index in self._with_state
                 fixed, _ = device_bytes(unit, self._rules, has_device_state=has_state)

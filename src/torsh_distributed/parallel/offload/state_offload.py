@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.offload.budget import GB, make_store, place_state, workspace_bytes
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
@@ -17,7 +18,6 @@ from torsh_distributed.parallel.offload.storage.forms import FORMS
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
 from torsh_distributed.parallel.offload.storage.pieces import Piece, cut, max_numel, write
 from torsh_distributed.parallel.offload.storage.tiers import Ledger
-from torsh_distributed.parallel.offload.together import together
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
 from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place, local_of
@@ -50,7 +50,7 @@ class StateOffload:
         held = [param for entry in optimizer.param_groups for param in entry["params"]]
         device = local_of(held[0]).device
         self._ledger = Ledger("device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb")
-        with together("offload the optimizer", self._group):
+        with fail_together("offload the optimizer", self._group):
             require_adam(optimizer)
             self._store = make_store(config, device)
             try:

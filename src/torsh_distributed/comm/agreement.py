@@ -1,0 +1,77 @@
+"""All ranks agree or all ranks raise: none goes on into a collective that another will never reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.errors import ConfigurationError, ProcessFailure, TorshError
+
+
+def require_same(
+    settings: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup,
+    what: str = "the ranks' settings",
+    hint: str = "give every rank the same plan",
+    except_for: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Raise ConfigurationError on every rank unless `settings` are equal on all, naming both sides; returns them all.
+
+    Every rank of `group` calls it, with the same keys and plain values. Keys in `except_for` travel without being
+    compared. Of a setting that is a mapping itself, only the entries that differ are shown.
+    """
+    everyone: list[dict[str, Any]] = all_gather_object(dict(settings), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for key in settings:
+        if key in except_for:
+            continue
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            first, other = everyone[0][key], theirs[key]
+            if first != other:
+                first, other = _only_differing(first, other)
+                raise ConfigurationError(
+                    f"{what} differ: rank {ranks[0]} has {key} {first}, rank {rank} has {other}", hint=hint, key=key
+                )
+    return everyone
+
+
+def _only_differing(first: Any, other: Any) -> tuple[Any, Any]:
+    if not (isinstance(first, Mapping) and isinstance(other, Mapping)):
+        return first, other
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    return {name: first.get(name) for name in names}, {name: other.get(name) for name in names}
+
+
+@contextmanager
+def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Run the block; afterwards every rank raises its own error, or one that reports another rank's.
+
+    Every rank of `group` enters. A block may hold collectives only if ranks fail in it alike, or after the last one.
+    `operation` completes "rank 1 could not …".
+    """
+    failure: TorshError | None = None
+    try:
+        yield
+    except TorshError as error:
+        if group is None or group.size() == 1:
+            raise
+        failure = error
+    if group is None or group.size() == 1:
+        return
+    messages = all_gather_object(None if failure is None else failure.message, group=group)
+    if failure is not None:
+        raise failure
+    for position, message in enumerate(messages):
+        if message is not None:
+            rank = dist.get_global_rank(group, position)
+            raise ProcessFailure(
+                f"rank {rank} could not {operation}: {message}",
+                hint="fix what that rank reports; this one was ready",
+                operation=operation,
+                rank=rank,
+            )

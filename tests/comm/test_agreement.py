@@ -1,0 +1,54 @@
+"""Agreement: what differs, or fails, on one rank raises on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.bed.world import World
+from torsh_distributed.comm.agreement import fail_together, require_same
+from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure, TorshError
+
+
+def compare(bucket_mb: float) -> list[int] | str:
+    """Runs on every rank: the last one has another bucket size, and all have another step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    settings = {"ddp": {"overlap": True, "mb": bucket_mb if rank == size - 1 else 25.0}, "step": rank}
+    try:
+        everyone = require_same(settings, group=dist.group.WORLD, except_for=("step",))
+    except ConfigurationError as error:
+        return error.message
+    return [theirs["step"] for theirs in everyone]
+
+
+def test_equal_settings_come_back_from_every_rank(world: World) -> None:
+    assert world.run(compare, 25.0, num_ranks=3) == [[0, 1, 2]] * 3
+
+
+def test_a_setting_that_differs_is_named_on_every_rank_without_its_equal_neighbours(world: World) -> None:
+    expected = "the ranks' settings differ: rank 0 has ddp {'mb': 25.0}, rank 2 has {'mb': 1.0}"
+    assert world.run(compare, 1.0, num_ranks=3) == [expected] * 3
+
+
+def fail_on(rank: int) -> tuple[type, str]:
+    try:
+        with fail_together("read its shard", dist.group.WORLD):
+            if dist.get_rank() == rank:
+                raise InvalidArgument("the file is empty")
+    except TorshError as error:
+        return type(error), error.message
+    return type(None), ""
+
+
+def test_an_error_of_one_rank_raises_on_all(world: World) -> None:
+    told = (ProcessFailure, "rank 1 could not read its shard: the file is empty")
+    assert world.run(fail_on, 1, num_ranks=3) == [told, (InvalidArgument, "the file is empty"), told]
+
+
+def test_nothing_raises_where_no_rank_fails(world: World) -> None:
+    assert world.run(fail_on, -1, num_ranks=2) == [(type(None), "")] * 2
+
+
+def test_alone_the_error_is_simply_raised() -> None:
+    with pytest.raises(InvalidArgument, match="the file is empty"), fail_together("read its shard", None):
+        raise InvalidArgument("the file is empty")
