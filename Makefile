@@ -3,28 +3,42 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
 
-.PHONY: train test matrix lint docs bench benchcheck clean help
+.PHONY: train test unit matrix lint docs bench benchcheck clean help
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
-# The compiled parts are part of the install: a changed source means a new one.
+# What an install is made from. The compiled parts are part of it: a changed source means a new one.
 NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/* src/torsh_distributed/compress/native/* src/torsh_distributed/parallel/native/*)
+INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+# Modules are compiled when they are first imported, not all of torch's at install: 20 s less.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "torsh-distributed needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(READY)
+	@$(PYTHON) -m venv $(VENV)
 
-train: $(READY) ## set up and train a small GPT on two local workers
+$(RUNTIME): $(INSTALLED) | $(BIN)/python
+	@echo "setting up $(VENV) to train (a minute the first time)"
+	@$(INSTALL) '.[plot]'
+	@touch $(RUNTIME)
+
+$(READY): $(INSTALLED) | $(BIN)/python
+	@echo "setting up $(VENV) with the tools of development (a minute or two the first time)"
+	@$(INSTALL) '.[dev]'
+	@touch $(RUNTIME) $(READY)
+
+train: $(RUNTIME) ## set up and train a small GPT on two local workers
 	$(BIN)/torsh train --demo gpt --nproc-per-node 2
 
 test: $(READY) ## set up and run every test this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+unit: $(READY) ## the tests that start no ranks and no jobs: under 90 seconds
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not ranks and not matrix' $(PYTEST_ARGS)
 
 matrix: $(READY) ## the long form of the tables of combinations, which `make test` has in short
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(PYTEST_ARGS)

@@ -27,12 +27,28 @@ ADOPTED = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "
 # ---- API pages ----------------------------------------------------------------------------------------------
 
 
-def _exports(path: Path) -> bool:
-    """Whether the module says what it offers."""
-    for node in ast.parse(path.read_text()).body:
+def _exports(init: Path) -> dict[str, str]:
+    """What the package of this `__init__.py` offers: name to the module it is in, from its stub or its own imports."""
+    stub = init.with_suffix(".pyi")
+    statements = ast.parse((stub if stub.exists() else init).read_text()).body
+    imported = {
+        alias.name: statement.module
+        for statement in statements
+        if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.startswith(PACKAGE.name)
+        for alias in statement.names
+        if not _is_module(f"{statement.module}.{alias.name}")
+    }
+    if stub.exists():
+        return imported
+    for node in statements:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
-            return bool(ast.literal_eval(node.value))
-    return False
+            return {name: imported[name] for name in ast.literal_eval(node.value) if name in imported}
+    return {}
+
+
+def _is_module(dotted: str) -> bool:
+    path = SOURCE / dotted.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def _has_public_code(path: Path) -> bool:
@@ -47,18 +63,22 @@ def _dotted(path: Path) -> str:
 
 
 def public_packages() -> dict[str, list[str]]:
-    """The modules to document, by package: what a package exports, or else its public modules.
+    """The objects or modules to document, by page.
 
-    The command line has a page of its own (`run` is its second entrance); a package with nothing public in it
-    yet has none.
+    An exported object is on the page of the innermost package that exports it. A package in which nothing is exported,
+    and which is no room of one that exports, shows its public modules. The command line has a page of its own (`run` is
+    its second entrance).
     """
-    found: dict[str, list[str]] = {}
-    for init in sorted(PACKAGE.rglob("__init__.py")):
-        package = _dotted(init)
-        if ".cli" in package or any(part.startswith("_") for part in package.split(".")):
-            continue
-        if _exports(init):
-            found[package] = [package]
+    inits = {_dotted(init): init for init in sorted(PACKAGE.rglob("__init__.py"))}
+    exports = {name: found for name, init in inits.items() if ".cli" not in name and (found := _exports(init))}
+    pages: dict[str, set[str]] = {package: set() for package in exports}
+    for path in {f"{home}.{name}" for found in exports.values() for name, home in found.items()}:
+        home, _, name = path.rpartition(".")
+        pages[max((package for package, found in exports.items() if found.get(name) == home), key=len)].add(path)
+    found = {package: sorted(paths) for package, paths in pages.items()}
+    for package, init in inits.items():
+        is_room = any(f"{package}.".startswith(f"{name}.") for name in exports if name != PACKAGE.name)
+        if ".cli" in package or is_room or package == PACKAGE.name:
             continue
         modules = (path for path in sorted(init.parent.glob("*.py")) if not path.name.startswith("_"))
         documented = [_dotted(path) for path in modules if _has_public_code(path)]
@@ -67,17 +87,25 @@ def public_packages() -> dict[str, list[str]]:
     for path in sorted(PACKAGE.glob("*.py")):
         if not path.name.startswith("_") and path.stem != "run" and _has_public_code(path):
             found[_dotted(path)] = [_dotted(path)]
+    found[PACKAGE.name] = [path for path in found[PACKAGE.name] if path.rpartition(".")[0] not in found]
     return found
 
 
-def api_page(name: str, modules: list[str]) -> str:
-    """Markdown that mkdocstrings turns into the reference of a package."""
+def api_page(name: str, shown: list[str]) -> str:
+    """Markdown that mkdocstrings turns into the reference of a package; its exported names come first, as links."""
+    init = SOURCE / name.replace(".", "/") / "__init__.py"
+    exports = _exports(init) if init.exists() else {}
     sections = [f"# {name}\n"]
-    for module in modules:
-        if modules != [name]:
-            sections.append(f"## {module.removeprefix(name + '.')}\n")
-        level = 2 if modules == [name] else 3
-        sections.append(f"::: {module}\n    options:\n      heading_level: {level}\n")
+    if exports:
+        names = sorted(exports.items(), key=lambda pair: pair[0].lower())
+        sections.append(", ".join(f"[`{each}`][{home}.{each}]" for each, home in names) + "\n")
+    objects = {f"{home}.{each}" for each, home in exports.items()}
+    for one in shown:
+        level = 2 if one in objects or shown == [name] else 3
+        if level == 3:
+            sections.append(f"## {one.removeprefix(name + '.')}\n")
+        heading = "      show_root_heading: true\n      show_root_toc_entry: true\n" if one in objects else ""
+        sections.append(f"::: {one}\n    options:\n      heading_level: {level}\n{heading}")
     return "\n".join(sections)
 
 

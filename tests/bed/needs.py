@@ -109,6 +109,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_mpi": mpi,
 }
 _HARDWARE = frozenset({"needs_cuda"})
+_STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 
 
 def unmet_needs(item: pytest.Item) -> dict[str, str]:
@@ -122,11 +123,15 @@ def unmet_needs(item: pytest.Item) -> dict[str, str]:
     return unmet
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever asks for the lab needs namespaces; nobody has to say it twice."""
+    """Markers that follow from the fixtures a test asks for, so no test has to say them twice."""
     for item in items:
-        if "lab" in getattr(item, "fixturenames", ()):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "lab" in fixtures:
             item.add_marker(pytest.mark.needs_netns)
+        if fixtures & _STARTS_RANKS:
+            item.add_marker(pytest.mark.ranks)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
