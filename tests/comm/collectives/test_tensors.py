@@ -179,7 +179,7 @@ def test_every_operation_is_recorded_with_its_call_site(world: World) -> None:
             ("barrier", 2, 0, True),
         ]
         assert kept[0][3] is not None
-        assert "test_collectives.py:" in kept[0][3]
+        assert "test_tensors.py:" in kept[0][3]
 
 
 def wait_for_the_last() -> None:
