@@ -17,7 +17,7 @@ from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import DdpConfig, Difference, MeshConfig, Plan, TrainingConfig
 from torsh_distributed.plan.key_paths import keys_of, sections_of
-from torsh_distributed.plan.plan import PlanArguments
+from torsh_distributed.plan.plan_sections import PlanArguments
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
@@ -14,6 +14,7 @@ from typing_extensions import override
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.describing.explanation import Explanation, Row, show
 from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.plan_sections import PlanArguments, PlanSections
 from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
 from torsh_distributed.plan.reading import files
 from torsh_distributed.plan.reading.sources import (
@@ -24,51 +25,8 @@ from torsh_distributed.plan.reading.sources import (
     merge,
     override_layer,
 )
-from torsh_distributed.plan.section import Section
-from torsh_distributed.plan.sections.activation import ActivationConfig
-from torsh_distributed.plan.sections.axes.ddp import DdpConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
-from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
-from torsh_distributed.plan.sections.compress import CompressConfig
-from torsh_distributed.plan.sections.distributed import DistributedConfig
-from torsh_distributed.plan.sections.elastic import ElasticConfig
-from torsh_distributed.plan.sections.observe import ObserveConfig
-from torsh_distributed.plan.sections.offload import OffloadConfig
-from torsh_distributed.plan.sections.precision import PrecisionConfig
-from torsh_distributed.plan.sections.retry import RetryConfig
-from torsh_distributed.plan.sections.training import TrainingConfig
 from torsh_distributed.plan.support import status_of
-
-
-class PlanArguments(TypedDict, total=False):
-    """What `Plan(...)` takes: sections, and the degrees of [mesh] as a short form."""
-
-    mesh: MeshConfig
-    distributed: DistributedConfig
-    ddp: DdpConfig
-    fsdp: FsdpConfig
-    tensor: TensorConfig
-    pipeline: PipelineConfig
-    expert: ExpertConfig
-    offload: OffloadConfig
-    activation: ActivationConfig
-    compress: CompressConfig
-    precision: PrecisionConfig
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
-    elastic: ElasticConfig
-    retry: RetryConfig
-    observe: ObserveConfig
-    dp: int
-    shard: int
-    tp: int
-    pp: int
-    ep: int
-    cp: int
 
 
 class Difference(NamedTuple):
@@ -79,60 +37,12 @@ class Difference(NamedTuple):
     theirs: object
 
 
-class Plan(Section):
+class Plan(PlanSections):
     """How a model is trained: sections of keys, each with a default that leaves training as it is.
 
     Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination.
     Two plans are equal if their values are; where the values came from does not count.
     """
-
-    mesh: MeshConfig = MeshConfig()
-    """The degree of each axis of the mesh."""
-
-    distributed: DistributedConfig = DistributedConfig()
-    """The backend and its deadline."""
-
-    ddp: DdpConfig = DdpConfig()
-    """How gradients are averaged over replicas."""
-
-    fsdp: FsdpConfig = FsdpConfig()
-    """How state is sharded."""
-
-    tensor: TensorConfig = TensorConfig()
-    """How layers are split."""
-
-    pipeline: PipelineConfig = PipelineConfig()
-    """How layers become stages."""
-
-    expert: ExpertConfig = ExpertConfig()
-    """How tokens find experts."""
-
-    offload: OffloadConfig = OffloadConfig()
-    """What leaves the device's memory."""
-
-    activation: ActivationConfig = ActivationConfig()
-    """Which activations are recomputed."""
-
-    compress: CompressConfig = CompressConfig()
-    """How gradients are made smaller."""
-
-    precision: PrecisionConfig = PrecisionConfig()
-    """Which number formats are used."""
-
-    training: TrainingConfig = TrainingConfig()
-    """Steps, batch, learning rate."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When training state is kept."""
-
-    elastic: ElasticConfig = ElasticConfig()
-    """How a run survives lost ranks."""
-
-    retry: RetryConfig = RetryConfig()
-    """How failed operations are tried again."""
-
-    observe: ObserveConfig = ObserveConfig()
-    """Where events and metrics go."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _name: str = PrivateAttr(default="plan")  # what errors call it: its file, where it has one
@@ -249,11 +159,6 @@ class Plan(Section):
         """The keys under which this plan and `other` differ."""
         pairs = ((key, self.value(key), other.value(key)) for key in keys_of(Plan))
         return tuple(Difference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
-
-    def value(self, key: str) -> object:
-        """The value under a full key such as `mesh.dp`."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self, section), name)
 
     def explain(self) -> Explanation:
         """Every key with its value, where that came from, and whether this version honours it."""

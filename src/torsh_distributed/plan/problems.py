@@ -6,17 +6,13 @@ import dataclasses
 import difflib
 import reprlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.describing.allowed import choices, describe
 from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
-
-if TYPE_CHECKING:
-    from torsh_distributed.plan.section import Section
 
 FOUND = "plan_problem"
 """The kind of pydantic error that carries what `Section.find_problems` found."""
@@ -43,7 +39,7 @@ def configuration_error(problems: Iterable[Problem], *, where: str) -> Configura
     )
 
 
-def problems_of(error: ValidationError, model: type[Section]) -> list[Problem]:
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     """What pydantic found, in our words."""
     found: list[Problem] = []
     for detail in error.errors(include_url=False):
@@ -58,7 +54,7 @@ def problems_of(error: ValidationError, model: type[Section]) -> list[Problem]:
     return found
 
 
-def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
+def _problem_of(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
@@ -75,7 +71,7 @@ def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
     return Problem(key, text, did_you_mean(str(detail["input"]), choices(field)))
 
 
-def unknown_key(path: list[str], model: type[Section]) -> Problem:
+def unknown_key(path: list[str], model: type[BaseModel]) -> Problem:
     """The problem of a key that does not exist, with the name that was probably meant."""
     key, name = ".".join(path), path[-1]
     parent = section_at(path[:-1], model)

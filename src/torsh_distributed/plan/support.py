@@ -7,10 +7,8 @@ Why: a plan describes more than is built so far. A key that would be ignored is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torsh_distributed.plan.plan import Plan
+from torsh_distributed.plan.plan_sections import PlanSections
 
 HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "mesh.dp": None,
@@ -134,7 +132,7 @@ def is_honoured(key: str, value: object) -> bool:
     return values is None or value in values
 
 
-def status_of(plan: Plan, key: str) -> str:
+def status_of(plan: PlanSections, key: str) -> str:
     """honoured, not yet, or the key that turns this one off."""
     gate = _gate_of(plan, key)
     if gate is not None:
@@ -142,7 +140,7 @@ def status_of(plan: Plan, key: str) -> str:
     return "honoured" if is_honoured(key, plan.value(key)) else "not yet"
 
 
-def _gate_of(plan: Plan, key: str) -> str | None:
+def _gate_of(plan: PlanSections, key: str) -> str | None:
     """The key that turns `key` off in this plan, if one does."""
     section = key.partition(".")[0]
     gate, off = GATES.get(section, (key, None))
@@ -151,7 +149,7 @@ def _gate_of(plan: Plan, key: str) -> str | None:
     return _gate_of_buckets(plan, key) if section == "ddp" else None
 
 
-def _gate_of_buckets(plan: Plan, key: str) -> str | None:
+def _gate_of_buckets(plan: PlanSections, key: str) -> str | None:
     """Buckets are for whole gradients on replicas: shards and pages send theirs in pieces of their own.
 
     Stages of a pipeline fill buckets too, but once their backward is over, so that only the size means something.
