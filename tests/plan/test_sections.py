@@ -92,12 +92,12 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
         {
             "offload": {
                 "enabled": True,
-                "offload_params": False,
-                "offload_grads": False,
-                "offload_optimizer_states": False,
+                "params": False,
+                "grads": False,
+                "optimizer_state": False,
             }
         },
-        "offload.enabled is true, but offload_params, offload_grads and offload_optimizer_states are all false",
+        "offload.enabled is true, but params, grads and optimizer_state are all false",
         "choose at least one of them, or set enabled = false",
     ),
     (

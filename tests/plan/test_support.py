@@ -51,9 +51,9 @@ def test_what_is_not_built_yet_is_refused_by_name() -> None:
 
 
 def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
-    plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(max_checkpoints=2))
+    plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(keep=2))
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
-    assert plan.explain()["checkpoint.max_checkpoints"].status == "off by checkpoint.enabled"
+    assert plan.explain()["checkpoint.keep"].status == "off by checkpoint.enabled"
     assert plan.unsupported() == ()
     assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
 
@@ -68,7 +68,7 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
         ({"mesh": {"tp": 2}}, None, True),
         ({"mesh": {"pp": 2}}, "mesh.pp", False),
         ({"offload": {"enabled": True}}, "offload.enabled", True),
-        ({"offload": {"enabled": True, "offload_params": False, "offload_grads": False}}, None, True),
+        ({"offload": {"enabled": True, "params": False, "grads": False}}, None, True),
     ],
 )
 def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(

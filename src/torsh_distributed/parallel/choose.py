@@ -53,7 +53,7 @@ def strategy_for(
         refuse_gradient_options(plan, why="the model has experts, whose gradients travel by another way")
         return with_experts
     if moves_params_or_grads(plan):
-        refuse_gradient_options(plan, why="offload_params and offload_grads send gradients as they are")
+        refuse_gradient_options(plan, why="offload.params and offload.grads send gradients as they are")
         return paged_strategy(model, plan)
     if plan.mesh.shard == 1:
         return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))

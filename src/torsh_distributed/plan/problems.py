@@ -81,7 +81,7 @@ def unknown_key(path: list[str], model: type[BaseModel]) -> Problem:
         hint = f"{name} belongs in [{homes[0]}]"
     else:
         elsewhere = {full.partition(".")[2]: full for full in keys_of(model)}
-        near = _nearest(name, elsewhere, cutoff=0.75)
+        near = _nearest(name, elsewhere, cutoff=0.8)
         hint = did_you_mean(name, parent.model_fields) or (f"did you mean {elsewhere[near]}?" if near else "")
     return Problem(key, f"{key} is not a key of {inside}", hint or "known keys: " + ", ".join(parent.model_fields))
 

@@ -25,7 +25,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "ddp.max_bucket_size_mb": None,
     "ddp.min_bucket_size_mb": None,
     "ddp.auto_size": None,
-    "ddp.enabled": None,
+    "ddp.bucketing": None,
     "ddp.overlap": None,
     "ddp.find_unused_parameters": None,
     "ddp.static_graph": None,
@@ -62,7 +62,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "compress.error_feedback_momentum": None,
     "compress.ef21_momentum": None,
     "compress.warmup_steps": None,
-    "compress.compression_period": None,
+    "compress.period": None,
     "compress.skip_below_numel": None,
     "compress.skip_names": None,
     "expert.num_experts": None,
@@ -78,7 +78,7 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "expert.gate_groups": None,
     "expert.gate_grouping": None,
     "expert.gate_top_groups": None,
-    "expert.expert_dropout": None,
+    "expert.dropout": None,
     "expert.initialization": None,
     "expert.placement": None,
     "expert.rebalance_threshold": None,
@@ -86,9 +86,9 @@ HONOURED: Mapping[str, tuple[str, ...] | None] = {
     "expert.hot_copies": None,
     "expert.load_smoothing": None,
     "offload.enabled": None,
-    "offload.offload_params": None,
-    "offload.offload_grads": None,
-    "offload.offload_optimizer_states": None,
+    "offload.params": None,
+    "offload.grads": None,
+    "offload.optimizer_state": None,
     "offload.cpu_memory_budget_gb": None,
     "offload.gpu_memory_budget_gb": None,
     "offload.disk_dir": None,
@@ -154,10 +154,10 @@ def _gate_of_buckets(plan: PlanSections, key: str) -> str | None:
 
     Stages of a pipeline fill buckets too, but once their backward is over, so that only the size means something.
     """
-    if plan.mesh.pp > 1 and key not in ("ddp.enabled", "ddp.max_bucket_size_mb"):
+    if plan.mesh.pp > 1 and key not in ("ddp.bucketing", "ddp.max_bucket_size_mb"):
         return "mesh.pp"
     if key == "ddp.broadcast_buffers" or plan.mesh.ep > 1:
         return None
-    if plan.offload.enabled and (plan.offload.offload_params or plan.offload.offload_grads):
+    if plan.offload.enabled and (plan.offload.params or plan.offload.grads):
         return "offload.enabled"
     return "mesh.shard" if plan.mesh.shard != 1 and plan.fsdp.strategy != "shard_optimizer" else None

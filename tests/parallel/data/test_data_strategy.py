@@ -59,7 +59,7 @@ def train_as_planned(plans: list[dict[str, Any]]) -> list[tuple[list[Tensor], An
 def test_how_gradients_travel_changes_nothing_about_them(world: World) -> None:
     plans: list[dict[str, Any]] = [
         {"ddp": {"overlap": False, "max_bucket_size_mb": 0.02, "min_bucket_size_mb": 0.01}},
-        {"ddp": {"enabled": False}},
+        {"ddp": {"bucketing": False}},
         {"ddp": {"auto_size": True}},
         {"precision": {"reduce_dtype": "fp32"}},
         {"compress": {**COMPRESS, "warmup_steps": 99}},

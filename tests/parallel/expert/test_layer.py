@@ -234,7 +234,7 @@ def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
 
 
 def test_expert_dropout_is_for_training_only() -> None:
-    layer = layer_of(ExpertConfig(num_experts=2, overflow="none", expert_dropout=0.5))
+    layer = layer_of(ExpertConfig(num_experts=2, overflow="none", dropout=0.5))
     tokens = tokens_of_all(8)
     assert not torch.equal(layer(tokens), layer(tokens))
     layer.eval()

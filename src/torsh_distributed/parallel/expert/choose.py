@@ -85,7 +85,7 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
             " tokens, and no rank has them in the order of the batch",
             hint='set expert.overflow = "none"',
         )
-    drawn = [key for key in ("router_jitter", "gate_dropout", "expert_dropout") if getattr(config, key) > 0]
+    drawn = [key for key in ("router_jitter", "gate_dropout", "dropout") if getattr(config, key) > 0]
     if mesh.tp > 1 and drawn:
         raise ConfigurationError(
             f"{name}: expert.{drawn[0]} {getattr(config, drawn[0])} with mesh.tp {mesh.tp}: ranks that compute the same"

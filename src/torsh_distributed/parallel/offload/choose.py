@@ -14,7 +14,7 @@ from torsh_distributed.plan import Plan
 
 def moves_params_or_grads(plan: Plan) -> bool:
     """Whether offload looks after the parameters itself, and so is the strategy, not a part of another."""
-    return plan.offload.enabled and (plan.offload.offload_params or plan.offload.offload_grads)
+    return plan.offload.enabled and (plan.offload.params or plan.offload.grads)
 
 
 def paged_strategy(model: nn.Module, plan: Plan) -> PagedDataParallel:
@@ -22,19 +22,19 @@ def paged_strategy(model: nn.Module, plan: Plan) -> PagedDataParallel:
     for axis, degree in plan.mesh.degrees.items():
         if axis != "dp" and degree > 1:
             _refuse(
-                f"offload_params and offload_grads are for replicas, not for mesh.{axis}",
+                f"offload.params and offload.grads are for replicas, not for mesh.{axis}",
                 "set both to false: the optimizer state of every rank's shard is offloaded then",
                 plan,
             )
     if plan.precision.dtype == "fp16":
         _refuse(
-            "offload_params and offload_grads do not go together with fp16's loss scaling",
+            "offload.params and offload.grads do not go together with fp16's loss scaling",
             'use precision.dtype = "bf16", which needs none, or offload the optimizer state only',
             plan,
         )
     if plan.compress.method != "none":
         _refuse(
-            "offload_params and offload_grads send gradients as they are, without compression",
+            "offload.params and offload.grads send gradients as they are, without compression",
             'set compress.method = "none", or offload the optimizer state only',
             plan,
         )

@@ -61,21 +61,31 @@ ALIASES: Mapping[str, Callable[[Any], Assignments]] = {
     "mesh.communication_strategy": _COMM_STRATEGY,
     "mesh.comm_strategy": _COMM_STRATEGY,
     "ddp.bucket_size_mb": _as("ddp.max_bucket_size_mb"),
+    "ddp.enabled": _as("ddp.bucketing"),
     "ddp.overlap_communication": _as("ddp.overlap"),
     "ddp.gradient_accumulation_steps": _as("training.gradient_accumulation"),
     "training.gradient_accumulation_steps": _as("training.gradient_accumulation"),
+    "compress.compression_period": _as("compress.period"),
+    "expert.expert_dropout": _as("expert.dropout"),
     "fsdp.enable_forward_prefetch": _as("fsdp.forward_prefetch"),
     "fsdp.enable_backward_prefetch": _table(
         "fsdp.backward_prefetch",
         {True: {"fsdp.backward_prefetch": "backward_pre"}, False: {"fsdp.backward_prefetch": "none"}},
     ),
     "pipeline.num_micro_batches": _as("pipeline.num_microbatches"),
-    "offload.offload_optimizer_state": _as("offload.offload_optimizer_states"),
-    "offload.offload_parameters": _as("offload.offload_params"),
+    "offload.offload_optimizer_state": _as("offload.optimizer_state"),
+    "offload.offload_optimizer_states": _as("offload.optimizer_state"),
+    "offload.offload_parameters": _as("offload.params"),
+    "offload.offload_params": _as("offload.params"),
+    "offload.offload_grads": _as("offload.grads"),
     "offload.compression_method": _as("offload.cpu_compression"),
     "offload.memory_strategy": _as("offload.auto_memory_management"),
-    "checkpoint.checkpoint_interval": _as("checkpoint.checkpoint_frequency"),
-    "checkpoint.max_checkpoints_to_keep": _as("checkpoint.max_checkpoints"),
+    "checkpoint.checkpoint_dir": _as("checkpoint.dir"),
+    "checkpoint.checkpoint_interval": _as("checkpoint.every_steps"),
+    "checkpoint.checkpoint_frequency": _as("checkpoint.every_steps"),
+    "checkpoint.max_time_between_checkpoints_s": _as("checkpoint.every_s"),
+    "checkpoint.max_checkpoints_to_keep": _as("checkpoint.keep"),
+    "checkpoint.max_checkpoints": _as("checkpoint.keep"),
     "checkpoint.verify_integrity": _as("checkpoint.verify_after_save"),
     "checkpoint.enable_compression": _table(
         "checkpoint.compression_level",
@@ -97,13 +107,12 @@ def expand(key: str, value: Any, *, known: frozenset[str]) -> Assignments | None
         return None
     if key in ALIASES:
         return ALIASES[key](value)
-    if f"{key}_s" in known:
-        return {f"{key}_s": value}
-    for suffix, seconds in _UNITS.items():
-        stem = key.removesuffix(suffix)
-        if stem != key and f"{stem}_s" in known:
+    for suffix, seconds in {"": 1.0, **_UNITS}.items():
+        in_seconds = f"{key.removesuffix(suffix)}_s"
+        if key.endswith(suffix) and (in_seconds in known or in_seconds in ALIASES):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return {f"{stem}_s": value * seconds if is_number else value}
+            converted = value * seconds if suffix and is_number else value
+            return {in_seconds: converted} if in_seconds in known else ALIASES[in_seconds](converted)
     return None
 
 

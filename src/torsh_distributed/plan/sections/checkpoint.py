@@ -13,16 +13,16 @@ class CheckpointConfig(Section):
     enabled: bool = False
     """Write checkpoints during training. `engine.save` and `engine.load` work either way."""
 
-    checkpoint_dir: str = Field(default="./checkpoints", min_length=1)
+    dir: str = Field(default="./checkpoints", min_length=1)
     """Directory that all ranks see."""
 
-    checkpoint_frequency: int = Field(default=1000, ge=1)
+    every_steps: int = Field(default=1000, ge=1)
     """Steps between two checkpoints."""
 
-    max_time_between_checkpoints_s: float | None = Field(default=None, gt=0)
+    every_s: float | None = Field(default=None, gt=0)
     """Write one after this long even if fewer steps have passed. Left out: steps alone decide."""
 
-    max_checkpoints: int = Field(default=5, ge=1)
+    keep: int = Field(default=5, ge=1)
     """Checkpoints kept. The best and the last whole one are never deleted."""
 
     save_best: bool = True

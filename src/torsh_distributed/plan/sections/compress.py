@@ -72,7 +72,7 @@ class CompressConfig(Section):
     warmup_steps: int = Field(default=100, ge=0)
     """Steps at the start that travel uncompressed: early gradients change fast."""
 
-    compression_period: int = Field(default=1, ge=1)
+    period: int = Field(default=1, ge=1)
     """Compress one step in this many."""
 
     skip_below_numel: int = Field(default=1024, ge=0)

@@ -18,13 +18,13 @@ class OffloadConfig(Section):
     enabled: bool = False
     """Turn offload on; the keys below say what goes where."""
 
-    offload_params: bool = True
+    params: bool = True
     """Keep parameters off the device, except those of the modules at work."""
 
-    offload_grads: bool = True
+    grads: bool = True
     """Keep gradients off the device."""
 
-    offload_optimizer_states: bool = True
+    optimizer_state: bool = True
     """Keep optimizer state off the device and update on the host. Parameters and gradients leave the device only with
     it; a part of it stays under `device_optimizer_ratio`."""
 
@@ -59,16 +59,16 @@ class OffloadConfig(Section):
 
     @override
     def find_problems(self) -> Iterator[Problem]:
-        if self.enabled and not (self.offload_params or self.offload_grads or self.offload_optimizer_states):
+        if self.enabled and not (self.params or self.grads or self.optimizer_state):
             yield Problem(
                 "enabled",
-                "enabled is true, but offload_params, offload_grads and offload_optimizer_states are all false",
+                "enabled is true, but params, grads and optimizer_state are all false",
                 "choose at least one of them, or set enabled = false",
             )
-        elif self.enabled and not self.offload_optimizer_states:
+        elif self.enabled and not self.optimizer_state:
             yield Problem(
-                "offload_optimizer_states",
-                "offload_optimizer_states is false, but the update is done where the state is: parameters or gradients "
+                "optimizer_state",
+                "optimizer_state is false, but the update is done where the state is: parameters or gradients "
                 "that leave the device would come back for it",
-                "set offload_optimizer_states = true, and device_optimizer_ratio to keep a share of it on the device",
+                "set optimizer_state = true, and device_optimizer_ratio to keep a share of it on the device",
             )

@@ -38,7 +38,7 @@ class DdpConfig(Section):
     auto_size: bool = False
     """Measure the link when training starts and choose both sizes by it, in place of the two above."""
 
-    enabled: bool = True
+    bucketing: bool = True
     """Off sends every gradient by itself: slow, for finding out which one is at fault."""
 
     overlap: bool = True

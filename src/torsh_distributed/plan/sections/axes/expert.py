@@ -58,7 +58,7 @@ class ExpertConfig(Section):
     gate_top_groups: int | None = Field(default=None, ge=1)
     """Groups that one token may choose its experts from; all, if not set. Fewer keep a token on fewer ranks."""
 
-    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an expert's hidden values that is zeroed in training."""
 
     initialization: Initialization = "xavier"
