@@ -51,7 +51,7 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
     (
         {"expert": {"num_experts": 6}, "mesh": {"ep": 4}},
         "expert.num_experts 6 does not spread evenly over mesh.ep 4",
-        "take a multiple of 4, or another mesh.ep",
+        "make expert.num_experts a multiple of mesh.ep",
     ),
     (
         {"expert": {"num_experts_per_token": 1, "normalize_weights": True}},
@@ -117,12 +117,12 @@ DOES_NOT_WORK: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"fsdp": {"strategy": "no_shard"}, "mesh": {"shard": 2}},
-        'fsdp.strategy is "no_shard", but mesh.shard is 2',
-        "set mesh.shard = 1 (and mesh.dp for replicas), or choose another strategy",
+        "fsdp.strategy = no_shard does not go together with mesh.shard = 2: nothing would be sharded",
+        "set mesh.shard = 1 (and mesh.dp for replicas), or choose another fsdp.strategy",
     ),
     (
         {"fsdp": {"strategy": "hybrid_shard"}, "mesh": {"shard": -1}},
-        'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is 1 and mesh.shard -1',
+        'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is 1 and mesh.shard is -1',
         "give both mesh.dp and mesh.shard a degree above 1",
     ),
     (

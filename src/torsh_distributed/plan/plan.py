@@ -12,9 +12,10 @@ from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.compatibility.table import clashes_in, impossible_in
 from torsh_distributed.plan.describing.explanation import Explanation, Row, show
 from torsh_distributed.plan.key_paths import keys_of
-from torsh_distributed.plan.plan_sections import PlanArguments, PlanSections
+from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections
 from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
 from torsh_distributed.plan.reading import files
 from torsh_distributed.plan.reading.sources import (
@@ -26,7 +27,7 @@ from torsh_distributed.plan.reading.sources import (
     override_layer,
 )
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
-from torsh_distributed.plan.support import status_of
+from torsh_distributed.plan.support import gate_of, status_of
 
 
 class Difference(NamedTuple):
@@ -56,26 +57,7 @@ class Plan(PlanSections):
 
     @override
     def find_problems(self) -> Iterator[Problem]:
-        mesh, experts = self.mesh, self.expert.num_experts
-        if mesh.ep > 1 and experts % mesh.ep:
-            yield Problem(
-                "expert.num_experts",
-                f"expert.num_experts {experts} does not spread evenly over mesh.ep {mesh.ep}",
-                f"take a multiple of {mesh.ep}, or another mesh.ep",
-            )
-        if self.fsdp.strategy == "no_shard" and mesh.shard != 1:
-            yield Problem(
-                "fsdp.strategy",
-                f'fsdp.strategy is "no_shard", but mesh.shard is {mesh.shard}',
-                "set mesh.shard = 1 (and mesh.dp for replicas), or choose another strategy",
-            )
-        if self.fsdp.strategy == "hybrid_shard" and 1 in (mesh.dp, mesh.shard):
-            yield Problem(
-                "fsdp.strategy",
-                f'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is {mesh.dp} and mesh.shard'
-                f" {mesh.shard}",
-                "give both mesh.dp and mesh.shard a degree above 1",
-            )
+        return impossible_in(self)
 
     # --- where plans come from ---------------------------------------------------------------------------------
 
@@ -173,8 +155,15 @@ class Plan(PlanSections):
 
     def unsupported(self) -> tuple[str, ...]:
         """The keys set away from their default that this version would ignore."""
+        return tuple(row.key for row in self.explain() if row.status == "not yet" and self._is_changed(row.key))
+
+    def notices(self) -> tuple[str, ...]:
+        """A sentence for every key set away from its default that another key turns off."""
+        found = ((key, gate_of(self, key)) for key in keys_of(Plan) if self._is_changed(key))
         return tuple(
-            row.key for row in self.explain() if row.status == "not yet" and row.value != _DEFAULTS.value(row.key)
+            f"{key} = {show(self.value(key))} has no effect while {gate} is {show(self.value(gate))}"
+            for key, gate in found
+            if gate is not None
         )
 
     def require_supported(self) -> None:
@@ -186,37 +175,36 @@ class Plan(PlanSections):
     def resolve(self, world_size: int) -> Self:
         """This plan for a world of `world_size` ranks: no degree of its mesh is -1."""
         resolved = self.replace(mesh=self.mesh.resolve(world_size))
-        resolved._sources = dict(self._sources)  # a number put in for -1 is no argument of the user's
+        resolved._sources = dict(self._sources)  # the user did not set the degree that replaces -1
         return resolved
 
     @override
     def validate(self, world_size: int | None = None) -> None:  # type: ignore[override]  # pydantic 1's, deprecated
-        """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given."""
+        """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given.
+
+        A plan that passes for a world is not refused there later, except for what the model, the devices or the ranks
+        do not allow.
+        """
         problems = list(self._support_problems())
+        resolved = self
         if world_size is not None:
             try:
-                problems += self._batch_problems(self.mesh.resolve(world_size).data_degree)
+                resolved = self.model_copy(update={"mesh": self.mesh.resolve(world_size)})
             except ConfigurationError as error:
                 problems.append(Problem("mesh", error.message, error.hint or ""))
+        problems += clashes_in(resolved)
         if problems:
             raise configuration_error(problems, where=self._name)
 
     def _support_problems(self) -> Iterator[Problem]:
         for key in self.unsupported():
-            default = show(_DEFAULTS.value(key))
+            default = show(DEFAULTS.value(key))
             text = f"{key} = {show(self.value(key))} is not supported by this version yet"
             yield Problem(key, text, f"leave it at its default, {default}")
 
-    def _batch_problems(self, data_degree: int) -> Iterator[Problem]:
-        training = self.training
-        passes = data_degree * training.gradient_accumulation
-        if training.batch_size < passes:
-            yield Problem(
-                "training.batch_size",
-                f"training.batch_size {training.batch_size} is below data-parallel degree {data_degree}"
-                f" × gradient_accumulation {training.gradient_accumulation} = {passes}",
-                "every pass of every rank needs a sample at least",
-            )
+    def _is_changed(self, key: str) -> bool:
+        """Whether the key is away from its default. A key given at its default asks for nothing: `save` writes all."""
+        return self.value(key) != DEFAULTS.value(key)
 
     # Pydantic would compare the sources too.
     @override
@@ -226,9 +214,9 @@ class Plan(PlanSections):
     @override
     def __repr__(self) -> str:
         set_apart: dict[str, dict[str, object]] = {}
-        for key, mine, _ in self.diff(_DEFAULTS):
+        for key in filter(self._is_changed, keys_of(Plan)):
             section, _, name = key.partition(".")
-            set_apart.setdefault(section, {})[name] = mine
+            set_apart.setdefault(section, {})[name] = self.value(key)
         return f"Plan({', '.join(f'{section}={keys!r}' for section, keys in set_apart.items())})"
 
     __str__ = __repr__
@@ -262,6 +250,3 @@ def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
     if not source.startswith(("environment", "command line")):
         return problem
     return Problem(problem.key, f"{problem.text} (from {source})", problem.hint)
-
-
-_DEFAULTS = Plan()

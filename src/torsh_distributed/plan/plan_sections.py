@@ -105,3 +105,7 @@ class PlanSections(Section):
         """The value under a full key such as `mesh.dp`."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
+
+
+DEFAULTS = PlanSections()
+"""Every key at its default."""

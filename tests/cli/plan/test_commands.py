@@ -145,8 +145,9 @@ BROKEN = {
         "[training]\nbatch_size = 3\n",
         "4",
         (
-            "FILE: training.batch_size 3 is below data-parallel degree 4 × gradient_accumulation 1 = 4\n"
-            "  got:  key=training.batch_size\n  hint: every pass of every rank needs a sample at least"
+            "FILE: training.batch_size 3 is below data-parallel degree 4 × training.gradient_accumulation 1 = 4\n"
+            "  got:  key=training.batch_size\n"
+            "  hint: raise training.batch_size: every pass of every rank needs at least one sample"
         ),
     ),
     "not supported yet": (

@@ -122,10 +122,10 @@ def test_the_loss_scale_may_change_under_compression(world: World, feedback: str
 
 def refuse() -> None:
     for plan, text in (
-        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "does not go together with tp 2"),
+        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "compress.method = topk:0.1 does not go together with mesh.tp = 2"),
         (
             {"precision": {"reduce_dtype": "bf16"}, "mesh": {"tp": 2}},
-            "precision.reduce_dtype = bf16 does not go together",
+            "precision.reduce_dtype = bf16 does not go together with mesh.tp = 2",
         ),
     ):
         with pytest.raises(ConfigurationError, match=text):

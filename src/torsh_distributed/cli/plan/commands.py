@@ -17,9 +17,10 @@ from torsh_distributed.cli.plan.picture import draw_plan
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.describing import compatibility_page
+from torsh_distributed.plan.describing import reference as plan_reference
 from torsh_distributed.plan.describing.explanation import Row
 from torsh_distributed.plan.describing.explanation import show as as_text
-from torsh_distributed.plan.describing.reference import render
 from torsh_distributed.plan.reading.files import write_atomically
 
 app = typer.Typer(name="plan", help="Show, check and document plans.", no_args_is_help=True)
@@ -31,6 +32,8 @@ WorldSize = Annotated[int | None, typer.Option("--world", min=1, metavar="N", he
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as mesh.dp=2. Repeatable.")
 ]
+
+OutputFile = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")]
 
 
 @app.command("show")
@@ -71,6 +74,8 @@ def validate(file: PlanFile = None, world: WorldSize = None, assignments: Assign
     plan = Plan.compose(chosen, environ=os.environ, command_line=assignments or ())
     plan.validate(world)
     typer.echo(f"{chosen} is valid")
+    for notice in plan.notices():
+        typer.echo(f"note: {notice}")
     if world is not None:
         typer.echo(_fit(plan, world))
 
@@ -82,14 +87,22 @@ def schema() -> None:
 
 
 @app.command("reference")
-def reference(
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")] = None,
-) -> None:
+def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
+    _put(plan_reference.render(), output)
+
+
+@app.command("compatibility")
+def compatibility(output: OutputFile = None) -> None:
+    """Print the page of what goes together in a plan, or write it to a file."""
+    _put(compatibility_page.render(), output)
+
+
+def _put(page: str, output: Path | None) -> None:
     if output is None:
-        typer.echo(render(), nl=False)
+        typer.echo(page, nl=False)
     else:
-        write_atomically(output, render())
+        write_atomically(output, page)
 
 
 def _table(rows: list[Row]) -> Table:

@@ -13,7 +13,7 @@ from torsh_distributed.plan.describing.explanation import show
 from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.sections.compress import METHODS
-from torsh_distributed.plan.support import GATES, HONOURED
+from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
 
 _INTRODUCTION = """\
 # Plan reference
@@ -42,7 +42,7 @@ def _section_lines(name: str, section: type[BaseModel]) -> Iterator[str]:
     if name in GATES:
         gate, off = GATES[name]
         yield ""
-        yield f"The section has no effect while `{gate}` is {show(off)}."
+        yield f"The section has no effect while `{gate}` is {_either(off)}."
     yield ""
     yield "| Key | Allowed | Default | Meaning | Honoured |"
     yield "|---|---|---|---|---|"
@@ -59,10 +59,17 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _support(key: str) -> str:
-    if key not in HONOURED:
-        return "not yet"
-    values = HONOURED[key]
-    return "yes" if values is None else ", ".join(values)
+    if key in KEY_GATES:
+        gate, off = KEY_GATES[key]
+        return f"not while `{gate}` is {_either(off)}"
+    if key not in NOT_YET:
+        return "not yet" if key.partition(".")[0] in NOT_YET else "yes"
+    values = NOT_YET[key]
+    return "not yet" if values is None else f"yes, except {', '.join(values)}"
+
+
+def _either(values: tuple[object, ...]) -> str:
+    return " or ".join(map(show, values))
 
 
 def _method_lines() -> Iterator[str]:

@@ -52,6 +52,9 @@ METHODS: dict[str, MethodParameter | None] = {
 }
 """Every method, with the parameter it takes."""
 
+NEEDS_WHOLE_GRADIENTS = ("powersgd", "sketch")
+"""Methods whose messages describe a tensor as a whole: they cannot be cut by the owner of a shard."""
+
 
 class CompressConfig(Section):
     """The method, and what keeps its error from adding up."""

@@ -22,6 +22,9 @@ STAGES_PER_RANK = {
 }
 """Schedule to the least and most stages a rank may hold under it."""
 
+SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
+"""Schedules that compute the gradients of inputs and of weights at different times."""
+
 
 class PipelineConfig(Section):
     """The schedule of a pipeline and the cut into stages; its degree is mesh.pp."""
