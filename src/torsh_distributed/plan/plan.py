@@ -13,24 +13,24 @@ from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.compatibility.table import clashes_in, impossible_in
-from torsh_distributed.plan.describing.explanation import Explanation, Row, show
+from torsh_distributed.plan.describing.explanation import ExplainedKey, Explanation, show
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections
 from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
 from torsh_distributed.plan.reading import files
-from torsh_distributed.plan.reading.sources import (
-    Layer,
-    document_layer,
-    environment_layer,
-    file_layer,
+from torsh_distributed.plan.reading.value_sources import (
+    SourceValues,
     merge,
-    override_layer,
+    values_from_command_line,
+    values_from_document,
+    values_from_environment,
+    values_from_file,
 )
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.support import gate_of, status_of
 
 
-class Difference(NamedTuple):
+class PlanDifference(NamedTuple):
     """A key under which two plans differ."""
 
     key: str
@@ -41,8 +41,8 @@ class Difference(NamedTuple):
 class Plan(PlanSections):
     """How a model is trained: sections of keys, each with a default that leaves training as it is.
 
-    Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination.
-    Two plans are equal if their values are; where the values came from does not count.
+    Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination;
+    `validate` says whether it can run. Two plans are equal if their values are, wherever those came from.
     """
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -64,16 +64,16 @@ class Plan(PlanSections):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The plan in a .toml, .json, .yaml or .yml file."""
-        return cls._from_layer(file_layer(Path(path), cls), where=str(path))
+        return cls._from_values(values_from_file(Path(path), cls), where=str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The plan that `to_dict` gave, or sections of keys written by hand."""
-        return cls._from_layer(document_layer(values, cls, source="argument"), where="plan")
+        """The plan from what `to_dict` returned, or from sections of keys written by hand."""
+        return cls._from_values(values_from_document(values, cls, source="argument"), where="plan")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """The plan that the environment asks for: the file in TORSH_PLAN, then TORSH_PLAN__SECTION__KEY over it."""
+        """The plan in the environment: the file in TORSH_PLAN, overridden by TORSH_PLAN__SECTION__KEY."""
         return cls.compose(environ=environ)
 
     @classmethod
@@ -84,27 +84,27 @@ class Plan(PlanSections):
         environ: Mapping[str, str] | None = None,
         command_line: Iterable[str] = (),
     ) -> Self:
-        """A plan from a file, the environment over it, and `section.key=value` of a command line over both.
+        """A plan from a file, overridden by the environment, then by `section.key=value` of a command line.
 
         Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any.
         """
         variables = environ or {}
         chosen = path or variables.get("TORSH_PLAN") or None
-        layers = [file_layer(Path(chosen), cls)] if chosen else []
-        layers += [environment_layer(variables, cls), override_layer(command_line, cls)]
-        return cls._from_layer(merge(layers), where=str(chosen or "plan"))
+        sources = [values_from_file(Path(chosen), cls)] if chosen else []
+        sources += [values_from_environment(variables, cls), values_from_command_line(command_line, cls)]
+        return cls._from_values(merge(sources), where=str(chosen or "plan"))
 
     @classmethod
-    def _from_layer(cls, layer: Layer, *, where: str) -> Self:
-        problems = list(layer.problems)
+    def _from_values(cls, given: SourceValues, *, where: str) -> Self:
+        problems = list(given.problems)
         plan: Self | None = None
         try:
-            plan = cls.model_validate(layer.values)
+            plan = cls.model_validate(given.values)
         except ValidationError as error:
             problems += problems_of(error, cls)
         if problems or plan is None:
-            raise configuration_error((_with_source(problem, layer.sources) for problem in problems), where=where)
-        plan._sources, plan._name = dict(layer.sources), where
+            raise configuration_error((_with_source(problem, given.sources) for problem in problems), where=where)
+        plan._sources, plan._name = dict(given.sources), where
         return plan
 
     @override
@@ -122,7 +122,7 @@ class Plan(PlanSections):
         changed._name = self._name
         return changed
 
-    # --- what they give ----------------------------------------------------------------------------------------
+    # --- what they return ----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Every key of every section, as JSON-ready values."""
@@ -134,19 +134,19 @@ class Plan(PlanSections):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all values: equal for equal plans, in every process and format. Kept in checkpoints."""
+        """SHA-256 of all values: equal for equal plans, in every process and format. Stored in checkpoints."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
-    def diff(self, other: Plan) -> tuple[Difference, ...]:
+    def diff(self, other: Plan) -> tuple[PlanDifference, ...]:
         """The keys under which this plan and `other` differ."""
         pairs = ((key, self.value(key), other.value(key)) for key in keys_of(Plan))
-        return tuple(Difference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
+        return tuple(PlanDifference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
 
     def explain(self) -> Explanation:
         """Every key with its value, where that came from, and whether this version honours it."""
         return Explanation(
             tuple(
-                Row(key, self.value(key), self._sources.get(key, "default"), status_of(self, key))
+                ExplainedKey(key, self.value(key), self._sources.get(key, "default"), status_of(self, key))
                 for key in keys_of(Plan)
             )
         )
@@ -245,7 +245,7 @@ def _keys_given(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
-    """Name the variable or option a bad value came from; a file is named by the error already."""
+    """Name the variable or option that a bad value came from; the error already names a file."""
     source = sources.get(problem.key, "")
     if not source.startswith(("environment", "command line")):
         return problem

@@ -1,4 +1,4 @@
-"""What is wrong with a plan: every problem found, told at once, in the user's spelling."""
+"""What is wrong with a plan: every problem found, reported at once, in the user's spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.allowed import choices, describe
+from torsh_distributed.plan.describing.allowed_values import choices, describe
 from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
 
 FOUND = "plan_problem"
@@ -20,7 +20,7 @@ FOUND = "plan_problem"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing wrong: the key it is about, a sentence, and what to do."""
+    """One thing wrong: the key, a sentence with keys written in full, and what to do."""
 
     key: str
     text: str
@@ -35,20 +35,17 @@ def configuration_error(problems: Iterable[Problem], *, where: str) -> Configura
     lines = [f"  {problem.text}" + (f" ({problem.hint})" if problem.hint else "") for problem in found]
     return ConfigurationError(
         "\n".join([f"{where} has {len(found)} problems:", *lines]),
-        hint="mend these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
+        hint="fix these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
     )
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """What pydantic found, in our words."""
+    """What pydantic found, in the words of a plan."""
     found: list[Problem] = []
     for detail in error.errors(include_url=False):
         if detail["type"] == FOUND:
             prefix = "".join(f"{part}." for part in detail["loc"])
-            found += [
-                Problem(prefix + problem.key, prefix + problem.text, problem.hint)
-                for problem in detail["ctx"]["problems"]
-            ]
+            found += [dataclasses.replace(problem, key=prefix + problem.key) for problem in detail["ctx"]["problems"]]
         else:
             found.append(_problem_of(detail, model))
     return found
@@ -72,7 +69,7 @@ def _problem_of(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
 
 
 def unknown_key(path: list[str], model: type[BaseModel]) -> Problem:
-    """The problem of a key that does not exist, with the name that was probably meant."""
+    """The problem of a key that does not exist, with the name the user probably meant."""
     key, name = ".".join(path), path[-1]
     parent = section_at(path[:-1], model)
     inside = f"[{'.'.join(path[:-1])}]" if path[:-1] else "a plan"
@@ -87,7 +84,7 @@ def unknown_key(path: list[str], model: type[BaseModel]) -> Problem:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that proposes the nearest of the known words; empty where none is near."""
+    """A question that proposes the nearest known word; empty if none is near."""
     near = _nearest(name, known, cutoff=0.6)
     return f"did you mean {near}?" if near else ""
 

@@ -275,7 +275,7 @@ def test_more_choices_than_experts_are_clamped_with_a_warning_by_hand_and_refuse
     with pytest.warns(UserWarning, match="num_experts_per_token 5 is above the 3 experts"):
         layer = MoELayer(DIM, HIDDEN, config, num_experts_per_token=5)
     assert layer.config.num_experts_per_token == 3
-    with pytest.raises(ConfigurationError, match="num_experts_per_token 5 is above num_experts 3"):
+    with pytest.raises(ConfigurationError, match=r"num_experts_per_token 5 is above expert\.num_experts 3"):
         ExpertConfig(num_experts=3, num_experts_per_token=5)
 
 

@@ -101,7 +101,7 @@ def _answer(*documents: Document) -> str:
     for document in documents:
         for section, keys in document.items():
             merged.setdefault(section, {}).update(keys)
-    broken = list(broken_rules(PlanSections(**merged)))
+    broken = list(broken_rules(PlanSections.model_validate(merged)))
     numbers = ", ".join(f"[{RULES.index(rule) + 1}](#{rule.name})" for rule in broken)
     return f"no: {numbers}" if broken else "yes"
 

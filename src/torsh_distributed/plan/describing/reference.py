@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from torsh_distributed.plan.describing.allowed import describe
+from torsh_distributed.plan.describing.allowed_values import describe
 from torsh_distributed.plan.describing.explanation import show
 from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.plan import Plan
@@ -24,8 +24,9 @@ written, loaded and checked.
 A file has one table for each section: `[mesh]` with `dp = 2` under it is the key `mesh.dp`. The same key is
 `TORSH_PLAN__MESH__DP` in the environment and `--set mesh.dp=2` on the command line.
 
-The last column tells whether this version honours the key. One that is *not yet* honoured may stand in a plan at its
-default only: a plan that sets it to something else is refused when training begins, never ignored."""
+The last column says whether this version honours the key. One that is *not yet* honoured must stay at its default: a
+plan that sets it is refused before training, never ignored. A key that another one turns off is reported.
+[What goes together](compatibility.md) lists the combinations that are refused."""
 
 
 def render() -> str:

@@ -16,7 +16,7 @@ def _as(key: str) -> Callable[[Any], Assignments]:
 
 
 def _table(key: str, words: Mapping[Any, Assignments]) -> Callable[[Any], Assignments]:
-    """By value; a value that is not in the table is passed on under `key`, where validation refuses it."""
+    """By value. A value that is not in the table is passed on under `key`, where validation refuses it."""
 
     def convert(value: Any) -> Assignments:
         known = value.lower() if isinstance(value, str) else value
@@ -92,16 +92,16 @@ ALIASES: Mapping[str, Callable[[Any], Assignments]] = {
         {True: {"checkpoint.compression_level": 3}, False: {"checkpoint.compression_level": 0}},
     ),
 }
-"""Old key to the assignments it stands for."""
+"""Old key to the assignments it means."""
 
 _UNITS = {"_secs": 1.0, "_sec": 1.0, "_ms": 1e-3, "_us": 1e-6}
 
 
 def expand(key: str, value: Any, *, known: frozenset[str]) -> Assignments | None:
-    """What the old `key` says in today's keys; None where it is no alias.
+    """What the old `key` means in current keys; None if it is not an alias.
 
     Besides the table: a time named in other units (`heartbeat_timeout_ms`) or without one
-    (`timeout`, in seconds) stands for the key that ends in `_s`.
+    (`timeout`, in seconds) means the key that ends in `_s`.
     """
     if key in known:
         return None
@@ -117,5 +117,5 @@ def expand(key: str, value: Any, *, known: frozenset[str]) -> Assignments | None
 
 
 def twice(key: str, new: str) -> Problem:
-    """The problem of a file that gives both spellings."""
+    """The problem of a file that has both spellings."""
     return Problem(key, f"{key} and {new} are both given, and mean the same", f"keep {new}")

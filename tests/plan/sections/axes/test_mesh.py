@@ -73,7 +73,7 @@ def test_a_mesh_that_does_not_fit_shows_the_whole_equation(
 
 
 def test_only_one_axis_fills() -> None:
-    with pytest.raises(ConfigurationError, match="dp and tp are both -1, but only one axis can fill the world"):
+    with pytest.raises(ConfigurationError, match=r"mesh\.dp and mesh\.tp are both -1, but only one axis"):
         MeshConfig(dp=-1, tp=-1)
 
 
