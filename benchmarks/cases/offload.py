@@ -240,7 +240,7 @@ def _updates(budget: Budget) -> Iterator[Row]:
         options = {"fused": name == "fused", "foreach": name == "foreach"} if name != "ours" else {}
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
         if name == "ours":
-            off = OffloadConfig(enabled=True, offload_params=False, offload_grads=False)
+            off = OffloadConfig(enabled=True, params=False, grads=False)
             optimizer = StateOffload(model, optimizer, off).optimizer
         stepped[name] = optimizer.step
     yield compare(

@@ -80,10 +80,10 @@ def test_a_steady_loss_is_compressed_hard_and_an_unsteady_one_hardly() -> None:
     adaptive = AdaptiveCompression(chosen, "loss_aware")
     for step in range(10):
         adaptive.step(2.0 + 0.01 * step)
-    assert (chosen.config.method, chosen.config.compression_period) == ("topk:0.001", 1)
+    assert (chosen.config.method, chosen.config.period) == ("topk:0.001", 1)
     for step in range(10):
         adaptive.step(2.0 * (step % 2))
-    assert (chosen.config.method, chosen.config.compression_period) == ("bf16", 4)
+    assert (chosen.config.method, chosen.config.period) == ("bf16", 4)
 
 
 def test_stability_and_settings_at_their_edges() -> None:
@@ -108,7 +108,7 @@ def test_stability_and_settings_at_their_edges() -> None:
 )
 def test_a_first_guess(num_parameters: int, gbps: float, tolerance: float, method: str, period: int) -> None:
     config = configure_compression(num_parameters, gbps, tolerance)
-    assert (config.method, config.compression_period) == (method, period)
+    assert (config.method, config.period) == (method, period)
 
 
 def test_what_cannot_adapt_is_refused() -> None:

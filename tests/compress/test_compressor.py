@@ -92,7 +92,7 @@ def methods_at(num_steps: int, **settings: Any) -> str:
 def test_warm_up_ends_and_the_period_counts_from_there() -> None:
     assert methods_at(5) == "ccccc"
     assert methods_at(6, warmup_steps=3) == "dddccc"
-    assert methods_at(9, warmup_steps=2, compression_period=3) == "ddcddcddc"
+    assert methods_at(9, warmup_steps=2, period=3) == "ddcddcddc"
 
 
 def test_small_and_named_tensors_go_whole() -> None:

@@ -60,7 +60,7 @@ def test_dropping_one_leaves_the_others_of_its_bucket() -> None:
 @pytest.mark.parametrize("method", ["topk:0.1", "sign", "int8", "powersgd:1", "randomk:0.2", "fp16"])
 def test_all_that_was_sent_and_the_residual_are_all_gradients(method: str) -> None:
     """Momentum 1 loses nothing, dense steps in between included."""
-    sender = compressor(method, error_feedback_momentum=1.0, compression_period=3)
+    sender = compressor(method, error_feedback_momentum=1.0, period=3)
     torch.manual_seed(0)
     total, received = torch.zeros(20, 30), torch.zeros(20, 30)
     for _ in range(7):

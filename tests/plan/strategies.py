@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import Plan
+from torsh_distributed.plan import MeshConfig, Plan
 from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.sections.axes.mesh import FILL
 from torsh_distributed.plan.sections.compress import METHODS
@@ -21,6 +21,9 @@ from torsh_distributed.plan.sections.distributed import BACKENDS
 SPECIAL = {
     "distributed.backend": st.sampled_from(["auto", *BACKENDS, "cpu:gloo,cuda:nccl"]),
     "compress.method": st.sampled_from([*METHODS, "topk:0.01", "powersgd:2", "nbit:3"]),
+    # Small: tests build schedules of them.
+    "pipeline.num_microbatches": st.integers(1, 20),
+    "pipeline.stages_per_rank": st.integers(1, 3),
 }
 DEGREES = st.sampled_from([FILL, 1, 1, 2, 3, 8])
 
@@ -69,6 +72,18 @@ def sections(draw: st.DrawFn, name: str, model: type[BaseModel]) -> BaseModel:
         return model(**values)
     except ConfigurationError:
         return model()
+
+
+@st.composite
+def meshes(draw: st.DrawFn, world_size: int) -> MeshConfig:
+    """A mesh that fills the world: every prime factor of its size on some axis, so a degree above 1 is common."""
+    degrees = dict.fromkeys(MeshConfig.model_fields, 1)
+    rest = world_size
+    while rest > 1:
+        factor = next(number for number in range(2, rest + 1) if rest % number == 0)
+        degrees[draw(st.sampled_from(list(degrees)))] *= factor
+        rest //= factor
+    return MeshConfig(**degrees)
 
 
 @st.composite

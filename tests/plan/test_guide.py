@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 4
     for number, code in enumerate(blocks("python")):
         exec(compile(code, f"block {number}", "exec"), {})
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import DdpConfig, Difference, MeshConfig, Plan, TrainingConfig
+from torsh_distributed.plan import DdpConfig, MeshConfig, Plan, PlanDifference, TrainingConfig
 from torsh_distributed.plan.key_paths import keys_of, sections_of
-from torsh_distributed.plan.plan import PlanArguments
+from torsh_distributed.plan.plan_sections import PlanArguments
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json", ".yaml"])
@@ -98,8 +98,8 @@ def test_a_plan_cannot_be_changed_but_replaced() -> None:
         plan.mesh.dp = 3  # type: ignore[misc]
     changed = plan.replace(training={"steps": 5}, ddp=DdpConfig(static_graph=True))
     assert changed.diff(plan) == (
-        Difference("ddp.static_graph", True, False),
-        Difference("training.steps", 5, 1000),
+        PlanDifference("ddp.static_graph", True, False),
+        PlanDifference("training.steps", 5, 1000),
     )
     assert changed.replace(training={"seed": 1}).training == TrainingConfig(steps=5, seed=1)
     assert plan == Plan(dp=2)

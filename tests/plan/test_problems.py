@@ -35,17 +35,21 @@ def test_all_problems_are_told_at_once() -> None:
         "  mesh.dp must be a number of ranks, at least 1, or -1 to fill the world; got '2'",
         "  mesh.tpp is not a key of [mesh] (did you mean tp?)",
         (
-            "  ddp must be a section with keys of its own (max_bucket_size_mb, min_bucket_size_mb, auto_size, enabled,"
-            " overlap, find_unused_parameters, static_graph, gradient_as_bucket_view, broadcast_buffers); got 4"
+            "  ddp must be a section with keys of its own (max_bucket_size_mb, min_bucket_size_mb, auto_size,"
+            " bucketing, overlap, find_unused_parameters, static_graph, gradient_as_bucket_view,"
+            " broadcast_buffers); got 4"
         ),
         "  fsdp.wrap_classes must be a list of text; element 1 is 7",
-        "  expert.num_experts_per_token 3 is above num_experts 2 (a token cannot go to more experts than there are)",
+        (
+            "  expert.num_experts_per_token 3 is above expert.num_experts 2"
+            " (a token cannot go to more experts than there are)"
+        ),
         "  precision.dtype must be one of fp32, bf16, fp16, fp8; got 'bf32' (did you mean fp32?)",
         "  training.steps must be an integer, at least 1; got 0",
         "  training.dp is not a key of [training] (dp belongs in [mesh])",
         "  elastic.heartbeat is not a key of [elastic] (did you mean heartbeat_timeout_s?)",
         "  trainin is not a key of a plan (did you mean training?)",
-        "  hint: mend these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
+        "  hint: fix these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
     ]
 
 

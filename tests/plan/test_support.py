@@ -13,17 +13,17 @@ from torsh_distributed.plan import (
     TrainingConfig,
 )
 from torsh_distributed.plan.key_paths import keys_of
-from torsh_distributed.plan.support import GATES, HONOURED
+from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
 
 
 def test_the_tables_name_existing_keys_and_values() -> None:
-    assert set(HONOURED) <= set(keys_of(Plan))
-    default = Plan()
+    default, keys = Plan(), set(keys_of(Plan))
+    assert set(NOT_YET) <= keys | set(Plan.model_fields)
     for section, (gate, off) in GATES.items():
         assert section in Plan.model_fields
-        assert default.value(gate) == off, "a section is off by default"
-    for key, values in HONOURED.items():
-        assert values is None or default.value(key) in values, "a default is always honoured"
+        assert default.value(gate) in off, "a section is off by default"
+    for key, (gate, _) in KEY_GATES.items():
+        assert {key, gate} <= keys
 
 
 def test_the_default_plan_is_supported() -> None:
@@ -51,11 +51,50 @@ def test_what_is_not_built_yet_is_refused_by_name() -> None:
 
 
 def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
-    plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(max_checkpoints=2))
+    plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(keep=2))
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
-    assert plan.explain()["checkpoint.max_checkpoints"].status == "off by checkpoint.enabled"
+    assert plan.explain()["checkpoint.keep"].status == "off by checkpoint.enabled"
     assert plan.unsupported() == ()
     assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"tensor": {"sequence_parallel": True}}, "tensor.sequence_parallel = true has no effect while mesh.tp is 1"),
+        ({"pipeline": {"num_microbatches": 8}}, "pipeline.num_microbatches = 8 has no effect while mesh.pp is 1"),
+        ({"fsdp": {"strategy": "shard_grad_op"}}, "fsdp.strategy = shard_grad_op has no effect while mesh.shard is 1"),
+        (
+            {"mesh": {"shard": 2}, "ddp": {"overlap": False}},
+            "ddp.overlap = false has no effect while mesh.shard is 2",
+        ),
+        (
+            {"offload": {"cpu_memory_budget_gb": 4.0}},
+            "offload.cpu_memory_budget_gb = 4.0 has no effect while offload.enabled is false",
+        ),
+        (
+            {"precision": {"dtype": "bf16", "init_loss_scale": 8.0}},
+            "precision.init_loss_scale = 8.0 has no effect while precision.dtype is bf16",
+        ),
+        (
+            {"activation": {"strategy": "selective", "every_n_layers": 2}},
+            "activation.every_n_layers = 2 has no effect while activation.strategy is selective",
+        ),
+        ({"mesh": {"dp": 1, "shard": -1}, "fsdp": {"strategy": "shard_grad_op"}}, None),
+        ({"fsdp": {"wrap_names": ["layers.*"]}, "activation": {"strategy": "selective"}}, None),
+        ({"tensor": {"sequence_parallel": False}, "pipeline": {"num_microbatches": 4}}, None),
+    ],
+)
+def test_a_setting_that_another_turns_off_is_reported(
+    sections: dict[str, dict[str, object]], expected: str | None
+) -> None:
+    plan = Plan.from_dict(sections)
+    assert plan.notices() == (() if expected is None else (expected,))
+    plan.validate()
+
+
+def test_a_saved_plan_gets_no_notices_for_its_defaults() -> None:
+    assert Plan.from_dict(Plan(dp=2).to_dict()).notices() == ()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +107,7 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
         ({"mesh": {"tp": 2}}, None, True),
         ({"mesh": {"pp": 2}}, "mesh.pp", False),
         ({"offload": {"enabled": True}}, "offload.enabled", True),
-        ({"offload": {"enabled": True, "offload_params": False, "offload_grads": False}}, None, True),
+        ({"offload": {"enabled": True, "params": False, "grads": False}}, None, True),
     ],
 )
 def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(

@@ -131,7 +131,7 @@ class AdaptiveCompression:
         if config == self._compressor.config:
             return
         self._compressor.update_config(config)
-        choice = f"{config.method}, every {config.compression_period} steps"
+        choice = f"{config.method}, every {config.period} steps"
         events.emit(events.DecisionEvent(subject="strength of compression", choice=choice, reason=reason))
 
     def _check_number(self) -> None:
@@ -156,10 +156,10 @@ def loss_stability(losses: list[float]) -> float:
 def settings_for_stability(stability: float, config: CompressConfig) -> CompressConfig:
     """A steady loss bears hard compression at every step; an unsteady one gets 16 bits, one step in four."""
     if stability > 0.9:
-        return config.replace(method="topk:0.001", compression_period=1)
+        return config.replace(method="topk:0.001", period=1)
     if stability > 0.7:
-        return config.replace(method="topk:0.01", compression_period=2)
-    return config.replace(method="bf16", compression_period=4)
+        return config.replace(method="topk:0.01", period=2)
+    return config.replace(method="bf16", period=4)
 
 
 def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressConfig:
@@ -169,7 +169,7 @@ def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance:
     """
     period = round((1 if num_parameters > 1e10 else 4) * max(1.0, 10 / bandwidth_gbps))
     if bandwidth_gbps < 10:
-        return CompressConfig(method="topk:0.001", compression_period=period)
+        return CompressConfig(method="topk:0.001", period=period)
     if bandwidth_gbps < 25:
-        return CompressConfig(method="topk:0.01", compression_period=period)
-    return CompressConfig(method="int8" if tolerance > 0.1 else "none", compression_period=period)
+        return CompressConfig(method="topk:0.01", period=period)
+    return CompressConfig(method="int8" if tolerance > 0.1 else "none", period=period)

@@ -13,7 +13,7 @@ def is_dense_step(config: CompressConfig, step: int) -> bool:
     """Whether everything travels uncompressed at this step: during warm-up, and between compressed steps."""
     if config.name == "none" or step < config.warmup_steps:
         return True
-    return (step - config.warmup_steps) % config.compression_period != 0
+    return (step - config.warmup_steps) % config.period != 0
 
 
 def travels_dense(config: CompressConfig, name: str, numel: int) -> bool:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
-from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options, refuse_gradient_options
+from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.expert.choose import expert_strategy
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
-from torsh_distributed.parallel.offload.choose import moves_params_or_grads, paged_strategy
+from torsh_distributed.parallel.offload.choose import paged_strategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.compatibility.axes import shards_params, splits_model
+from torsh_distributed.plan.compatibility.offload import pages_model
+
+StrategyKind = Literal["composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 
 
 def strategy_for(
@@ -32,11 +35,12 @@ def strategy_for(
 ) -> Strategy:
     """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
 
+    The plan is valid for the world (`Plan.validate`): what does not go together has been refused there.
     `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`; `example` is a
     microbatch of inputs, for `pipeline.balance = "time"`.
     """
-    mesh = plan.mesh
-    if mesh.tp * mesh.pp * mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1):
+    kind = strategy_kind(plan)
+    if kind == "composed":
         # Here, not above: it takes a second to import, and most plans do not ask for it.
         from torsh_distributed.parallel.composed import composed_strategy
 
@@ -44,28 +48,24 @@ def strategy_for(
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan, example=example)
     _checkpoint(model, plan)
-    shards_params = plan.mesh.shard > 1 and plan.fsdp.strategy != "shard_optimizer"
-    if is_on_meta(model) and not shards_params:
+    if is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
     with_experts = expert_strategy(model, plan)
     if with_experts is not None:
-        refuse_gradient_options(plan, why="the model has experts, whose gradients travel by another way")
         return with_experts
-    if moves_params_or_grads(plan):
-        refuse_gradient_options(plan, why="offload_params and offload_grads send gradients as they are")
+    if kind == "paged":
         return paged_strategy(model, plan)
-    if plan.mesh.shard == 1:
+    if kind == "replicated":
         return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
-    laid_out = Mesh(mesh, device_type=device.type)
-    if not shards_params:
-        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=laid_out, **gradient_options(plan))
-    _refuse_bucket_settings(plan)
+    mesh = Mesh(plan.mesh, device_type=device.type)
+    if kind == "sharded_optimizer":
+        return ShardedOptimizer(model, plan.ddp, plan.distributed, mesh=mesh, **gradient_options(plan))
     wrapped = FullyShardedDataParallel(
         model,
         plan.fsdp,
-        mesh=laid_out,
+        mesh=mesh,
         precision=plan.precision,
         param_init_fn=param_init_fn,
         seed=plan.training.seed,
@@ -75,28 +75,19 @@ def strategy_for(
     return Sharded(wrapped)
 
 
+def strategy_kind(plan: Plan) -> StrategyKind:
+    """The kind of strategy for a valid, resolved plan. A model with experts may get one of its own."""
+    if splits_model(plan):
+        return "composed"
+    if pages_model(plan):
+        return "paged"
+    if plan.mesh.shard == 1:
+        return "replicated"
+    return "sharded" if shards_params(plan) else "sharded_optimizer"
+
+
 def _checkpoint(model: nn.Module, plan: Plan) -> None:
-    """Before anything else: recomputing happens inside a piece, whose parameters are gathered then."""
+    """Before sharding: recomputing happens inside a piece, whose parameters are gathered by then."""
     classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
     layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
     checkpoint_activations(model, plan.activation, layers=layers, group=dist.group.WORLD)
-
-
-def _refuse_bucket_settings(plan: Plan) -> None:
-    """How buckets are summed is for replicas: FSDP2 sends its pieces by the backend alone."""
-    asked = plan.distributed
-    wanted = [
-        name
-        for name, is_wanted in (
-            ("algorithm", asked.algorithm != "backend"),
-            ("deterministic", asked.deterministic),
-            ("rate_limit_gbps", asked.rate_limit_gbps is not None),
-        )
-        if is_wanted
-    ]
-    if wanted:
-        raise ConfigurationError(
-            f"distributed.{wanted[0]} has no effect on sharded parameters",
-            hint="leave it out, or shard the optimizer only: fsdp.strategy = shard_optimizer",
-            equation=plan.mesh.equation,
-        )

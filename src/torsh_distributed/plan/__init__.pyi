@@ -1,6 +1,6 @@
 from torsh_distributed.plan.describing.explanation import Explanation as Explanation
-from torsh_distributed.plan.plan import Difference as Difference
 from torsh_distributed.plan.plan import Plan as Plan
+from torsh_distributed.plan.plan import PlanDifference as PlanDifference
 from torsh_distributed.plan.sections.activation import ActivationConfig as ActivationConfig
 from torsh_distributed.plan.sections.axes.ddp import DdpConfig as DdpConfig
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig as ExpertConfig

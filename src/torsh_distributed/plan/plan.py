@@ -6,72 +6,31 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.explanation import Explanation, Row, show
+from torsh_distributed.plan.compatibility.table import clashes_in, impossible_in
+from torsh_distributed.plan.describing.explanation import ExplainedKey, Explanation, show
 from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections
 from torsh_distributed.plan.problems import Problem, configuration_error, problems_of
 from torsh_distributed.plan.reading import files
-from torsh_distributed.plan.reading.sources import (
-    Layer,
-    document_layer,
-    environment_layer,
-    file_layer,
+from torsh_distributed.plan.reading.value_sources import (
+    SourceValues,
     merge,
-    override_layer,
+    values_from_command_line,
+    values_from_document,
+    values_from_environment,
+    values_from_file,
 )
-from torsh_distributed.plan.section import Section
-from torsh_distributed.plan.sections.activation import ActivationConfig
-from torsh_distributed.plan.sections.axes.ddp import DdpConfig
-from torsh_distributed.plan.sections.axes.expert import ExpertConfig
-from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
-from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
-from torsh_distributed.plan.sections.axes.tensor import TensorConfig
-from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
-from torsh_distributed.plan.sections.compress import CompressConfig
-from torsh_distributed.plan.sections.distributed import DistributedConfig
-from torsh_distributed.plan.sections.elastic import ElasticConfig
-from torsh_distributed.plan.sections.observe import ObserveConfig
-from torsh_distributed.plan.sections.offload import OffloadConfig
-from torsh_distributed.plan.sections.precision import PrecisionConfig
-from torsh_distributed.plan.sections.retry import RetryConfig
-from torsh_distributed.plan.sections.training import TrainingConfig
-from torsh_distributed.plan.support import status_of
+from torsh_distributed.plan.support import gate_of, status_of
 
 
-class PlanArguments(TypedDict, total=False):
-    """What `Plan(...)` takes: sections, and the degrees of [mesh] as a short form."""
-
-    mesh: MeshConfig
-    distributed: DistributedConfig
-    ddp: DdpConfig
-    fsdp: FsdpConfig
-    tensor: TensorConfig
-    pipeline: PipelineConfig
-    expert: ExpertConfig
-    offload: OffloadConfig
-    activation: ActivationConfig
-    compress: CompressConfig
-    precision: PrecisionConfig
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
-    elastic: ElasticConfig
-    retry: RetryConfig
-    observe: ObserveConfig
-    dp: int
-    shard: int
-    tp: int
-    pp: int
-    ep: int
-    cp: int
-
-
-class Difference(NamedTuple):
+class PlanDifference(NamedTuple):
     """A key under which two plans differ."""
 
     key: str
@@ -79,60 +38,12 @@ class Difference(NamedTuple):
     theirs: object
 
 
-class Plan(Section):
+class Plan(PlanSections):
     """How a model is trained: sections of keys, each with a default that leaves training as it is.
 
-    Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination.
-    Two plans are equal if their values are; where the values came from does not count.
+    Immutable and checked: a plan that exists has no unknown key, no wrong value and no impossible combination;
+    `validate` says whether it can run. Two plans are equal if their values are, wherever those came from.
     """
-
-    mesh: MeshConfig = MeshConfig()
-    """The degree of each axis of the mesh."""
-
-    distributed: DistributedConfig = DistributedConfig()
-    """The backend and its deadline."""
-
-    ddp: DdpConfig = DdpConfig()
-    """How gradients are averaged over replicas."""
-
-    fsdp: FsdpConfig = FsdpConfig()
-    """How state is sharded."""
-
-    tensor: TensorConfig = TensorConfig()
-    """How layers are split."""
-
-    pipeline: PipelineConfig = PipelineConfig()
-    """How layers become stages."""
-
-    expert: ExpertConfig = ExpertConfig()
-    """How tokens find experts."""
-
-    offload: OffloadConfig = OffloadConfig()
-    """What leaves the device's memory."""
-
-    activation: ActivationConfig = ActivationConfig()
-    """Which activations are recomputed."""
-
-    compress: CompressConfig = CompressConfig()
-    """How gradients are made smaller."""
-
-    precision: PrecisionConfig = PrecisionConfig()
-    """Which number formats are used."""
-
-    training: TrainingConfig = TrainingConfig()
-    """Steps, batch, learning rate."""
-
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When training state is kept."""
-
-    elastic: ElasticConfig = ElasticConfig()
-    """How a run survives lost ranks."""
-
-    retry: RetryConfig = RetryConfig()
-    """How failed operations are tried again."""
-
-    observe: ObserveConfig = ObserveConfig()
-    """Where events and metrics go."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _name: str = PrivateAttr(default="plan")  # what errors call it: its file, where it has one
@@ -146,42 +57,23 @@ class Plan(Section):
 
     @override
     def find_problems(self) -> Iterator[Problem]:
-        mesh, experts = self.mesh, self.expert.num_experts
-        if mesh.ep > 1 and experts % mesh.ep:
-            yield Problem(
-                "expert.num_experts",
-                f"expert.num_experts {experts} does not spread evenly over mesh.ep {mesh.ep}",
-                f"take a multiple of {mesh.ep}, or another mesh.ep",
-            )
-        if self.fsdp.strategy == "no_shard" and mesh.shard != 1:
-            yield Problem(
-                "fsdp.strategy",
-                f'fsdp.strategy is "no_shard", but mesh.shard is {mesh.shard}',
-                "set mesh.shard = 1 (and mesh.dp for replicas), or choose another strategy",
-            )
-        if self.fsdp.strategy == "hybrid_shard" and 1 in (mesh.dp, mesh.shard):
-            yield Problem(
-                "fsdp.strategy",
-                f'fsdp.strategy "hybrid_shard" needs replicas of shards, but mesh.dp is {mesh.dp} and mesh.shard'
-                f" {mesh.shard}",
-                "give both mesh.dp and mesh.shard a degree above 1",
-            )
+        return impossible_in(self)
 
     # --- where plans come from ---------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The plan in a .toml, .json, .yaml or .yml file."""
-        return cls._from_layer(file_layer(Path(path), cls), where=str(path))
+        return cls._from_values(values_from_file(Path(path), cls), where=str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The plan that `to_dict` gave, or sections of keys written by hand."""
-        return cls._from_layer(document_layer(values, cls, source="argument"), where="plan")
+        """The plan from what `to_dict` returned, or from sections of keys written by hand."""
+        return cls._from_values(values_from_document(values, cls, source="argument"), where="plan")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """The plan that the environment asks for: the file in TORSH_PLAN, then TORSH_PLAN__SECTION__KEY over it."""
+        """The plan in the environment: the file in TORSH_PLAN, overridden by TORSH_PLAN__SECTION__KEY."""
         return cls.compose(environ=environ)
 
     @classmethod
@@ -192,27 +84,27 @@ class Plan(Section):
         environ: Mapping[str, str] | None = None,
         command_line: Iterable[str] = (),
     ) -> Self:
-        """A plan from a file, the environment over it, and `section.key=value` of a command line over both.
+        """A plan from a file, overridden by the environment, then by `section.key=value` of a command line.
 
         Without `path`, the file is the one that TORSH_PLAN names in `environ`, if any.
         """
         variables = environ or {}
         chosen = path or variables.get("TORSH_PLAN") or None
-        layers = [file_layer(Path(chosen), cls)] if chosen else []
-        layers += [environment_layer(variables, cls), override_layer(command_line, cls)]
-        return cls._from_layer(merge(layers), where=str(chosen or "plan"))
+        sources = [values_from_file(Path(chosen), cls)] if chosen else []
+        sources += [values_from_environment(variables, cls), values_from_command_line(command_line, cls)]
+        return cls._from_values(merge(sources), where=str(chosen or "plan"))
 
     @classmethod
-    def _from_layer(cls, layer: Layer, *, where: str) -> Self:
-        problems = list(layer.problems)
+    def _from_values(cls, given: SourceValues, *, where: str) -> Self:
+        problems = list(given.problems)
         plan: Self | None = None
         try:
-            plan = cls.model_validate(layer.values)
+            plan = cls.model_validate(given.values)
         except ValidationError as error:
             problems += problems_of(error, cls)
         if problems or plan is None:
-            raise configuration_error((_with_source(problem, layer.sources) for problem in problems), where=where)
-        plan._sources, plan._name = dict(layer.sources), where
+            raise configuration_error((_with_source(problem, given.sources) for problem in problems), where=where)
+        plan._sources, plan._name = dict(given.sources), where
         return plan
 
     @override
@@ -230,7 +122,7 @@ class Plan(Section):
         changed._name = self._name
         return changed
 
-    # --- what they give ----------------------------------------------------------------------------------------
+    # --- what they return ----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Every key of every section, as JSON-ready values."""
@@ -242,24 +134,19 @@ class Plan(Section):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all values: equal for equal plans, in every process and format. Kept in checkpoints."""
+        """SHA-256 of all values: equal for equal plans, in every process and format. Stored in checkpoints."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
-    def diff(self, other: Plan) -> tuple[Difference, ...]:
+    def diff(self, other: Plan) -> tuple[PlanDifference, ...]:
         """The keys under which this plan and `other` differ."""
         pairs = ((key, self.value(key), other.value(key)) for key in keys_of(Plan))
-        return tuple(Difference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
-
-    def value(self, key: str) -> object:
-        """The value under a full key such as `mesh.dp`."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self, section), name)
+        return tuple(PlanDifference(key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
 
     def explain(self) -> Explanation:
         """Every key with its value, where that came from, and whether this version honours it."""
         return Explanation(
             tuple(
-                Row(key, self.value(key), self._sources.get(key, "default"), status_of(self, key))
+                ExplainedKey(key, self.value(key), self._sources.get(key, "default"), status_of(self, key))
                 for key in keys_of(Plan)
             )
         )
@@ -268,8 +155,15 @@ class Plan(Section):
 
     def unsupported(self) -> tuple[str, ...]:
         """The keys set away from their default that this version would ignore."""
+        return tuple(row.key for row in self.explain() if row.status == "not yet" and self._is_changed(row.key))
+
+    def notices(self) -> tuple[str, ...]:
+        """A sentence for every key set away from its default that another key turns off."""
+        found = ((key, gate_of(self, key)) for key in keys_of(Plan) if self._is_changed(key))
         return tuple(
-            row.key for row in self.explain() if row.status == "not yet" and row.value != _DEFAULTS.value(row.key)
+            f"{key} = {show(self.value(key))} has no effect while {gate} is {show(self.value(gate))}"
+            for key, gate in found
+            if gate is not None
         )
 
     def require_supported(self) -> None:
@@ -281,37 +175,36 @@ class Plan(Section):
     def resolve(self, world_size: int) -> Self:
         """This plan for a world of `world_size` ranks: no degree of its mesh is -1."""
         resolved = self.replace(mesh=self.mesh.resolve(world_size))
-        resolved._sources = dict(self._sources)  # a number put in for -1 is no argument of the user's
+        resolved._sources = dict(self._sources)  # the user did not set the degree that replaces -1
         return resolved
 
     @override
     def validate(self, world_size: int | None = None) -> None:  # type: ignore[override]  # pydantic 1's, deprecated
-        """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given."""
+        """Raise ConfigurationError with every reason why this plan cannot run, in a world of that size if given.
+
+        A plan that passes for a world is not refused there later, except for what the model, the devices or the ranks
+        do not allow.
+        """
         problems = list(self._support_problems())
+        resolved = self
         if world_size is not None:
             try:
-                problems += self._batch_problems(self.mesh.resolve(world_size).data_degree)
+                resolved = self.model_copy(update={"mesh": self.mesh.resolve(world_size)})
             except ConfigurationError as error:
                 problems.append(Problem("mesh", error.message, error.hint or ""))
+        problems += clashes_in(resolved)
         if problems:
             raise configuration_error(problems, where=self._name)
 
     def _support_problems(self) -> Iterator[Problem]:
         for key in self.unsupported():
-            default = show(_DEFAULTS.value(key))
+            default = show(DEFAULTS.value(key))
             text = f"{key} = {show(self.value(key))} is not supported by this version yet"
             yield Problem(key, text, f"leave it at its default, {default}")
 
-    def _batch_problems(self, data_degree: int) -> Iterator[Problem]:
-        training = self.training
-        passes = data_degree * training.gradient_accumulation
-        if training.batch_size < passes:
-            yield Problem(
-                "training.batch_size",
-                f"training.batch_size {training.batch_size} is below data-parallel degree {data_degree}"
-                f" × gradient_accumulation {training.gradient_accumulation} = {passes}",
-                "every pass of every rank needs a sample at least",
-            )
+    def _is_changed(self, key: str) -> bool:
+        """Whether the key is away from its default. A key given at its default asks for nothing: `save` writes all."""
+        return self.value(key) != DEFAULTS.value(key)
 
     # Pydantic would compare the sources too.
     @override
@@ -321,9 +214,9 @@ class Plan(Section):
     @override
     def __repr__(self) -> str:
         set_apart: dict[str, dict[str, object]] = {}
-        for key, mine, _ in self.diff(_DEFAULTS):
+        for key in filter(self._is_changed, keys_of(Plan)):
             section, _, name = key.partition(".")
-            set_apart.setdefault(section, {})[name] = mine
+            set_apart.setdefault(section, {})[name] = self.value(key)
         return f"Plan({', '.join(f'{section}={keys!r}' for section, keys in set_apart.items())})"
 
     __str__ = __repr__
@@ -352,11 +245,8 @@ def _keys_given(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _with_source(problem: Problem, sources: Mapping[str, str]) -> Problem:
-    """Name the variable or option a bad value came from; a file is named by the error already."""
+    """Name the variable or option that a bad value came from; the error already names a file."""
     source = sources.get(problem.key, "")
     if not source.startswith(("environment", "command line")):
         return problem
     return Problem(problem.key, f"{problem.text} (from {source})", problem.hint)
-
-
-_DEFAULTS = Plan()

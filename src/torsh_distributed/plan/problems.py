@@ -1,4 +1,4 @@
-"""What is wrong with a plan: every problem found, told at once, in the user's spelling."""
+"""What is wrong with a plan: every problem found, reported at once, in the user's spelling."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import dataclasses
 import difflib
 import reprlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.allowed import choices, describe
+from torsh_distributed.plan.describing.allowed_values import choices, describe
 from torsh_distributed.plan.key_paths import field_at, keys_of, section_at, section_of
-
-if TYPE_CHECKING:
-    from torsh_distributed.plan.section import Section
 
 FOUND = "plan_problem"
 """The kind of pydantic error that carries what `Section.find_problems` found."""
@@ -24,7 +20,7 @@ FOUND = "plan_problem"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing wrong: the key it is about, a sentence, and what to do."""
+    """One thing wrong: the key, a sentence with keys written in full, and what to do."""
 
     key: str
     text: str
@@ -39,26 +35,23 @@ def configuration_error(problems: Iterable[Problem], *, where: str) -> Configura
     lines = [f"  {problem.text}" + (f" ({problem.hint})" if problem.hint else "") for problem in found]
     return ConfigurationError(
         "\n".join([f"{where} has {len(found)} problems:", *lines]),
-        hint="mend these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
+        hint="fix these lines; `torsh plan schema` lists every key, `torsh plan validate FILE` checks again",
     )
 
 
-def problems_of(error: ValidationError, model: type[Section]) -> list[Problem]:
-    """What pydantic found, in our words."""
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """What pydantic found, in the words of a plan."""
     found: list[Problem] = []
     for detail in error.errors(include_url=False):
         if detail["type"] == FOUND:
             prefix = "".join(f"{part}." for part in detail["loc"])
-            found += [
-                Problem(prefix + problem.key, prefix + problem.text, problem.hint)
-                for problem in detail["ctx"]["problems"]
-            ]
+            found += [dataclasses.replace(problem, key=prefix + problem.key) for problem in detail["ctx"]["problems"]]
         else:
             found.append(_problem_of(detail, model))
     return found
 
 
-def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
+def _problem_of(detail: ErrorDetails, model: type[BaseModel]) -> Problem:
     path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
@@ -75,8 +68,8 @@ def _problem_of(detail: ErrorDetails, model: type[Section]) -> Problem:
     return Problem(key, text, did_you_mean(str(detail["input"]), choices(field)))
 
 
-def unknown_key(path: list[str], model: type[Section]) -> Problem:
-    """The problem of a key that does not exist, with the name that was probably meant."""
+def unknown_key(path: list[str], model: type[BaseModel]) -> Problem:
+    """The problem of a key that does not exist, with the name the user probably meant."""
     key, name = ".".join(path), path[-1]
     parent = section_at(path[:-1], model)
     inside = f"[{'.'.join(path[:-1])}]" if path[:-1] else "a plan"
@@ -85,13 +78,13 @@ def unknown_key(path: list[str], model: type[Section]) -> Problem:
         hint = f"{name} belongs in [{homes[0]}]"
     else:
         elsewhere = {full.partition(".")[2]: full for full in keys_of(model)}
-        near = _nearest(name, elsewhere, cutoff=0.75)
+        near = _nearest(name, elsewhere, cutoff=0.8)
         hint = did_you_mean(name, parent.model_fields) or (f"did you mean {elsewhere[near]}?" if near else "")
     return Problem(key, f"{key} is not a key of {inside}", hint or "known keys: " + ", ".join(parent.model_fields))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that proposes the nearest of the known words; empty where none is near."""
+    """A question that proposes the nearest known word; empty if none is near."""
     near = _nearest(name, known, cutoff=0.6)
     return f"did you mean {near}?" if near else ""
 

@@ -18,7 +18,7 @@ class Section(BaseModel):
     """One part of a plan: a frozen model that refuses unknown keys, wrong types and impossible values.
 
     The text under each field is its documentation: the reference page and `torsh plan schema` are made from it.
-    Types are strict (`"2"` is not 2, 1 is not true), so that a typing slip in a file does not pass as a value.
+    Types are strict (`"2"` is not 2, 1 is not true), so a typing slip in a file does not pass as a value.
     """
 
     model_config = ConfigDict(
@@ -37,12 +37,12 @@ class Section(BaseModel):
             kind = type(self)
             raise configuration_error(problems_of(error, kind), where=kind.__name__) from None
 
-    # Tells pydantic that this is still its own way to construct: a section inside a plan is then validated in
-    # place, and its problems keep their key path. Without the mark they would arrive as one opaque ValueError.
+    # Tells pydantic that this constructor is still its own: it then validates a section inside a plan in place, and
+    # problems keep their key path. Without the mark they would arrive as one opaque ValueError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark pydantic reads, not in its stubs
 
     def find_problems(self) -> Iterator[Problem]:
-        """What type and range cannot say, such as values that do not go together. Sections override this."""
+        """What types and ranges cannot express, such as values that exclude each other. Sections override this."""
         yield from ()
 
     @model_validator(mode="after")

@@ -1,165 +1,96 @@
-"""Which keys of a plan this version honours. The one place: a capability that lands adds its keys here.
+"""Which keys of a plan have an effect: what this version lacks, and what other keys turn off.
 
-Why: a plan describes more than is built so far. A key that would be ignored is refused instead
-(`Plan.require_supported`), and `Plan.explain` says of every key whether it has an effect.
+A key that this version would ignore is refused (`Plan.require_supported`); one that another key turns off is reported
+(`Plan.notices`). `Plan.explain` says it of every key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torsh_distributed.plan.plan import Plan
+from torsh_distributed.plan.compatibility.offload import pages_model
+from torsh_distributed.plan.plan_sections import PlanSections
 
-HONOURED: Mapping[str, tuple[str, ...] | None] = {
-    "mesh.dp": None,
-    "mesh.shard": None,
-    "mesh.tp": None,
-    "mesh.pp": None,
-    "mesh.cp": None,
-    "mesh.ep": None,
-    "distributed.backend": None,
-    "distributed.timeout_s": None,
-    "distributed.algorithm": None,
-    "distributed.deterministic": None,
-    "distributed.rate_limit_gbps": None,
-    "ddp.max_bucket_size_mb": None,
-    "ddp.min_bucket_size_mb": None,
-    "ddp.auto_size": None,
-    "ddp.enabled": None,
-    "ddp.overlap": None,
-    "ddp.find_unused_parameters": None,
-    "ddp.static_graph": None,
-    "ddp.gradient_as_bucket_view": None,
-    "ddp.broadcast_buffers": None,
-    "fsdp.strategy": None,
-    "fsdp.wrap": None,
-    "fsdp.wrap_min_params": None,
-    "fsdp.wrap_classes": None,
-    "fsdp.wrap_names": None,
-    "fsdp.ignored_modules": None,
-    "fsdp.forward_prefetch": None,
-    "fsdp.backward_prefetch": None,
-    "fsdp.max_gathered_ahead": None,
-    "fsdp.gather_codec": None,
-    "tensor.sequence_parallel": None,
-    "tensor.loss_parallel": None,
-    "pipeline.num_microbatches": None,
-    "pipeline.schedule": None,
-    "pipeline.stages_per_rank": None,
-    "pipeline.balance": None,
-    "pipeline.split_points": None,
-    "activation.strategy": None,
-    "activation.every_n_layers": None,
-    "activation.threshold_mb": None,
-    "activation.offload_to_cpu": None,
-    "precision.dtype": ("fp32", "bf16", "fp16"),
-    "precision.reduce_dtype": None,
-    "precision.buffer_dtype": None,
-    "precision.init_loss_scale": None,
-    "precision.loss_scale_growth_interval": None,
-    "compress.method": None,
-    "compress.error_feedback": None,
-    "compress.error_feedback_momentum": None,
-    "compress.ef21_momentum": None,
-    "compress.warmup_steps": None,
-    "compress.compression_period": None,
-    "compress.skip_below_numel": None,
-    "compress.skip_names": None,
-    "expert.num_experts": None,
-    "expert.num_experts_per_token": None,
-    "expert.capacity_factor": None,
-    "expert.overflow": None,
-    "expert.normalize_weights": None,
-    "expert.load_balance_loss_coeff": None,
-    "expert.router_z_loss_coeff": None,
-    "expert.router_jitter": None,
-    "expert.gate_dropout": None,
-    "expert.gate_layers": None,
-    "expert.gate_groups": None,
-    "expert.gate_grouping": None,
-    "expert.gate_top_groups": None,
-    "expert.expert_dropout": None,
-    "expert.initialization": None,
-    "expert.placement": None,
-    "expert.rebalance_threshold": None,
-    "expert.rebalance_cooldown_steps": None,
-    "expert.hot_copies": None,
-    "expert.load_smoothing": None,
-    "offload.enabled": None,
-    "offload.offload_params": None,
-    "offload.offload_grads": None,
-    "offload.offload_optimizer_states": None,
-    "offload.cpu_memory_budget_gb": None,
-    "offload.gpu_memory_budget_gb": None,
-    "offload.disk_dir": None,
-    "offload.disk_budget_gb": None,
-    "offload.device_optimizer_ratio": None,
-    "offload.prefetch_buffer_size": None,
-    "offload.pin_cpu_memory": None,
-    "offload.cpu_compression": None,
-    "offload.auto_memory_management": None,
-    "observe.events_dir": None,
-    "training.steps": None,
-    "training.batch_size": None,
-    "training.gradient_accumulation": None,
-    "training.gradient_clipping": None,
-    "training.learning_rate": None,
-    "training.lr_scaling": None,
-    "training.warmup_steps": None,
-    "training.seed": None,
-    "training.log_every": None,
+NOT_YET: Mapping[str, tuple[str, ...] | None] = {
+    "checkpoint": None,
+    "elastic": None,
+    "retry": None,
+    "observe.prometheus_port": None,
+    "observe.collection_interval_s": None,
+    "precision.dtype": ("fp8",),
 }
-"""Key to the values it may take today, or None where all of them work."""
+"""Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands
+removes its own."""
 
-
-GATES: Mapping[str, tuple[str, object]] = {
-    "fsdp": ("mesh.shard", 1),
-    "tensor": ("mesh.tp", 1),
-    "pipeline": ("mesh.pp", 1),
-    "offload": ("offload.enabled", False),
-    "compress": ("compress.method", "none"),
-    "checkpoint": ("checkpoint.enabled", False),
-    "elastic": ("elastic.enabled", False),
+GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "fsdp": ("mesh.shard", (1,)),
+    "tensor": ("mesh.tp", (1,)),
+    "pipeline": ("mesh.pp", (1,)),
+    "offload": ("offload.enabled", (False,)),
+    "compress": ("compress.method", ("none",)),
+    "checkpoint": ("checkpoint.enabled", (False,)),
+    "elastic": ("elastic.enabled", (False,)),
 }
-"""Section to the key, and the value of it, that turns the whole section off."""
+"""Section to the key, and the values of it, that turn the whole section off."""
+
+KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "fsdp.wrap": ("fsdp.strategy", ("shard_optimizer",)),
+    "fsdp.wrap_min_params": ("fsdp.wrap", ("none",)),
+    "fsdp.ignored_modules": ("fsdp.strategy", ("shard_optimizer",)),
+    "fsdp.forward_prefetch": ("fsdp.strategy", ("shard_optimizer",)),
+    "fsdp.backward_prefetch": ("fsdp.strategy", ("shard_optimizer",)),
+    "fsdp.max_gathered_ahead": ("fsdp.strategy", ("shard_optimizer",)),
+    "fsdp.gather_codec": ("fsdp.strategy", ("shard_optimizer",)),
+    "activation.every_n_layers": ("activation.strategy", ("none", "by_size", "selective")),
+    "activation.threshold_mb": ("activation.strategy", ("none", "uniform", "selective")),
+    "compress.error_feedback_momentum": ("compress.error_feedback", ("none", "ef21")),
+    "compress.ef21_momentum": ("compress.error_feedback", ("none", "ef14")),
+    "precision.init_loss_scale": ("precision.dtype", ("fp32", "bf16", "fp8")),
+    "precision.loss_scale_growth_interval": ("precision.dtype", ("fp32", "bf16", "fp8")),
+    "offload.disk_budget_gb": ("offload.disk_dir", (None,)),
+}
+"""Key to another one, and the values of that, that turn it off."""
 
 
 def is_honoured(key: str, value: object) -> bool:
-    """Whether `value` under `key` has its effect in this version."""
-    if key not in HONOURED:
-        return False
-    values = HONOURED[key]
-    return values is None or value in values
+    """Whether this version does what `value` under `key` asks for."""
+    section = key.partition(".")[0]
+    if key not in NOT_YET:
+        return section not in NOT_YET
+    lacking = NOT_YET[key]
+    return lacking is not None and value not in lacking
 
 
-def status_of(plan: Plan, key: str) -> str:
+def status_of(plan: PlanSections, key: str) -> str:
     """honoured, not yet, or the key that turns this one off."""
-    gate = _gate_of(plan, key)
+    gate = gate_of(plan, key)
     if gate is not None:
         return f"off by {gate}"
     return "honoured" if is_honoured(key, plan.value(key)) else "not yet"
 
 
-def _gate_of(plan: Plan, key: str) -> str | None:
+def gate_of(plan: PlanSections, key: str) -> str | None:
     """The key that turns `key` off in this plan, if one does."""
     section = key.partition(".")[0]
-    gate, off = GATES.get(section, (key, None))
-    if key != gate and plan.value(gate) == off:
-        return gate
+    if key in ("fsdp.wrap_classes", "fsdp.wrap_names") and plan.activation.strategy != "none":
+        return None  # they also choose the layers that are recomputed
+    for gates, name in ((GATES, section), (KEY_GATES, key)):
+        if name in gates:
+            gate, off = gates[name]
+            if key != gate and plan.value(gate) in off:
+                return gate
     return _gate_of_buckets(plan, key) if section == "ddp" else None
 
 
-def _gate_of_buckets(plan: Plan, key: str) -> str | None:
-    """Buckets are for whole gradients on replicas: shards and pages send theirs in pieces of their own.
+def _gate_of_buckets(plan: PlanSections, key: str) -> str | None:
+    """Buckets hold whole gradients of replicas: shards and offload send theirs in pieces of their own.
 
-    Stages of a pipeline fill buckets too, but once their backward is over, so that only the size means something.
+    Stages of a pipeline fill buckets too, but after their backward, so only bucketing and the size have an effect.
     """
-    if plan.mesh.pp > 1 and key not in ("ddp.enabled", "ddp.max_bucket_size_mb"):
+    if plan.mesh.pp > 1 and key not in ("ddp.bucketing", "ddp.max_bucket_size_mb"):
         return "mesh.pp"
     if key == "ddp.broadcast_buffers" or plan.mesh.ep > 1:
         return None
-    if plan.offload.enabled and (plan.offload.offload_params or plan.offload.offload_grads):
+    if pages_model(plan):
         return "offload.enabled"
     return "mesh.shard" if plan.mesh.shard != 1 and plan.fsdp.strategy != "shard_optimizer" else None

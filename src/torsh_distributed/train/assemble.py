@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.precision import cast_buffers
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -44,7 +47,10 @@ def parallelize(
     chosen = plan or Plan()
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
-    chosen.require_supported()
+    chosen.validate(process_group.world_size())
+    if process_group.rank() == 0:
+        for notice in chosen.notices():
+            _log.warning(notice)
     chosen = chosen.resolve(process_group.world_size())
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)

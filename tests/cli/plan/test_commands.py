@@ -108,9 +108,9 @@ BROKEN = {
         "[ddp]\nstatic_graph = true\nfind_unused_parameters = true\n",
         "2",
         (
-            "FILE: ddp.find_unused_parameters and static_graph exclude each other\n"
+            "FILE: ddp.find_unused_parameters and ddp.static_graph exclude each other\n"
             "  got:  key=ddp.find_unused_parameters\n"
-            "  hint: keep static_graph if every step uses the same parameters: it finds the unused ones once"
+            "  hint: keep ddp.static_graph if every step uses the same parameters: it finds unused ones once"
         ),
     ),
     "two axes that fill": (
@@ -118,7 +118,7 @@ BROKEN = {
         "[mesh]\ndp = -1\nshard = -1\n",
         "2",
         (
-            "FILE: mesh.dp and shard are both -1, but only one axis can fill the world\n  got:  key=mesh.shard\n"
+            "FILE: mesh.dp and mesh.shard are both -1, but only one axis can fill the world\n  got:  key=mesh.shard\n"
             "  hint: give all but one of them a number"
         ),
     ),
@@ -145,8 +145,9 @@ BROKEN = {
         "[training]\nbatch_size = 3\n",
         "4",
         (
-            "FILE: training.batch_size 3 is below data-parallel degree 4 × gradient_accumulation 1 = 4\n"
-            "  got:  key=training.batch_size\n  hint: every pass of every rank needs a sample at least"
+            "FILE: training.batch_size 3 is below data-parallel degree 4 × training.gradient_accumulation 1 = 4\n"
+            "  got:  key=training.batch_size\n"
+            "  hint: raise training.batch_size: every pass of every rank needs at least one sample"
         ),
     ),
     "not supported yet": (
@@ -164,7 +165,7 @@ BROKEN = {
         "2",
         (
             "FILE, line 2, column 6: not valid TOML: Invalid value\n"
-            "  hint: mend the file there, or start from a plan in examples/plans"
+            "  hint: fix the file there, or start from a plan in examples/plans"
         ),
     ),
     "malformed JSON": (
@@ -173,7 +174,7 @@ BROKEN = {
         "2",
         (
             "FILE, line 1, column 16: not valid JSON: Expecting ':' delimiter\n"
-            "  hint: mend the file there, or start from a plan in examples/plans"
+            "  hint: fix the file there, or start from a plan in examples/plans"
         ),
     ),
     "malformed YAML": (
@@ -182,7 +183,7 @@ BROKEN = {
         "2",
         (
             "FILE, line 2, column 1: not valid YAML: expected ',' or '}', but got '<stream end>'\n"
-            "  hint: mend the file there, or start from a plan in examples/plans"
+            "  hint: fix the file there, or start from a plan in examples/plans"
         ),
     ),
     "list in place of sections": (
@@ -199,7 +200,7 @@ BROKEN = {
         "[mesh]\n",
         "2",
         (
-            "FILE: the format of a plan is told by its suffix, and .ini is not one of .toml, .json, .yaml, .yml\n"
+            "FILE: a plan's format follows from its suffix, and .ini is not one of .toml, .json, .yaml, .yml\n"
             "  hint: rename the file, for instance to plan.toml"
         ),
     ),

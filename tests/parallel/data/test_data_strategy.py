@@ -59,7 +59,7 @@ def train_as_planned(plans: list[dict[str, Any]]) -> list[tuple[list[Tensor], An
 def test_how_gradients_travel_changes_nothing_about_them(world: World) -> None:
     plans: list[dict[str, Any]] = [
         {"ddp": {"overlap": False, "max_bucket_size_mb": 0.02, "min_bucket_size_mb": 0.01}},
-        {"ddp": {"enabled": False}},
+        {"ddp": {"bucketing": False}},
         {"ddp": {"auto_size": True}},
         {"precision": {"reduce_dtype": "fp32"}},
         {"compress": {**COMPRESS, "warmup_steps": 99}},
@@ -122,10 +122,10 @@ def test_the_loss_scale_may_change_under_compression(world: World, feedback: str
 
 def refuse() -> None:
     for plan, text in (
-        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "does not go together with tp 2"),
+        ({"compress": COMPRESS, "mesh": {"tp": 2}}, "compress.method = topk:0.1 does not go together with mesh.tp = 2"),
         (
             {"precision": {"reduce_dtype": "bf16"}, "mesh": {"tp": 2}},
-            "precision.reduce_dtype = bf16 does not go together",
+            "precision.reduce_dtype = bf16 does not go together with mesh.tp = 2",
         ),
     ):
         with pytest.raises(ConfigurationError, match=text):

@@ -105,7 +105,7 @@ def refusals() -> list[str]:
         lambda: parallelize(plain, optimizer, Plan(expert=ExpertConfig(router_jitter=0.1))),
         lambda: engine_for({"ep": 2}, CONFIG.replace(capacity_factor=2.0)),
         lambda: engine_for({"ep": 1, "shard": 2}, fsdp={"strategy": "shard_optimizer"}),
-        lambda: engine_for({"ep": 2}, offload={"enabled": True}),
+        lambda: engine_for({"dp": 2}, offload={"enabled": True}),
         lambda: engine_for({"cp": 2}, compress={"method": "topk"}),
         lambda: engine_with(CONFIG.replace(overflow="drop"), {"cp": 2}),
         lambda: engine_with(CONFIG.replace(router_jitter=0.1), {"tp": 2}),
@@ -124,11 +124,8 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             "expert.router_jitter is for models with experts, and this one has none",
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
             "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not go with experts yet",
-            "offload.enabled does not go with experts yet",
-            (
-                "compress.method = 'topk' is for plain data parallelism: the model has experts, "
-                "whose gradients travel by another way"
-            ),
+            "offload.enabled does not support models with experts",
+            "compress.method = topk does not support models with experts",
             (
                 "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: who finds room goes by the order of "
                 "tokens, and no rank has them in the order of the batch"

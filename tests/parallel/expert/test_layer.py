@@ -234,7 +234,7 @@ def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
 
 
 def test_expert_dropout_is_for_training_only() -> None:
-    layer = layer_of(ExpertConfig(num_experts=2, overflow="none", expert_dropout=0.5))
+    layer = layer_of(ExpertConfig(num_experts=2, overflow="none", dropout=0.5))
     tokens = tokens_of_all(8)
     assert not torch.equal(layer(tokens), layer(tokens))
     layer.eval()
@@ -275,7 +275,7 @@ def test_more_choices_than_experts_are_clamped_with_a_warning_by_hand_and_refuse
     with pytest.warns(UserWarning, match="num_experts_per_token 5 is above the 3 experts"):
         layer = MoELayer(DIM, HIDDEN, config, num_experts_per_token=5)
     assert layer.config.num_experts_per_token == 3
-    with pytest.raises(ConfigurationError, match="num_experts_per_token 5 is above num_experts 3"):
+    with pytest.raises(ConfigurationError, match=r"num_experts_per_token 5 is above expert\.num_experts 3"):
         ExpertConfig(num_experts=3, num_experts_per_token=5)
 
 

@@ -67,8 +67,8 @@ def paged(*, compute_dtype: torch.dtype | None = None, **changes: Any) -> tuple[
         {"pin_cpu_memory": False},
         {"cpu_compression": "lossless"},
         {"device_optimizer_ratio": 0.5, "gpu_memory_budget_gb": 24 * MB},
-        {"offload_params": False, "gpu_memory_budget_gb": 24 * MB},
-        {"offload_grads": False, "gpu_memory_budget_gb": 24 * MB},
+        {"params": False, "gpu_memory_budget_gb": 24 * MB},
+        {"grads": False, "gpu_memory_budget_gb": 24 * MB},
     ],
     ids=str,
 )
@@ -100,6 +100,6 @@ def test_bf16_with_precise_master_values_follows_fp32() -> None:
 def test_state_alone_leaves_the_gpu() -> None:
     model, optimizer = build()
     model.cuda()
-    config = OffloadConfig(enabled=True, offload_params=False, offload_grads=False, device_optimizer_ratio=0.3)
+    config = OffloadConfig(enabled=True, params=False, grads=False, device_optimizer_ratio=0.3)
     with StateOffload(model, optimizer, config) as offload:
         assert train(model, offload.optimizer) == pytest.approx(plain(), rel=1e-4)

@@ -19,8 +19,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "on demand": {"prefetch_buffer_size": 0},
     "all resident": {"gpu_memory_budget_gb": 500 * KB, "auto_memory_management": "conservative"},
     "lossless": {"cpu_compression": "lossless"},
-    "params stay": {"offload_params": False, "gpu_memory_budget_gb": 200 * KB},
-    "grads stay": {"offload_grads": False, "gpu_memory_budget_gb": 200 * KB},
+    "params stay": {"params": False, "gpu_memory_budget_gb": 200 * KB},
+    "grads stay": {"grads": False, "gpu_memory_budget_gb": 200 * KB},
     "half the state stays": {"device_optimizer_ratio": 0.5, "gpu_memory_budget_gb": 200 * KB},
 }
 

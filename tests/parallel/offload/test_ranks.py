@@ -21,7 +21,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
 
 PAGED: dict[str, Any] = {"enabled": True, "gpu_memory_budget_gb": 60 * KB, "cpu_memory_budget_gb": 2000 * KB}
-STATE_ONLY: dict[str, Any] = {**PAGED, "offload_params": False, "offload_grads": False}
+STATE_ONLY: dict[str, Any] = {**PAGED, "params": False, "grads": False}
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ SHARDED = {"mesh": {"dp": 1, "shard": 2}, "fsdp": {"wrap_classes": ["Block"]}}
     [
         (PAGED, {}, "gpt"),
         (PAGED, ACCUMULATED, "tied"),
-        ({**PAGED, "offload_params": False, "gpu_memory_budget_gb": 200 * KB}, ACCUMULATED, "gpt"),
+        ({**PAGED, "params": False, "gpu_memory_budget_gb": 200 * KB}, ACCUMULATED, "gpt"),
         (STATE_ONLY, ACCUMULATED, "gpt"),
         (STATE_ONLY, SHARDED, "gpt"),
         (STATE_ONLY, {"precision": {"dtype": "fp16"}}, "gpt"),
@@ -104,7 +104,7 @@ def fsdp_with_params_on_the_host() -> tuple[list[float], int]:
     for block in [*model.blocks, model]:
         fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
     given = adamw(model.parameters())
-    state_only = config(offload_params=False, offload_grads=False)
+    state_only = config(params=False, grads=False)
     with StateOffload(model, given, state_only) as offload:
         losses = []
         for ids, targets in batches():
@@ -134,7 +134,7 @@ def refusals(folder: str) -> list[str]:
         ({**PAGED, "cpu_memory_budget_gb": 60 * KB}, {}, MemoryAllocationFailed),
         (PAGED, SHARDED, ConfigurationError),
         (PAGED, {"precision": {"dtype": "fp16"}}, ConfigurationError),
-        ({**STATE_ONLY, "offload_optimizer_states": False, "offload_grads": True}, {}, ConfigurationError),
+        ({**STATE_ONLY, "optimizer_state": False, "grads": True}, {}, ConfigurationError),
     ]:
         model, optimizer = build()
         try:
@@ -155,8 +155,8 @@ def test_refusals_come_on_every_rank_before_the_first_step(world: World, tmp_pat
     parts = [
         "too small for blocks",
         "would fit as int8",
-        "are for replicas, not for mesh.shard",
-        "do not go together with fp16",
+        "offload.params and offload.grads are for replicas",
+        "do not support loss scaling",
         "the update is done where the state is",
     ]
     for said in (first, second):

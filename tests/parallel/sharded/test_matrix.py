@@ -18,8 +18,8 @@ from tests.parallel.sharded.test_module import shard, train_all
 KB = 2**10 / 2**30
 STATE_OFFLOAD: dict[str, Any] = {
     "enabled": True,
-    "offload_params": False,
-    "offload_grads": False,
+    "params": False,
+    "grads": False,
     "gpu_memory_budget_gb": 2000 * KB,
     "cpu_memory_budget_gb": 2000 * KB,
 }

@@ -84,7 +84,7 @@ def test_yaml_numbers_are_read_as_people_write_them(tmp_path: Path, number: str)
 
 
 def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
-    plan = Plan.from_dict({"checkpoint": {"checkpoint_dir": "1e-3"}, "fsdp": {"wrap_names": ["yes", "2024-01-01"]}})
+    plan = Plan.from_dict({"checkpoint": {"dir": "1e-3"}, "fsdp": {"wrap_names": ["yes", "2024-01-01"]}})
     for suffix in ("toml", "json", "yaml"):
         plan.save(tmp_path / f"p.{suffix}")
         assert Plan.load(tmp_path / f"p.{suffix}") == plan

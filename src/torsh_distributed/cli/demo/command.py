@@ -31,8 +31,7 @@ def train(
 ) -> None:
     """Train a demo on local workers: live progress, a closing summary, a loss curve as PNG."""
     chosen = plan_for(demo.value, plan, steps)
-    chosen.require_supported()
-    chosen.mesh.resolve(nproc_per_node)
+    chosen.validate(nproc_per_node)
     directory = out or Path("runs") / demo.value
     args = ["--demo", demo.value, "--out", str(directory)]
     if plan is not None:

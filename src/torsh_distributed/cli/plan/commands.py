@@ -17,9 +17,10 @@ from torsh_distributed.cli.plan.picture import draw_plan
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.describing.explanation import Row
+from torsh_distributed.plan.describing import compatibility_page
+from torsh_distributed.plan.describing import reference as plan_reference
+from torsh_distributed.plan.describing.explanation import ExplainedKey
 from torsh_distributed.plan.describing.explanation import show as as_text
-from torsh_distributed.plan.describing.reference import render
 from torsh_distributed.plan.reading.files import write_atomically
 
 app = typer.Typer(name="plan", help="Show, check and document plans.", no_args_is_help=True)
@@ -31,6 +32,8 @@ WorldSize = Annotated[int | None, typer.Option("--world", min=1, metavar="N", he
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as mesh.dp=2. Repeatable.")
 ]
+
+OutputFile = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")]
 
 
 @app.command("show")
@@ -46,7 +49,7 @@ def show(
 ) -> None:
     """Print the keys of a plan: value, source, whether this version honours it.
 
-    With --world, draw the mesh and, where there is a pipeline, its schedule with the bubble.
+    With --world, draw the mesh and, for a pipeline, its schedule with the bubble.
     """
     if png is not None and world is None:
         raise ConfigurationError("--png draws a plan for a number of ranks", hint="add --world N")
@@ -64,13 +67,15 @@ def show(
 
 @app.command("validate")
 def validate(file: PlanFile = None, world: WorldSize = None, assignments: Assignments = None) -> None:
-    """Say everything that is wrong with a plan; end with status 1 if anything is."""
+    """Report everything that is wrong with a plan; exit with status 1 if anything is."""
     chosen = file or os.environ.get("TORSH_PLAN")
     if not chosen:
         raise ConfigurationError("there is no plan to check", hint="name a file, or set TORSH_PLAN")
     plan = Plan.compose(chosen, environ=os.environ, command_line=assignments or ())
     plan.validate(world)
     typer.echo(f"{chosen} is valid")
+    for notice in plan.notices():
+        typer.echo(f"note: {notice}")
     if world is not None:
         typer.echo(_fit(plan, world))
 
@@ -82,17 +87,25 @@ def schema() -> None:
 
 
 @app.command("reference")
-def reference(
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")] = None,
-) -> None:
+def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
+    _put(plan_reference.render(), output)
+
+
+@app.command("compatibility")
+def compatibility(output: OutputFile = None) -> None:
+    """Print the page of what goes together in a plan, or write it to a file."""
+    _put(compatibility_page.render(), output)
+
+
+def _put(page: str, output: Path | None) -> None:
     if output is None:
-        typer.echo(render(), nl=False)
+        typer.echo(page, nl=False)
     else:
-        write_atomically(output, render())
+        write_atomically(output, page)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[ExplainedKey]) -> Table:
     table = Table("Key", "Value", "Source", "Status")
     table.columns[0].no_wrap = True
     for row in rows:
@@ -101,7 +114,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _show_on(plan: Plan, world: int, console: Console, png: Path | None) -> None:
-    """The plan on `world` ranks: its mesh, the schedule of its pipeline, what a step takes."""
+    """The plan on `world` ranks: its mesh, its pipeline's schedule, the samples of a step."""
     layout = MeshLayout(plan.mesh.resolve(world))
     timeline = None
     if world > 1:
@@ -109,7 +122,7 @@ def _show_on(plan: Plan, world: int, console: Console, png: Path | None) -> None
         for line in describe_axes(plan, layout):
             console.print(line, highlight=False, soft_wrap=True)
     if layout.degree("pp") > 1:
-        # Here, not above: it takes a second to import.
+        # Here, not above: the import takes a second.
         from torsh_distributed.parallel.pipeline import compute_timeline, schedule_text
 
         timeline = compute_timeline(plan.pipeline, layout.degree("pp"))

@@ -1,4 +1,4 @@
-"""The mesh as a grid of ranks, for people: who sits where, and what each axis means for what a rank holds."""
+"""The mesh as a text grid: which rank is where, and what each axis means for what a rank holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw_mesh(layout: MeshLayout) -> Table:
 
 
 def describe_axes(plan: Plan, layout: MeshLayout) -> Iterator[str]:
-    """A line for each axis in use: what the ranks along it share, and what each has for itself."""
+    """A line for each axis in use: what its ranks share, and what each has for itself."""
     parts = {
         "full_shard": "parameters, gradients and optimizer state",
         "hybrid_shard": "parameters, gradients and optimizer state",
@@ -56,7 +56,7 @@ def describe_axes(plan: Plan, layout: MeshLayout) -> Iterator[str]:
 
 
 def split_axes(layout: MeshLayout) -> tuple[list[str], list[str]]:
-    """Axes that go down and axes that go across: of the inner ones as many as fit the width, but never all of two."""
+    """Axes that go down and axes that go across: as many inner ones as fit the width, but never all of two."""
     down, across = list(layout.used_axes), list[str]()
     while down and (not across or (len(down) > 1 and layout.degree(down[-1], *across) <= _MAX_COLUMNS)):
         across.insert(0, down.pop())

@@ -1,4 +1,4 @@
-"""A plan as a picture: its mesh as a grid of ranks, and below it the schedule of its pipeline."""
+"""A plan as a PNG: its mesh as a grid of ranks, and below it the schedule of its pipeline."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _index(layout: MeshLayout, found: dict[str, int], some: list[str]) -> int:
 
 
 def _labels(layout: MeshLayout, some: list[str]) -> list[str]:
-    """What the places along these axes are called, in their order."""
+    """The labels of the places along these axes, in order."""
     labels = [""]
     for axis in some:
         labels = [f"{label} {axis} {index}".strip() for label in labels for index in range(layout.degree(axis))]

@@ -16,12 +16,11 @@ from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.mesh_strategy import Composed, Context
 from torsh_distributed.parallel.composed.pipelined import PipelineStages
-from torsh_distributed.parallel.composed.refusals import refuse
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.context.parallel import require_positions
-from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options, refuse_gradient_options
+from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
@@ -37,12 +36,12 @@ from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.compatibility.axes import splits_model
 
 
 def is_composed(plan: Plan) -> bool:
     """Whether the plan splits the model itself or its sequences, or shards what differs between ranks."""
-    mesh = plan.mesh
-    return mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
+    return splits_model(plan)
 
 
 def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
@@ -51,10 +50,7 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
     Everything that can be refused is refused first, on every rank alike: nothing has been changed or sent then.
     `example` is a microbatch of inputs, to measure layers on for `pipeline.balance = "time"`.
     """
-    refuse(plan)
-    if check_experts(model, plan):
-        why = "the model has experts, whose gradients travel by another way"
-        refuse_gradient_options(plan, why=why, reduces=plan.mesh.shard > 1)
+    check_experts(model, plan)
     tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
     if plan.mesh.cp > 1:

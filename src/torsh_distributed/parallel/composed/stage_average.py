@@ -99,7 +99,7 @@ class _Part:
             device=device,
             dtype=REDUCE_DTYPES[plan.precision.reduce_dtype],
             overlap=False,
-            is_bucketed=plan.ddp.enabled,
+            is_bucketed=plan.ddp.bucketing,
         )
         if plan.compress.method != "none" and plan.mesh.shard == 1:
             refuse_what_cannot_be_compressed(stages, plan.precision.reduce_dtype)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class GradientOptions(TypedDict, total=False):
-    """In which form gradients travel; the default is as they are."""
+    """The format in which gradients travel; by default the one they have."""
 
     compression: Compression
     reduce_dtype: ReduceDtype
@@ -32,24 +31,12 @@ class GradientOptions(TypedDict, total=False):
 
 
 def gradient_options(plan: Plan) -> GradientOptions:
-    """What a plan says about it."""
+    """The format that a plan asks for."""
     return {
         "compression": plan.compress,
         "reduce_dtype": plan.precision.reduce_dtype,
         "seed": plan.training.seed,
     }
-
-
-def refuse_gradient_options(plan: Plan, *, why: str, reduces: bool = False) -> None:
-    """Raise ConfigurationError if the plan says how gradients travel, where nobody would listen.
-
-    `reduces` says that `precision.reduce_dtype` at least is kept to.
-    """
-    asked = [f"compress.method = {plan.compress.method!r}"] if plan.compress.method != "none" else []
-    if plan.precision.reduce_dtype != "same" and not reduces:
-        asked.append(f"precision.reduce_dtype = {plan.precision.reduce_dtype!r}")
-    if asked:
-        raise ConfigurationError(f"{asked[0]} is for plain data parallelism: {why}", hint="leave one of the two out")
 
 
 class DataParallel(Strategy):

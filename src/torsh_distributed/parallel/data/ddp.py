@@ -121,7 +121,7 @@ class DistributedDataParallel(TorchDDP):
             device=device,
             dtype=REDUCE_DTYPES[reduce_dtype],
             overlap=config.overlap,
-            is_bucketed=config.enabled,
+            is_bucketed=config.bucketing,
         )
         self._gradient_sync.compress_with(compressor)
         self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))

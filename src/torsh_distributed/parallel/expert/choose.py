@@ -1,4 +1,7 @@
-"""What a plan means for a model with experts, and what it may not ask of one without."""
+"""Whether a plan fits the experts of a model, and the strategy for them.
+
+What is known from the plan alone is checked by `plan/compatibility`; here it is layers that may differ from the plan.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.wrapping import ignored_modules
 from torsh_distributed.parallel.strategy import check_one_device
-from torsh_distributed.plan import Plan
+from torsh_distributed.plan import ExpertConfig, Plan
+from torsh_distributed.plan.compatibility.axes import splits_model
 
 
 def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
@@ -35,17 +39,11 @@ def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
 def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
     """The model's layers with experts; raises ConfigurationError where the plan does not fit them. Nothing travels."""
     layers = moe_layers(model)
-    asked = sorted(plan.expert.model_fields_set)
     if not layers:
-        if plan.mesh.ep > 1 or asked:
-            what = f"mesh.ep {plan.mesh.ep}" if plan.mesh.ep > 1 else f"expert.{asked[0]}"
-            raise ConfigurationError(
-                f"{what} is for models with experts, and this one has none",
-                hint="put a MoELayer into the model, or leave it out of the plan",
-            )
+        _refuse_without_experts(plan)
         return layers
     for name, layer in layers.items():
-        for key in asked:
+        for key in sorted(plan.expert.model_fields_set):
             wanted, built = getattr(plan.expert, key), getattr(layer.config, key)
             if wanted != built:
                 raise ConfigurationError(
@@ -54,11 +52,40 @@ def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
                 )
         _check_layer(name, layer, plan)
     _check_shards(model, layers, plan)
+    _check_gradients(plan)
     if plan.offload.enabled:
         raise ConfigurationError(
-            "offload.enabled does not go with experts yet", hint="leave offload out, or spread experts over more ranks"
+            "offload.enabled does not support models with experts",
+            hint="set offload.enabled = false, or spread experts over more ranks",
         )
     return layers
+
+
+def _refuse_without_experts(plan: Plan) -> None:
+    """A plan that asks for experts is wrong for a model without; a key at its default asks for nothing."""
+    default = ExpertConfig()
+    changed = [key for key in ExpertConfig.model_fields if getattr(plan.expert, key) != getattr(default, key)]
+    if plan.mesh.ep > 1 or changed:
+        what = f"mesh.ep {plan.mesh.ep}" if plan.mesh.ep > 1 else f"expert.{changed[0]}"
+        raise ConfigurationError(
+            f"{what} is for models with experts, and this one has none",
+            hint="put a MoELayer into the model, or leave it out of the plan",
+        )
+
+
+def _check_gradients(plan: Plan) -> None:
+    """Gradients of experts are averaged uncompressed, in the format they have, except where FSDP2 averages them."""
+    averaged_by_fsdp2 = plan.mesh.shard > 1
+    if plan.compress.method != "none" and not (averaged_by_fsdp2 and not splits_model(plan)):
+        raise ConfigurationError(
+            f"compress.method = {plan.compress.method} does not support models with experts",
+            hint='set compress.method = "none"',
+        )
+    if plan.precision.reduce_dtype != "same" and not averaged_by_fsdp2:
+        raise ConfigurationError(
+            f"precision.reduce_dtype = {plan.precision.reduce_dtype} does not support models with experts",
+            hint='set precision.reduce_dtype = "same"',
+        )
 
 
 def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
@@ -85,15 +112,14 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
             " tokens, and no rank has them in the order of the batch",
             hint='set expert.overflow = "none"',
         )
-    drawn = [key for key in ("router_jitter", "gate_dropout", "expert_dropout") if getattr(config, key) > 0]
+    drawn = [key for key in ("router_jitter", "gate_dropout", "dropout") if getattr(config, key) > 0]
     if mesh.tp > 1 and drawn:
         raise ConfigurationError(
             f"{name}: expert.{drawn[0]} {getattr(config, drawn[0])} with mesh.tp {mesh.tp}: ranks that compute the same"
             " tokens would draw different numbers",
             hint=f"set expert.{drawn[0]} = 0, or mesh.tp = 1",
         )
-    is_split = mesh.tp * mesh.pp * mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
-    if is_split and layer.group is not None:
+    if splits_model(plan) and layer.group is not None:
         raise ConfigurationError(
             f"{name} was built with a group, and {mesh.equation} spreads its experts by itself",
             hint="build MoELayer without a group: its experts are then spread as the plan says",

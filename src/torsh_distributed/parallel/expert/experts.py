@@ -116,7 +116,7 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor) -> Tensor:
         active = _ACTIVATIONS[self.activation](hidden)
-        return functional.dropout(active, self.config.expert_dropout, training=self.training)
+        return functional.dropout(active, self.config.dropout, training=self.training)
 
     @override
     def extra_repr(self) -> str:

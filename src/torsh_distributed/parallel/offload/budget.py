@@ -34,8 +34,8 @@ class Rules:
         """As the `offload` section of a plan says."""
         return cls(
             form=FORMS[config.cpu_compression],
-            offload_params=config.offload_params,
-            offload_grads=config.offload_grads,
+            offload_params=config.params,
+            offload_grads=config.grads,
             device_ratio=config.device_optimizer_ratio,
         )
 

@@ -40,10 +40,10 @@ class StateOffload:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if config.offload_params or config.offload_grads:
+        if config.params or config.grads:
             raise InvalidArgument(
                 "StateOffload moves optimizer state only",
-                hint="set offload_params and offload_grads to false, or use PagedDataParallel",
+                hint="set offload.params and offload.grads to false, or use PagedDataParallel",
             )
         self._group = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
         names = {id(param): name for name, param in model.named_parameters()}

@@ -26,9 +26,6 @@ CLASSES: Mapping[str, str] = {
 V_SHAPED = ("zbv_zero_bubble", "dual_pipe_v")
 """Schedules that lead down the ranks and up again: the first rank holds the first stage and the last."""
 
-SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
-"""Schedules that compute gradients of inputs and of weights at different times."""
-
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; its two halves: gradients of the input, gradients of the weights."""
 

@@ -32,9 +32,7 @@ from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.sharded.communication import CommTally, Empty, gather, reduce_scatter
 from torsh_distributed.plan import CompressConfig
-
-_NEEDS_WHOLE = ("powersgd", "sketch")
-"""Methods whose messages are about a tensor as a whole: they cannot be cut by owner."""
+from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS
 
 
 class Segment(NamedTuple):
@@ -52,7 +50,7 @@ class Segment(NamedTuple):
 
 def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
     """Refuse what does not go with shards, before anything is built."""
-    if not has_replicas and config.name in _NEEDS_WHOLE:
+    if not has_replicas and config.name in NEEDS_WHOLE_GRADIENTS:
         raise ConfigurationError(
             f"compress.method {config.name!r} needs whole gradients, which a shard axis does not have",
             hint="choose int8, topk or another method for elements, or add replicas (mesh.dp above 1)",

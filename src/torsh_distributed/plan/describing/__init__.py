@@ -1,1 +1,1 @@
-"""A plan in words: allowed values, explanations, the reference page."""
+"""A plan in words: allowed values, explanations, and the generated pages."""

@@ -1,4 +1,4 @@
-"""What a plan says, key by key: value, where it came from, and whether it has an effect."""
+"""A plan key by key: value, source, and whether it has an effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import override
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ExplainedKey:
     """One key of a plan."""
 
     key: str
@@ -17,19 +17,19 @@ class Row:
     source: str
     """argument, command line, environment VARIABLE, file PATH, or default."""
     status: str
-    """honoured, not yet (this version would ignore it), or why it has no effect."""
+    """honoured, not yet (this version would ignore it), or off by another key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """The rows of a plan; printed, a table of them."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ExplainedKey, ...]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ExplainedKey]:
         return iter(self.rows)
 
-    def __getitem__(self, key: str) -> Row:
+    def __getitem__(self, key: str) -> ExplainedKey:
         return {row.key: row for row in self.rows}[key]
 
     @override

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from torsh_distributed.plan.describing.allowed import describe
+from torsh_distributed.plan.describing.allowed_values import describe
 from torsh_distributed.plan.describing.explanation import show
 from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.sections.compress import METHODS
-from torsh_distributed.plan.support import GATES, HONOURED
+from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
 
 _INTRODUCTION = """\
 # Plan reference
@@ -24,8 +24,9 @@ written, loaded and checked.
 A file has one table for each section: `[mesh]` with `dp = 2` under it is the key `mesh.dp`. The same key is
 `TORSH_PLAN__MESH__DP` in the environment and `--set mesh.dp=2` on the command line.
 
-The last column tells whether this version honours the key. One that is *not yet* honoured may stand in a plan at its
-default only: a plan that sets it to something else is refused when training begins, never ignored."""
+The last column says whether this version honours the key. One that is *not yet* honoured must stay at its default: a
+plan that sets it is refused before training, never ignored. A key that another one turns off is reported.
+[What goes together](compatibility.md) lists the combinations that are refused."""
 
 
 def render() -> str:
@@ -42,7 +43,7 @@ def _section_lines(name: str, section: type[BaseModel]) -> Iterator[str]:
     if name in GATES:
         gate, off = GATES[name]
         yield ""
-        yield f"The section has no effect while `{gate}` is {show(off)}."
+        yield f"The section has no effect while `{gate}` is {_either(off)}."
     yield ""
     yield "| Key | Allowed | Default | Meaning | Honoured |"
     yield "|---|---|---|---|---|"
@@ -59,10 +60,17 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _support(key: str) -> str:
-    if key not in HONOURED:
-        return "not yet"
-    values = HONOURED[key]
-    return "yes" if values is None else ", ".join(values)
+    if key in KEY_GATES:
+        gate, off = KEY_GATES[key]
+        return f"not while `{gate}` is {_either(off)}"
+    if key not in NOT_YET:
+        return "not yet" if key.partition(".")[0] in NOT_YET else "yes"
+    values = NOT_YET[key]
+    return "not yet" if values is None else f"yes, except {', '.join(values)}"
+
+
+def _either(values: tuple[object, ...]) -> str:
+    return " or ".join(map(show, values))
 
 
 def _method_lines() -> Iterator[str]:

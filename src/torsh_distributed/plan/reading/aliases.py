@@ -16,7 +16,7 @@ def _as(key: str) -> Callable[[Any], Assignments]:
 
 
 def _table(key: str, words: Mapping[Any, Assignments]) -> Callable[[Any], Assignments]:
-    """By value; a value that is not in the table is passed on under `key`, where validation refuses it."""
+    """By value. A value that is not in the table is passed on under `key`, where validation refuses it."""
 
     def convert(value: Any) -> Assignments:
         known = value.lower() if isinstance(value, str) else value
@@ -61,52 +61,61 @@ ALIASES: Mapping[str, Callable[[Any], Assignments]] = {
     "mesh.communication_strategy": _COMM_STRATEGY,
     "mesh.comm_strategy": _COMM_STRATEGY,
     "ddp.bucket_size_mb": _as("ddp.max_bucket_size_mb"),
+    "ddp.enabled": _as("ddp.bucketing"),
     "ddp.overlap_communication": _as("ddp.overlap"),
     "ddp.gradient_accumulation_steps": _as("training.gradient_accumulation"),
     "training.gradient_accumulation_steps": _as("training.gradient_accumulation"),
+    "compress.compression_period": _as("compress.period"),
+    "expert.expert_dropout": _as("expert.dropout"),
     "fsdp.enable_forward_prefetch": _as("fsdp.forward_prefetch"),
     "fsdp.enable_backward_prefetch": _table(
         "fsdp.backward_prefetch",
         {True: {"fsdp.backward_prefetch": "backward_pre"}, False: {"fsdp.backward_prefetch": "none"}},
     ),
     "pipeline.num_micro_batches": _as("pipeline.num_microbatches"),
-    "offload.offload_optimizer_state": _as("offload.offload_optimizer_states"),
-    "offload.offload_parameters": _as("offload.offload_params"),
+    "offload.offload_optimizer_state": _as("offload.optimizer_state"),
+    "offload.offload_optimizer_states": _as("offload.optimizer_state"),
+    "offload.offload_parameters": _as("offload.params"),
+    "offload.offload_params": _as("offload.params"),
+    "offload.offload_grads": _as("offload.grads"),
     "offload.compression_method": _as("offload.cpu_compression"),
     "offload.memory_strategy": _as("offload.auto_memory_management"),
-    "checkpoint.checkpoint_interval": _as("checkpoint.checkpoint_frequency"),
-    "checkpoint.max_checkpoints_to_keep": _as("checkpoint.max_checkpoints"),
+    "checkpoint.checkpoint_dir": _as("checkpoint.dir"),
+    "checkpoint.checkpoint_interval": _as("checkpoint.every_steps"),
+    "checkpoint.checkpoint_frequency": _as("checkpoint.every_steps"),
+    "checkpoint.max_time_between_checkpoints_s": _as("checkpoint.every_s"),
+    "checkpoint.max_checkpoints_to_keep": _as("checkpoint.keep"),
+    "checkpoint.max_checkpoints": _as("checkpoint.keep"),
     "checkpoint.verify_integrity": _as("checkpoint.verify_after_save"),
     "checkpoint.enable_compression": _table(
         "checkpoint.compression_level",
         {True: {"checkpoint.compression_level": 3}, False: {"checkpoint.compression_level": 0}},
     ),
 }
-"""Old key to the assignments it stands for."""
+"""Old key to the assignments it means."""
 
 _UNITS = {"_secs": 1.0, "_sec": 1.0, "_ms": 1e-3, "_us": 1e-6}
 
 
 def expand(key: str, value: Any, *, known: frozenset[str]) -> Assignments | None:
-    """What the old `key` says in today's keys; None where it is no alias.
+    """What the old `key` means in current keys; None if it is not an alias.
 
     Besides the table: a time named in other units (`heartbeat_timeout_ms`) or without one
-    (`timeout`, in seconds) stands for the key that ends in `_s`.
+    (`timeout`, in seconds) means the key that ends in `_s`.
     """
     if key in known:
         return None
     if key in ALIASES:
         return ALIASES[key](value)
-    if f"{key}_s" in known:
-        return {f"{key}_s": value}
-    for suffix, seconds in _UNITS.items():
-        stem = key.removesuffix(suffix)
-        if stem != key and f"{stem}_s" in known:
+    for suffix, seconds in {"": 1.0, **_UNITS}.items():
+        in_seconds = f"{key.removesuffix(suffix)}_s"
+        if key.endswith(suffix) and (in_seconds in known or in_seconds in ALIASES):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return {f"{stem}_s": value * seconds if is_number else value}
+            converted = value * seconds if suffix and is_number else value
+            return {in_seconds: converted} if in_seconds in known else ALIASES[in_seconds](converted)
     return None
 
 
 def twice(key: str, new: str) -> Problem:
-    """The problem of a file that gives both spellings."""
+    """The problem of a file that has both spellings."""
     return Problem(key, f"{key} and {new} are both given, and mean the same", f"keep {new}")

@@ -22,7 +22,7 @@ Document = dict[str, Any]
 
 
 class _MalformedError(Exception):
-    """What the parser found, and where (line and column from 1), if it knows."""
+    """What the parser found, and where (line and column from 1) if it knows."""
 
     def __init__(self, reason: str, place: tuple[int, int] | None = None) -> None:
         super().__init__(reason)
@@ -84,7 +84,7 @@ def read(path: Path) -> Document:
     except _MalformedError as error:
         raise ConfigurationError(
             f"{path}{error.where}: not valid {path.suffix[1:].upper()}: {error.reason}",
-            hint="mend the file there, or start from a plan in examples/plans",
+            hint="fix the file there, or start from a plan in examples/plans",
         ) from None
     if document is None:
         return {}
@@ -106,7 +106,7 @@ def write(path: Path, document: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by `text` in one step: a reader, or a crash, sees the old content or the new."""
+    """Replace the file by `text` in one step: a reader sees the old content or the new, also after a crash."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
@@ -114,7 +114,7 @@ def write_atomically(path: Path, text: str) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(text.encode())
                 file.flush()
-                # mkstemp creates 0600; a plan is no secret, so it gets what the umask would have given it.
+                # mkstemp creates 0600; a plan is not secret, so it gets the mode that the umask would give it.
                 os.fchmod(file.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -199,7 +199,7 @@ def _parse_yaml(text: str) -> object:
         raise _MalformedError(error.reason, _position(text[: error.position])) from error
     except RecursionError as error:
         raise _MalformedError("nested too deeply") from error
-    except ValueError as error:  # a date that is none, for one
+    except ValueError as error:  # for example an impossible date
         raise _MalformedError(str(error)) from error
 
 
@@ -225,7 +225,7 @@ def _format_of(path: Path) -> tuple[Callable[[str], object], Callable[[Mapping[s
     except KeyError:
         known = ", ".join(_FORMATS)
         raise ConfigurationError(
-            f"{path}: the format of a plan is told by its suffix, and {path.suffix or 'none'} is not one of {known}",
+            f"{path}: a plan's format follows from its suffix, and {path.suffix or 'none'} is not one of {known}",
             hint="rename the file, for instance to plan.toml",
         ) from None
 

@@ -1,1 +1,1 @@
-"""The sections of a plan, one file each; those of the mesh's axes are in `axes`."""
+"""The sections of a plan, one file each; those of the mesh and its axes are in `axes`."""

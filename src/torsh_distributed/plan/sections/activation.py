@@ -10,16 +10,16 @@ from torsh_distributed.plan.section import Section
 
 
 class ActivationConfig(Section):
-    """Activation checkpointing: memory for time."""
+    """Activation checkpointing: trades time for memory."""
 
     strategy: Literal["none", "uniform", "by_size", "selective"] = "none"
-    """What is recomputed in backward: nothing, every n-th layer, large activations, or all but costly operations."""
+    """What backward recomputes: nothing, every n-th layer, large activations, or all but costly operations."""
 
     every_n_layers: int = Field(default=4, ge=1)
     """The n of `uniform`; 1 recomputes every layer."""
 
     threshold_mb: float = Field(default=100.0, gt=0)
-    """Activations from this size on are recomputed, under `by_size`."""
+    """Under `by_size`, layers whose activations reach this size are recomputed."""
 
     offload_to_cpu: bool = False
-    """Move what is kept to host memory until backward needs it."""
+    """Move the activations that are kept to host memory until backward needs them."""

@@ -1,4 +1,4 @@
-"""When and how training state is kept: the `checkpoint` section of a plan."""
+"""When and how training state is saved: the `checkpoint` section of a plan."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from torsh_distributed.plan.section import Section
 
 
 class CheckpointConfig(Section):
-    """Checkpoints written while training runs."""
+    """Checkpoints written during training."""
 
     enabled: bool = False
     """Write checkpoints during training. `engine.save` and `engine.load` work either way."""
 
-    checkpoint_dir: str = Field(default="./checkpoints", min_length=1)
-    """Directory that all ranks see."""
+    dir: str = Field(default="./checkpoints", min_length=1)
+    """Directory of the checkpoints; all ranks must see it."""
 
-    checkpoint_frequency: int = Field(default=1000, ge=1)
+    every_steps: int = Field(default=1000, ge=1)
     """Steps between two checkpoints."""
 
-    max_time_between_checkpoints_s: float | None = Field(default=None, gt=0)
-    """Write one after this long even if fewer steps have passed. Left out: steps alone decide."""
+    every_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a checkpoint is written even if fewer steps have passed. Left out: only steps count."""
 
-    max_checkpoints: int = Field(default=5, ge=1)
-    """Checkpoints kept. The best and the last whole one are never deleted."""
+    keep: int = Field(default=5, ge=1)
+    """Number of checkpoints to keep. The best and the last complete one are never deleted."""
 
     save_best: bool = True
-    """Keep the checkpoint of the lowest loss beside the latest ones."""
+    """Keep the checkpoint with the lowest loss in addition to the latest ones."""
 
     async_save: bool = True
-    """Write beside training: a step waits only for the copy into memory."""
+    """Write in the background: a step waits only for the copy into memory."""
 
     compression_level: int = Field(default=3, ge=0, le=22)
-    """zstd level; 0 writes plain bytes."""
+    """zstd level; 0 writes uncompressed bytes."""
 
     verify_after_save: bool = True
-    """Read back and compare checksums before an older checkpoint is deleted."""
+    """Read a checkpoint back and compare checksums before an older one is deleted."""

@@ -1,4 +1,4 @@
-"""How the ranks talk: the `distributed` section of a plan."""
+"""How ranks communicate: the `distributed` section of a plan."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Annotated, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from torsh_distributed.plan.describing.allowed import Allowed
+from torsh_distributed.plan.describing.allowed_values import AllowedValues
 from torsh_distributed.plan.problems import Problem, did_you_mean
 from torsh_distributed.plan.section import Section
 
 BACKENDS = ("gloo", "nccl", "torsh", "shm", "mpi4py", "ucc", "fake")
 IN_RANK_ORDER = ("backend", "auto", "reduce_scatter_all_gather", "pipelined")
-"""What goes with `deterministic`: `backend` then stands for the way that is always possible."""
-_ALLOWED = Allowed(f"auto, {', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl")
+"""Algorithms that `deterministic` allows; `backend` then means the one that always works."""
+_ALLOWED = AllowedValues(f"auto, {', '.join(BACKENDS)}, or one per device such as cpu:gloo,cuda:nccl")
 
 
 class DistributedConfig(Section):
-    """The backend and its deadline. Addresses, ranks and world size belong to the launcher, not to a plan."""
+    """The backend and its timeout. Addresses, ranks and world size belong to the launcher, not to a plan."""
 
     backend: Annotated[str, _ALLOWED] = "auto"
-    """The library that moves the bytes. `auto` takes nccl where ranks have a GPU and the best CPU backend otherwise."""
+    """The library that moves the bytes. `auto` picks nccl if ranks have a GPU, else the best CPU backend."""
 
     timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline of the rendezvous and of every collective. Raise it if ranks do long work between collectives."""
+    """Timeout of the rendezvous and of every collective. Raise it if ranks work long between collectives."""
 
     algorithm: Literal[
         "backend",
@@ -38,23 +38,24 @@ class DistributedConfig(Section):
         "pipelined",
         "double_buffered",
     ] = "backend"
-    """How gradients travel: as the backend likes, by measurement at the first step, or always in one way. All but
-    `backend` and `auto` need gradients on the CPU."""
+    """How gradients are summed: as the backend does it, as measured fastest at the first step, or by one algorithm. All
+    but `backend` and `auto` need gradients on the CPU."""
 
     deterministic: bool = False
     """Add gradients in the order of ranks: the same ranks with the same data get the same bits on every backend, in
-    every layout and every time. Costs the backend's shortcuts; needs gradients on the CPU."""
+    every layout and every run. Gives up the backend's shortcuts; needs gradients on the CPU."""
 
     rate_limit_gbps: float | None = Field(default=None, gt=0)
-    """Ceiling for gradients, in 10**9 bits per second of buckets handed over by a rank, to leave room for others on
-    a shared link. Left out: none. Needs gradients on the CPU."""
+    """Limit for the gradients that a rank sends, in 10**9 bits per second, to leave room for others on a shared link.
+    Left out: no limit. Needs gradients on the CPU."""
 
     @override
     def find_problems(self) -> Iterator[Problem]:
         if self.deterministic and self.algorithm not in IN_RANK_ORDER:
             yield Problem(
                 "algorithm",
-                f"algorithm {self.algorithm!r} does not add in the order of ranks, as deterministic asks for",
+                f"distributed.algorithm {self.algorithm!r} does not add in the order of ranks, as"
+                " distributed.deterministic requires",
                 f"use one of: {', '.join(IN_RANK_ORDER)}",
             )
         if self.backend == "auto":
@@ -64,7 +65,7 @@ class DistributedConfig(Section):
             if name not in BACKENDS or (":" in part and device not in ("cpu", "cuda")):
                 yield Problem(
                     "backend",
-                    f"backend must be {_ALLOWED.text}; got {self.backend!r}",
+                    f"distributed.backend must be {_ALLOWED.text}; got {self.backend!r}",
                     did_you_mean(name, ("auto", *BACKENDS)) if name not in BACKENDS else "",
                 )
                 return

@@ -1,4 +1,4 @@
-"""What leaves the device's memory: the `offload` section of a plan."""
+"""What is kept outside device memory: the `offload` section of a plan."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from torsh_distributed.plan.section import Section
 
 
 class OffloadConfig(Section):
-    """Sharded state kept in host memory or on disk, within a budget that is kept."""
+    """Training state in host memory or on disk, within fixed budgets."""
 
     enabled: bool = False
-    """Turn offload on; the keys below say what goes where."""
+    """Turn offload on; the keys below say what is kept where."""
 
-    offload_params: bool = True
-    """Keep parameters off the device, except those of the modules at work."""
+    params: bool = True
+    """Keep parameters off the device, except those of the modules that are computing."""
 
-    offload_grads: bool = True
+    grads: bool = True
     """Keep gradients off the device."""
 
-    offload_optimizer_states: bool = True
-    """Keep optimizer state off the device and update on the host. Parameters and gradients leave the device only with
-    it; a part of it stays under `device_optimizer_ratio`."""
+    optimizer_state: bool = True
+    """Keep optimizer state off the device and update on the host. Required by `params` and `grads`;
+    `device_optimizer_ratio` keeps a share of it on the device."""
 
     cpu_memory_budget_gb: float = Field(default=32.0, gt=0)
-    """Host memory a rank may use for it. What does not fit goes to `disk_dir`, or is refused before training."""
+    """Host memory a rank may use for offload. What does not fit goes to `disk_dir`, or is refused before training."""
 
     gpu_memory_budget_gb: float = Field(default=2.0, gt=0)
-    """Device memory a rank may use for parameters at work or fetched ahead, gradients, and state that stays there."""
+    """Device memory a rank may use for parameters in use or prefetched, gradients, and state that stays there."""
 
     disk_dir: str | None = Field(default=None, min_length=1)
-    """Directory of memory-mapped files for what the host memory cannot hold. Left out: no disk is used."""
+    """Directory of memory-mapped files for what does not fit in host memory. Left out: no disk is used."""
 
     disk_budget_gb: float = Field(default=256.0, gt=0)
-    """Disk space a rank may use in `disk_dir`; it is set aside before training."""
+    """Disk space a rank may use in `disk_dir`; it is reserved before training."""
 
     device_optimizer_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of the optimizer state that stays on the device and is updated there; it counts against the device's
-    budget."""
+    """Share of the optimizer state that stays on the device and is updated there; it counts against
+    `gpu_memory_budget_gb`."""
 
     prefetch_buffer_size: int = Field(default=16, ge=0)
-    """Most units (layers) fetched ahead of their use; how many it is follows the hit rate. 0 fetches on demand."""
+    """Most units (layers) prefetched; the number in use follows the hit rate. 0 fetches on demand."""
 
     pin_cpu_memory: bool = True
-    """Lock host memory, so that copies to a GPU run beside the computation."""
+    """Pin host memory, so copies to a GPU overlap with the computation."""
 
     cpu_compression: Literal["none", "fp16", "bf16", "int8", "lossless"] = "none"
-    """Form in which the state is held on the host. Smaller forms lose precision, except lossless."""
+    """Format of the state on the host. Smaller formats lose precision, except lossless."""
 
     auto_memory_management: Literal["conservative", "balanced", "aggressive", "extreme"] = "aggressive"
-    """How early memory pressure is answered: at 90, 75, 60 or 40 % of a budget. Extreme may also hold the optimizer's
-    moments in a smaller form, which changes results; the others never do."""
+    """How early to react to memory pressure: at 90, 75, 60 or 40 % of a budget. `extreme` may also keep the optimizer's
+    moments in a smaller format, which changes results; the others never do."""
 
     @override
     def find_problems(self) -> Iterator[Problem]:
-        if self.enabled and not (self.offload_params or self.offload_grads or self.offload_optimizer_states):
+        if self.enabled and not (self.params or self.grads or self.optimizer_state):
             yield Problem(
                 "enabled",
-                "enabled is true, but offload_params, offload_grads and offload_optimizer_states are all false",
-                "choose at least one of them, or set enabled = false",
+                "offload.enabled is true, but offload.params, offload.grads and offload.optimizer_state are all false",
+                "set at least one of them to true, or offload.enabled = false",
             )
-        elif self.enabled and not self.offload_optimizer_states:
+        elif self.enabled and not self.optimizer_state:
             yield Problem(
-                "offload_optimizer_states",
-                "offload_optimizer_states is false, but the update is done where the state is: parameters or gradients "
-                "that leave the device would come back for it",
-                "set offload_optimizer_states = true, and device_optimizer_ratio to keep a share of it on the device",
+                "optimizer_state",
+                "offload.optimizer_state is false, but the update runs where the state is: parameters or gradients that"
+                " leave the device would have to come back for it",
+                "set offload.optimizer_state = true, and offload.device_optimizer_ratio to keep a share on the device",
             )

@@ -16,10 +16,10 @@ class PrecisionConfig(Section):
     """Format of matrix products and activations. fp16 comes with loss scaling; bf16 needs none."""
 
     reduce_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Format in which gradients are summed over ranks; `same` keeps the one they have."""
+    """Format in which gradients are summed over ranks; `same` keeps theirs."""
 
     buffer_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Format of the model's buffers; `same` leaves them alone."""
+    """Format of the model's buffers; `same` does not change them."""
 
     init_loss_scale: float = Field(default=65536.0, gt=0)
     """First loss scale under fp16. It halves on overflow."""

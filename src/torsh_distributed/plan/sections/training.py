@@ -1,4 +1,4 @@
-"""The numbers of a training run: the `training` section of a plan."""
+"""Steps, batch and learning rate: the `training` section of a plan."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from torsh_distributed.plan.section import Section
 
 
 class TrainingConfig(Section):
-    """Steps, batch, learning rate. They mean the same at every world size."""
+    """Steps, batch and learning rate. They mean the same at every world size."""
 
     steps: int = Field(default=1000, ge=1)
     """Optimizer updates in a run."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Samples in one optimizer update, over all ranks and accumulated microbatches together."""
+    """Samples in one optimizer update, over all ranks and accumulated passes."""
 
     gradient_accumulation: int = Field(default=1, ge=1)
-    """Forward and backward passes per update on each rank. More fit a large batch into little memory."""
+    """Forward and backward passes per update on each rank. More passes fit a large batch into little memory."""
 
     gradient_clipping: float | None = Field(default=None, gt=0)
-    """Largest norm of the whole gradient; longer ones are scaled down to it. Left out: no clipping."""
+    """Largest norm of the whole gradient; larger gradients are scaled down to it. Left out: no clipping."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of the optimizer that the command line builds."""
 
     lr_scaling: Literal["none", "linear", "square_root", "adaptive"] = "none"
-    """How the learning rate grows with the number of replicas: not, in proportion, with the root, or with
+    """How the learning rate grows with the number of replicas: not at all, linearly, with the square root, or by
     sqrt(batch_size / 32)."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
 
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    """Seed of initial weights and of the order of samples."""
+    """Seed of the initial weights and of the order of samples."""
 
     log_every: int = Field(default=10, ge=1)
-    """Steps between two lines of progress."""
+    """Steps between progress lines."""
 
     @override
     def find_problems(self) -> Iterator[Problem]:
         if self.gradient_accumulation > self.batch_size:
             yield Problem(
                 "gradient_accumulation",
-                f"gradient_accumulation {self.gradient_accumulation} is above batch_size {self.batch_size}",
-                "a pass needs a sample at least",
+                f"training.gradient_accumulation {self.gradient_accumulation} is above training.batch_size"
+                f" {self.batch_size}",
+                "a pass needs at least one sample",
             )
         if self.warmup_steps > self.steps:
             yield Problem(
                 "warmup_steps",
-                f"warmup_steps {self.warmup_steps} is above steps {self.steps}",
-                "the learning rate would never reach its value; warm up for fewer steps",
+                f"training.warmup_steps {self.warmup_steps} is above training.steps {self.steps}",
+                "warm up for fewer steps: the learning rate would never reach its value",
             )

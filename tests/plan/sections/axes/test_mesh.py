@@ -73,7 +73,7 @@ def test_a_mesh_that_does_not_fit_shows_the_whole_equation(
 
 
 def test_only_one_axis_fills() -> None:
-    with pytest.raises(ConfigurationError, match="dp and tp are both -1, but only one axis can fill the world"):
+    with pytest.raises(ConfigurationError, match=r"mesh\.dp and mesh\.tp are both -1, but only one axis"):
         MeshConfig(dp=-1, tp=-1)
 
 
@@ -91,9 +91,9 @@ def test_a_batch_with_too_few_samples_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigurationError) as caught:
         plan.validate(4)
     assert caught.value.message == (
-        "plan: training.batch_size 10 is below data-parallel degree 4 × gradient_accumulation 3 = 12"
+        "plan: training.batch_size 10 is below data-parallel degree 4 × training.gradient_accumulation 3 = 12"
     )
-    assert caught.value.hint == "every pass of every rank needs a sample at least"
+    assert caught.value.hint == "raise training.batch_size: every pass of every rank needs at least one sample"
 
 
 def test_resolving_a_plan_keeps_everything_else() -> None:

@@ -47,7 +47,7 @@ def require_adam(optimizer: Optimizer) -> None:
     if type(optimizer) not in (Adam, AdamW, CpuAdam):
         raise InvalidArgument(
             f"offload updates with Adam or AdamW, not with {type(optimizer).__name__}",
-            hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.offload_optimizer_states off and shard",
+            hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.optimizer_state off and shard",
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise InvalidArgument("offload does not keep the state of amsgrad", hint="set amsgrad=False")

@@ -22,40 +22,40 @@ NETWORKS: dict[str, tuple[float, float]] = {
     "wifi5": (5.0, 0.5),
     "slow": (2.0, 0.5),
 }
-"""Kinds of network, with the largest and the first bucket that suit them, in MB."""
+"""Kinds of network, with the sizes of a bucket and of the first one that suit them, in MB."""
 
 
 class DdpConfig(Section):
-    """Gradients travel in buckets, while backward is still computing the next ones."""
+    """Gradients are averaged in buckets, while backward still computes the next ones."""
 
     max_bucket_size_mb: float = Field(default=25.0, gt=0)
-    """Capacity of a bucket. Larger pays latency less often (fast links: 25 to 50); smaller overlaps sooner (slow
-    links: 1 to 10)."""
+    """Capacity of a bucket. Larger ones pay latency less often (fast links: 25 to 50); smaller ones overlap sooner
+    (slow links: 1 to 10)."""
 
     min_bucket_size_mb: float = Field(default=1.0, gt=0)
-    """Capacity of the first bucket to fill. Small, so that the network is busy early."""
+    """Capacity of the first bucket to fill. Small, so the network is busy early."""
 
     auto_size: bool = False
-    """Measure the link when training starts and choose both sizes by it, in place of the two above."""
+    """Measure the link when training starts and choose both sizes from it, in place of the two above."""
 
-    enabled: bool = True
-    """Off sends every gradient by itself: slow, for finding out which one is at fault."""
+    bucketing: bool = True
+    """Pack gradients into buckets. Off sends every gradient by itself: slow, to find out which one is at fault."""
 
     overlap: bool = True
-    """Off averages gradients after backward has ended, instead of during it."""
+    """Average gradients during backward. Off averages them after it."""
 
     find_unused_parameters: bool = False
-    """Search the graph at every step for parameters that got no gradient. Needed where forward skips layers; costs
-    a walk over the graph."""
+    """Search the graph at every step for parameters that got no gradient. Needed if forward skips layers; costs a walk
+    over the graph."""
 
     static_graph: bool = False
     """Promise that every step uses the same parameters; unused ones are then found once, at the first step."""
 
     gradient_as_bucket_view: bool = True
-    """Let `param.grad` point into the bucket: saves one copy of the gradients; forbids `grad.detach_()`."""
+    """Let `param.grad` point into the bucket: saves a copy of the gradients; forbids `grad.detach_()`."""
 
     broadcast_buffers: bool = True
-    """Copy buffers, such as the running means of batch normalisation, from rank 0 at every forward."""
+    """Copy buffers, such as the running means of batch norm, from rank 0 at every forward."""
 
     @classmethod
     def for_network(cls, network: str, **others: Any) -> Self:
@@ -74,13 +74,13 @@ class DdpConfig(Section):
         if self.min_bucket_size_mb > self.max_bucket_size_mb:
             yield Problem(
                 "min_bucket_size_mb",
-                f"min_bucket_size_mb {self.min_bucket_size_mb:g} is above max_bucket_size_mb"
+                f"ddp.min_bucket_size_mb {self.min_bucket_size_mb:g} is above ddp.max_bucket_size_mb"
                 f" {self.max_bucket_size_mb:g}",
                 "lower the first or raise the second",
             )
         if self.static_graph and self.find_unused_parameters:
             yield Problem(
                 "find_unused_parameters",
-                "find_unused_parameters and static_graph exclude each other",
-                "keep static_graph if every step uses the same parameters: it finds the unused ones once",
+                "ddp.find_unused_parameters and ddp.static_graph exclude each other",
+                "keep ddp.static_graph if every step uses the same parameters: it finds unused ones once",
             )

@@ -1,4 +1,4 @@
-"""How tokens find experts: the `expert` section of a plan."""
+"""How tokens are routed to experts: the `expert` section of a plan."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ Initialization = Literal["xavier", "kaiming", "normal", "uniform", "truncated_no
 
 
 class ExpertConfig(Section):
-    """Routing in mixture-of-experts layers; the ranks that experts are spread over are mesh.ep."""
+    """Routing in mixture-of-experts layers; mesh.ep is the number of ranks that experts are spread over."""
 
     num_experts: int = Field(default=8, ge=1)
-    """Experts of a layer, over all ranks."""
+    """Experts in a layer, over all ranks."""
 
     num_experts_per_token: int = Field(default=2, ge=1)
     """Experts that each token is sent to."""
 
     capacity_factor: float = Field(default=1.25, gt=0)
-    """Room of an expert, as a multiple of an even share of the tokens. Larger loses fewer, smaller computes less."""
+    """Capacity of an expert, as a multiple of an even share of tokens. Larger drops fewer; smaller computes less."""
 
     overflow: Overflow = "drop"
     """What happens to a token whose expert is full: it skips that expert, or goes to the least loaded one at half its
-    weight; with none, experts have room for all."""
+    weight. With `none`, experts have no limit."""
 
     normalize_weights: bool = False
-    """Scale the weights of a token's experts to add up to 1. Otherwise they are the gate's probabilities."""
+    """Scale the weights of a token's experts to sum to 1. Otherwise they are the gate's probabilities."""
 
     load_balance_loss_coeff: float = Field(default=0.01, ge=0)
-    """Weight of the loss that evens out the experts' load."""
+    """Weight of the loss that balances the experts' load."""
 
     router_z_loss_coeff: float = Field(default=0.001, ge=0)
     """Weight of the loss that keeps router logits small."""
 
     router_jitter: float = Field(default=0.0, ge=0, lt=1)
-    """In training the gate sees its input times a random factor within this of 1, so that near ties are explored."""
+    """In training, the gate's input is multiplied by a random factor within this of 1, so near ties are explored."""
 
     gate_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the gate's input that is zeroed in training."""
+    """Dropout of the gate's input in training."""
 
     gate_layers: int = Field(default=1, ge=1)
-    """Linear layers of the gate; with more than one, GELU lies between them."""
+    """Linear layers of the gate, with GELU between them."""
 
     gate_groups: int = Field(default=1, ge=1)
-    """Groups of experts. With more than one the gate chooses in two steps, group then expert; for many experts."""
+    """Groups of experts. With more than one, the gate chooses a group, then an expert; for many experts."""
 
     gate_grouping: Literal["static", "learned"] = "static"
-    """Which expert is in which group: neighbours, or a membership learned with the gate."""
+    """Which expert is in which group: neighbours, or learned with the gate."""
 
     gate_top_groups: int | None = Field(default=None, ge=1)
-    """Groups that one token may choose its experts from; all, if not set. Fewer keep a token on fewer ranks."""
+    """Groups that a token may choose its experts from. Fewer keep a token on fewer ranks. Left out: all."""
 
-    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an expert's hidden values that is zeroed in training."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of an expert's hidden values in training."""
 
     initialization: Initialization = "xavier"
-    """How the weights of experts are drawn."""
+    """How the weights of experts are initialized."""
 
     placement: Literal["contiguous", "replicated"] = "contiguous"
-    """Where experts live: neighbours on one rank of mesh.ep, or all of them on every rank."""
+    """Where experts are: neighbours on one rank of mesh.ep, or all of them on every rank."""
 
     rebalance_threshold: float | None = Field(default=None, gt=0)
-    """Move experts between ranks once the coefficient of variation of the ranks' load exceeds this; 0.3 is a fair
-    start. Not set, experts stay where they are."""
+    """Move experts between ranks when the coefficient of variation of the ranks' load exceeds this; 0.3 is a good
+    start. Left out: experts stay where they are."""
 
     rebalance_cooldown_steps: int = Field(default=100, ge=1)
-    """Optimizer steps between two moves of experts, and from one look at which to lend to the next."""
+    """Optimizer steps between moves of experts, and between decisions about which to lend."""
 
     hot_copies: int = Field(default=0, ge=0)
-    """Experts of other ranks that a rank may compute beside its own while these have too much to do: it borrows their
-    weights in each forward. Who borrows what is decided every `rebalance_cooldown_steps` steps."""
+    """Experts of overloaded ranks that another rank may compute in addition to its own: it borrows their weights in
+    each forward. Which ones is decided every `rebalance_cooldown_steps` steps."""
 
     load_smoothing: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the load that balancing looks at is history; the rest is the last step's."""
+    """Weight of the history in the load that balancing uses; the rest is the last step's."""
 
     @property
     def watches_load(self) -> bool:
@@ -88,7 +88,7 @@ class ExpertConfig(Section):
 
     @classmethod
     def small_scale(cls) -> Self:
-        """Eight experts, all of them on every rank: no token travels."""
+        """Eight experts, all of them on every rank: no token is sent."""
         return cls(placement="replicated", overflow="none")
 
     @classmethod
@@ -105,7 +105,7 @@ class ExpertConfig(Section):
 
     @classmethod
     def inference(cls) -> Self:
-        """Every token gets its experts, and nothing is there for training alone."""
+        """Every token gets its experts, without the losses that only training needs."""
         return cls(overflow="none", load_balance_loss_coeff=0.0, router_z_loss_coeff=0.0)
 
     @override
@@ -113,32 +113,35 @@ class ExpertConfig(Section):
         if self.num_experts_per_token > self.num_experts:
             yield Problem(
                 "num_experts_per_token",
-                f"num_experts_per_token {self.num_experts_per_token} is above num_experts {self.num_experts}",
+                f"expert.num_experts_per_token {self.num_experts_per_token} is above expert.num_experts"
+                f" {self.num_experts}",
                 "a token cannot go to more experts than there are",
             )
         if self.normalize_weights and self.num_experts_per_token == 1:
             yield Problem(
                 "normalize_weights",
-                "normalize_weights with num_experts_per_token 1 makes every weight 1, and the gate learns nothing",
-                "leave normalize_weights false, or send a token to 2 experts",
+                "expert.normalize_weights with expert.num_experts_per_token 1 makes every weight 1, and the gate learns"
+                " nothing",
+                "set expert.normalize_weights = false, or send a token to 2 experts",
             )
         if self.placement == "replicated" and self.rebalance_threshold is not None:
             yield Problem(
                 "rebalance_threshold",
-                f"rebalance_threshold {self.rebalance_threshold:g} has nothing to move: every rank has every expert",
-                'leave rebalance_threshold out, or set placement = "contiguous"',
+                f"expert.rebalance_threshold {self.rebalance_threshold:g} has nothing to move: every rank has every"
+                " expert",
+                'leave expert.rebalance_threshold out, or set expert.placement = "contiguous"',
             )
         if self.placement == "replicated" and self.hot_copies:
             yield Problem(
                 "hot_copies",
-                f"hot_copies {self.hot_copies} has nothing to lend: every rank has every expert",
-                'leave hot_copies out, or set placement = "contiguous"',
+                f"expert.hot_copies {self.hot_copies} has nothing to lend: every rank has every expert",
+                'leave expert.hot_copies out, or set expert.placement = "contiguous"',
             )
         if self.hot_copies >= self.num_experts:
             yield Problem(
                 "hot_copies",
-                f"hot_copies {self.hot_copies} is not below num_experts {self.num_experts}",
-                "a rank borrows experts that it does not have; 1 is a fair start",
+                f"expert.hot_copies {self.hot_copies} is not below expert.num_experts {self.num_experts}",
+                "a rank borrows experts that it does not hold; 1 is a good start",
             )
         yield from self._group_problems()
 
@@ -146,15 +149,15 @@ class ExpertConfig(Section):
         if self.num_experts % self.gate_groups:
             yield Problem(
                 "gate_groups",
-                f"gate_groups {self.gate_groups} does not divide num_experts {self.num_experts}",
-                "groups have the same number of experts",
+                f"expert.gate_groups {self.gate_groups} does not divide expert.num_experts {self.num_experts}",
+                "all groups have the same number of experts",
             )
             return
         if self.gate_grouping == "learned" and (self.gate_groups == 1 or self.gate_top_groups is not None):
             yield Problem(
                 "gate_grouping",
-                "gate_grouping = learned needs gate_groups above 1, and no gate_top_groups",
-                "an expert then belongs to every group a little: there is no group to choose from",
+                "expert.gate_grouping = learned needs expert.gate_groups above 1, and no expert.gate_top_groups",
+                "learned groups share every expert, so none of them can be left out",
             )
         if self.gate_top_groups is None:
             return
@@ -163,7 +166,7 @@ class ExpertConfig(Section):
         if self.gate_top_groups > self.gate_groups or reachable < self.num_experts_per_token:
             yield Problem(
                 "gate_top_groups",
-                f"gate_top_groups {self.gate_top_groups} of {self.gate_groups} groups of {size} does not give "
+                f"expert.gate_top_groups {self.gate_top_groups} of {self.gate_groups} groups of {size} does not give "
                 f"a token {self.num_experts_per_token} experts to choose",
-                "take more of them, at most gate_groups",
+                "raise it, to at most expert.gate_groups",
             )

@@ -10,27 +10,27 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.describing.allowed import Allowed
+from torsh_distributed.plan.describing.allowed_values import AllowedValues
 from torsh_distributed.plan.problems import Problem
 from torsh_distributed.plan.section import Section
 
 FILL = -1
-"""The degree that takes up the ranks the other axes leave."""
+"""The degree that takes the ranks the other axes leave."""
 
-_ALLOWED = Allowed("a number of ranks, at least 1, or -1 to fill the world")
+_ALLOWED = AllowedValues("a number of ranks, at least 1, or -1 to fill the world")
 
 Degree = Annotated[int, Field(ge=FILL), _ALLOWED]
 
 
 class MeshConfig(Section):
-    """The degree of each axis: how many ways the work is split in that direction. Their product is the world.
+    """The degree of each axis: how many ways the work is split in that direction. Their product is the world size.
 
     One axis may be -1 and takes the ranks the others leave; `resolve(world_size)` puts the number in.
     """
 
     dp: Degree = FILL
-    """Replicas of the model, each on its own part of the batch. Left out, it fills the world, or is 1 where another
-    axis is told to fill."""
+    """Replicas of the model, each on its own part of the batch. Left out, it fills the world, or is 1 if another axis
+    fills it."""
 
     shard: Degree = 1
     """Ranks over which parameters, gradients and optimizer state are sharded; each has its own part of the batch."""
@@ -42,7 +42,7 @@ class MeshConfig(Section):
     """Pipeline ranks: each holds some of the layers."""
 
     ep: Degree = 1
-    """Ranks over which the experts of mixture-of-experts layers are spread; each works on its own part of the batch."""
+    """Ranks over which the experts of mixture-of-experts layers are spread; each has its own part of the batch."""
 
     cp: Degree = 1
     """Ranks that split every sequence between them (context parallelism)."""
@@ -58,12 +58,12 @@ class MeshConfig(Section):
     def find_problems(self) -> Iterator[Problem]:
         for axis, degree in self.degrees.items():
             if degree == 0:
-                yield Problem(axis, f"{axis} must be {_ALLOWED.text}; got 0")
+                yield Problem(axis, f"mesh.{axis} must be {_ALLOWED.text}; got 0")
         filling = [axis for axis, degree in self.degrees.items() if degree == FILL]
         if len(filling) > 1:
             yield Problem(
                 filling[1],
-                f"{' and '.join(filling)} are both -1, but only one axis can fill the world",
+                f"{' and '.join(f'mesh.{axis}' for axis in filling)} are both -1, but only one axis can fill the world",
                 "give all but one of them a number",
             )
 
@@ -74,7 +74,7 @@ class MeshConfig(Section):
 
     @property
     def data_degree(self) -> int:
-        """Parts into which the batch is cut: every rank along dp, shard and ep gets samples of its own.
+        """Parts into which the batch is split: every rank along dp, shard and ep gets samples of its own.
 
         Meaningful once no axis is -1: ask the mesh that `resolve` returned.
         """
@@ -82,7 +82,7 @@ class MeshConfig(Section):
 
     @property
     def equation(self) -> str:
-        """The product in words: `dp 2 × tp 2 × pp 1 = 4`. shard, ep and cp are named where they are used."""
+        """The product in words: `dp 2 × tp 2 × pp 1 = 4`. shard, ep and cp appear only if they are used."""
         used = {axis: degree for axis, degree in self.degrees.items() if degree != 1 or axis in ("dp", "tp", "pp")}
         product = " × ".join(f"{axis} {degree}" for axis, degree in used.items())
         return product if FILL in used.values() else f"{product} = {math.prod(used.values())}"
@@ -90,7 +90,7 @@ class MeshConfig(Section):
     def resolve(self, world_size: int) -> Self:
         """The same mesh for a world of `world_size` ranks, with -1 replaced by the number that fills it.
 
-        Raises ConfigurationError with the whole equation where the degrees do not multiply to the world.
+        Raises ConfigurationError with the whole equation if the degrees do not multiply to the world size.
         """
         fixed = math.prod(degree for degree in self.degrees.values() if degree != FILL)
         filling = [axis for axis, degree in self.degrees.items() if degree == FILL]

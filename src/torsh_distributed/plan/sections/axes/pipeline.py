@@ -20,14 +20,17 @@ STAGES_PER_RANK = {
     "zbv_zero_bubble": (2, 2),
     "dual_pipe_v": (2, 2),
 }
-"""Schedule to the least and most stages a rank may hold under it."""
+"""Schedule to the fewest and most stages that a rank may hold under it."""
+
+SPLITS_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
+"""Schedules that compute the gradients of inputs and of weights at different times."""
 
 
 class PipelineConfig(Section):
     """The schedule of a pipeline and the cut into stages; its degree is mesh.pp."""
 
     num_microbatches: int = Field(default=4, ge=1)
-    """Parts into which a rank's batch is cut. More shrink the bubble; each must still be worth a kernel launch."""
+    """Parts into which a rank's batch is split. More shrink the bubble; each must be large enough to be efficient."""
 
     schedule: Literal[
         "gpipe",
@@ -41,10 +44,10 @@ class PipelineConfig(Section):
     """The order of forward and backward passes. The first two hold one stage on each rank, the others several."""
 
     stages_per_rank: int = Field(default=1, ge=1)
-    """Stages on each rank. Several shrink the bubble and send more often."""
+    """Stages on each rank. More shrink the bubble and send more often."""
 
     balance: Literal["auto", "parameters", "time", "manual"] = "auto"
-    """How layers are shared out: by estimated cost, by number of parameters, by measured time, or at `split_points`."""
+    """How layers are split into stages: by estimated cost, number of parameters, measured time, or `split_points`."""
 
     split_points: Words = ()
     """Names of the modules that begin a new stage, for `balance = "manual"`."""
@@ -56,13 +59,13 @@ class PipelineConfig(Section):
             wanted = f"exactly {least}" if least == most else f"at least {least}"
             yield Problem(
                 "stages_per_rank",
-                f"stages_per_rank is {self.stages_per_rank}, but the schedule {self.schedule} holds {wanted} on each"
-                " rank",
-                f"set stages_per_rank = {least}, or choose another schedule",
+                f"pipeline.stages_per_rank is {self.stages_per_rank}, but pipeline.schedule {self.schedule} holds"
+                f" {wanted} on each rank",
+                f"set pipeline.stages_per_rank = {least}, or choose another schedule",
             )
         if (self.balance == "manual") != bool(self.split_points):
             yield Problem(
                 "split_points",
-                'split_points and balance = "manual" go together; one is set without the other',
+                'pipeline.split_points and pipeline.balance = "manual" go together, but only one is set',
                 "set both, or neither",
             )

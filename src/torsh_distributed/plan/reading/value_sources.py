@@ -1,4 +1,4 @@
-"""Where values come from: file, environment, command line, arguments; the later wins, and each keeps its source."""
+"""Where values come from: file, environment, command line. Later ones win, and each key remembers its source."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PREFIX = "TORSH_PLAN__"
 
 
 @dataclasses.dataclass
-class Layer:
-    """Values from one place by section, the source of each key, and what was wrong already while reading."""
+class SourceValues:
+    """Values from one place by section, the source of each key, and the problems found while reading."""
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -38,71 +38,71 @@ class Layer:
         self.sources[f"{section}.{key}"] = source
 
 
-def merge(layers: Iterable[Layer]) -> Layer:
-    """One layer in which the later of `layers` win, key by key."""
-    merged = Layer()
-    for layer in layers:
-        for section, keys in layer.values.items():
+def merge(sources: Iterable[SourceValues]) -> SourceValues:
+    """All `sources` as one, in which later ones win, key by key."""
+    merged = SourceValues()
+    for one in sources:
+        for section, keys in one.values.items():
             below = merged.values.get(section)
             merged.values[section] = {**below, **keys} if isinstance(below, dict) and isinstance(keys, dict) else keys
-        merged.sources |= layer.sources
-        merged.problems += layer.problems
+        merged.sources |= one.sources
+        merged.problems += one.problems
     return merged
 
 
-def file_layer(path: Path, model: type[Section]) -> Layer:
+def values_from_file(path: Path, model: type[Section]) -> SourceValues:
     """The values of a plan file."""
-    return document_layer(files.read(path), model, source=f"file {path}")
+    return values_from_document(files.read(path), model, source=f"file {path}")
 
 
-def document_layer(document: Mapping[Any, Any], model: type[Section], *, source: str) -> Layer:
+def values_from_document(document: Mapping[Any, Any], model: type[Section], *, source: str) -> SourceValues:
     """The values of a parsed file: sections of keys, old spellings replaced with a notice in the log."""
-    layer = Layer()
+    found = SourceValues()
     known = frozenset(keys_of(model))
     given = {f"{section}.{key}" for section, keys in document.items() if isinstance(keys, dict) for key in keys}
     for section, keys in document.items():
         if keys is None and section in model.model_fields:
-            continue  # in YAML, a section with nothing under it
+            continue  # an empty section in YAML
         if not isinstance(keys, dict):
-            layer.values[str(section)] = keys
+            found.values[str(section)] = keys
             continue
-        layer.values.setdefault(str(section), {})
+        found.values.setdefault(str(section), {})
         for key, value in keys.items():
             full = f"{section}.{key}"
             meant = aliases.expand(full, value, known=known)
             for new, converted in (meant or {full: value}).items():
-                if meant and (new in given or new in layer.sources):
-                    layer.problems.append(aliases.twice(full, new))
+                if meant and (new in given or new in found.sources):
+                    found.problems.append(aliases.twice(full, new))
                     continue
                 home, _, name = new.partition(".")
-                layer.put(home, name, converted, f"{source}, as {full}" if meant else source)
+                found.put(home, name, converted, f"{source}, as {full}" if meant else source)
             if meant:
-                _log.warning("%s: %s is accepted for %s; please write the latter", source, full, " and ".join(meant))
-    return layer
+                _log.warning("%s: %s is an old name of %s; please use the new one", source, full, " and ".join(meant))
+    return found
 
 
-def environment_layer(environ: Mapping[str, str], model: type[Section]) -> Layer:
+def values_from_environment(environ: Mapping[str, str], model: type[Section]) -> SourceValues:
     """The keys set by variables TORSH_PLAN__SECTION__KEY."""
-    layer = Layer()
+    found = SourceValues()
     for variable in sorted(environ):
         if variable.startswith(PREFIX):
             path = variable.removeprefix(PREFIX).lower().split("__")
-            _put_text(layer, path, environ[variable], model, source=f"environment {variable}")
-    return layer
+            _put_text(found, path, environ[variable], model, source=f"environment {variable}")
+    return found
 
 
-def override_layer(assignments: Iterable[str], model: type[Section]) -> Layer:
+def values_from_command_line(assignments: Iterable[str], model: type[Section]) -> SourceValues:
     """The keys set on a command line, each as `section.key=value`."""
-    layer = Layer()
+    found = SourceValues()
     for assignment in assignments:
         key, _, text = assignment.partition("=")
-        _put_text(layer, key.strip().split("."), text.strip(), model, source="command line")
-    return layer
+        _put_text(found, key.strip().split("."), text.strip(), model, source="command line")
+    return found
 
 
-def _put_text(layer: Layer, path: list[str], text: str, model: type[Section], *, source: str) -> None:
+def _put_text(found: SourceValues, path: list[str], text: str, model: type[Section], *, source: str) -> None:
     if len(path) != 2 or not all(path):
-        layer.problems.append(
+        found.problems.append(
             Problem(
                 ".".join(path),
                 f"{source}: {'.'.join(path) or 'nothing'} does not name a key",
@@ -110,11 +110,11 @@ def _put_text(layer: Layer, path: list[str], text: str, model: type[Section], *,
             )
         )
         return
-    layer.put(path[0], path[1], _value_of(text, path, model), source)
+    found.put(path[0], path[1], _value_of(text, path, model), source)
 
 
 def _value_of(text: str, path: list[str], model: type[Section]) -> Any:
-    """`text` as TOML would read it, where the key wants more than text; what is not TOML stays text."""
+    """`text` as TOML would read it, if the key takes more than text; what is not TOML stays text."""
     field = field_at(path, model)
     if field is None or field.annotation not in (bool, int, float, int | None, float | None, tuple[str, ...]):
         return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def test_a_file_given_by_name_beats_the_one_of_the_environment(file: Path) -> No
         ("ddp.static_graph", "true", True),
         ("fsdp.wrap_classes", '["Block", "Head"]', ("Block", "Head")),
         ("precision.dtype", "bf16", "bf16"),
-        ("checkpoint.checkpoint_dir", "2024", "2024"),
+        ("checkpoint.dir", "2024", "2024"),
         ("observe.events_dir", "/tmp/a=b", "/tmp/a=b"),
     ],
 )
@@ -104,68 +103,3 @@ def test_a_bad_text_names_its_variable_or_the_command_line(
     with pytest.raises(ConfigurationError) as caught:
         Plan.compose(environ=environ, command_line=command_line)
     assert caught.value.message == message
-
-
-@pytest.mark.parametrize(
-    ("old", "value", "expected"),
-    [
-        ("mesh.data_parallel_size", 2, {"mesh.dp": 2}),
-        ("mesh.tensor_parallel_size", 2, {"mesh.tp": 2}),
-        ("mesh.pipeline_parallel_size", 2, {"mesh.pp": 2}),
-        ("mesh.memory_optimization", "standard", {"activation.strategy": "selective"}),
-        (
-            "mesh.memory_strategy",
-            "EXTREME",
-            {"activation.strategy": "uniform", "activation.every_n_layers": 1, "activation.offload_to_cpu": True},
-        ),
-        ("mesh.communication_strategy", "ring_all_reduce", {"distributed.algorithm": "ring"}),
-        ("ddp.bucket_size_mb", 10, {"ddp.max_bucket_size_mb": 10.0}),
-        ("ddp.overlap_communication", False, {"ddp.overlap": False}),
-        ("ddp.gradient_accumulation_steps", 4, {"training.gradient_accumulation": 4}),
-        ("fsdp.enable_forward_prefetch", True, {"fsdp.forward_prefetch": True}),
-        ("fsdp.enable_backward_prefetch", False, {"fsdp.backward_prefetch": "none"}),
-        ("pipeline.num_micro_batches", 8, {"pipeline.num_microbatches": 8}),
-        ("offload.offload_optimizer_state", False, {"offload.offload_optimizer_states": False}),
-        ("offload.offload_parameters", False, {"offload.offload_params": False}),
-        ("offload.compression_method", "fp16", {"offload.cpu_compression": "fp16"}),
-        ("offload.memory_strategy", "extreme", {"offload.auto_memory_management": "extreme"}),
-        ("checkpoint.checkpoint_interval", 5, {"checkpoint.checkpoint_frequency": 5}),
-        ("checkpoint.max_checkpoints_to_keep", 2, {"checkpoint.max_checkpoints": 2}),
-        ("checkpoint.verify_integrity", False, {"checkpoint.verify_after_save": False}),
-        ("checkpoint.enable_compression", False, {"checkpoint.compression_level": 0}),
-        ("checkpoint.max_time_between_checkpoints_sec", 60, {"checkpoint.max_time_between_checkpoints_s": 60.0}),
-        ("distributed.timeout", 20, {"distributed.timeout_s": 20.0}),
-        ("retry.initial_delay_ms", 250, {"retry.initial_delay_s": 0.25}),
-        ("elastic.heartbeat_timeout_us", 500000, {"elastic.heartbeat_timeout_s": 0.5}),
-        ("elastic.heartbeat_timeout_secs", 5, {"elastic.heartbeat_timeout_s": 5.0}),
-    ],
-)
-def test_an_old_name_is_accepted_with_a_notice(
-    caplog: pytest.LogCaptureFixture, old: str, value: object, expected: dict[str, object]
-) -> None:
-    section, _, key = old.partition(".")
-    with caplog.at_level(logging.WARNING, logger="torsh_distributed.plan"):
-        plan = Plan.from_dict({section: {key: value}})
-    assert {difference.key: difference.mine for difference in plan.diff(Plan())} == expected
-    assert caplog.messages == [f"argument: {old} is accepted for {' and '.join(expected)}; please write the latter"]
-    assert plan.explain()[next(iter(expected))].source == f"argument, as {old}"
-
-
-def test_a_wrong_value_under_an_old_name_is_refused_under_the_new_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"activation\.strategy must be one of none, .*; got 'huge'"):
-        Plan.from_dict({"mesh": {"memory_strategy": "huge"}})
-    with pytest.raises(ConfigurationError, match=r"retry\.max_delay_s must be a number, at least 0; got 'soon'"):
-        Plan.from_dict({"retry": {"max_delay_ms": "soon"}})
-
-
-@pytest.mark.parametrize("document", [{"mesh": {"dp": 2, "dp_size": 3}}, {"mesh": {"dp_size": 3, "dp": 2}}])
-def test_both_names_of_one_key_are_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"mesh\.dp_size and mesh\.dp are both given, and mean the same"):
-        Plan.from_dict(document)
-    with pytest.raises(ConfigurationError, match=r"mesh\.data_parallel_size and mesh\.dp are both given"):
-        Plan.from_dict({"mesh": {"dp_size": 2, "data_parallel_size": 2}})
-
-
-def test_old_names_belong_to_files_not_to_arguments() -> None:
-    with pytest.raises(ConfigurationError, match="dp_size is not a key"):
-        Plan().replace(mesh={"dp_size": 2})

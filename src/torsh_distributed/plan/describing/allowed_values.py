@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 
 
 @dataclasses.dataclass(frozen=True)
-class Allowed:
-    """Put into a field's annotation where the type alone does not say what is allowed."""
+class AllowedValues:
+    """Text in a field's annotation, if the type alone does not say what is allowed."""
 
     text: str
 
@@ -24,13 +24,13 @@ _NAMES: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a nu
 def describe(field: FieldInfo) -> str:
     """What the field accepts, as the end of a sentence: "an integer, at least 1"."""
     for item in field.metadata:
-        if isinstance(item, Allowed):
+        if isinstance(item, AllowedValues):
             return item.text
     return ", ".join([_type_in_words(field.annotation), *_bounds_in_words(field.metadata)])
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The words a field may hold, where they are a closed set; empty otherwise."""
+    """The words a field may hold, if they are a closed set; else empty."""
     if typing.get_origin(field.annotation) is typing.Literal:
         return tuple(str(word) for word in typing.get_args(field.annotation))
     return ()
