@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_reduce, barrier
+from torsh_distributed.comm.collectives.moves import barrier
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import GroupManager

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce
+from torsh_distributed.comm.collectives.moves import all_gather
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.manager import CommunicationGroup, GroupManager, GroupType
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from torsh_distributed.comm.collectives.point_to_point import recv, send
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.scheduler import CommunicationScheduler, Priority, ScheduledWork
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torsh_distributed.comm.algorithms.base import Algorithm
+from torsh_distributed.comm.collectives.call import CallOptions, num_bytes
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
-from torsh_distributed.comm.collectives.tensors import Where, all_reduce, num_bytes
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 
@@ -25,7 +26,7 @@ def fused_all_reduce(
     threshold_bytes: int = 64 * 1024,
     algorithm: str | Algorithm | None = None,
     deterministic: bool = False,
-    **where: Unpack[Where],
+    **options: Unpack[CallOptions],
 ) -> list[Tensor]:
     """Fold each of `tensors` over all ranks, in place; those below the threshold travel as one, larger ones alone.
 
@@ -33,7 +34,9 @@ def fused_all_reduce(
     """
     packs = plan_fused([num_bytes(tensor) for tensor in tensors], _kinds(tensors), threshold_bytes=threshold_bytes)
     return _reduce_packs(
-        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+        tensors,
+        packs,
+        lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **options),
     )
 
 
@@ -44,7 +47,7 @@ def bucketed_all_reduce(
     bucket_bytes: int = 25 * 2**20,
     algorithm: str | Algorithm | None = None,
     deterministic: bool = False,
-    **where: Unpack[Where],
+    **options: Unpack[CallOptions],
 ) -> list[Tensor]:
     """Fold each of `tensors` over all ranks, in place, in buckets filled in order up to `bucket_bytes`.
 
@@ -53,7 +56,9 @@ def bucketed_all_reduce(
     """
     packs = plan_buckets([num_bytes(tensor) for tensor in tensors], _kinds(tensors), bucket_bytes=bucket_bytes)
     return _reduce_packs(
-        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+        tensors,
+        packs,
+        lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **options),
     )
 
 

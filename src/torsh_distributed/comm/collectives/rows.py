@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.wire import Rows
-from torsh_distributed.comm.collectives.tensors import num_bytes, run
+from torsh_distributed.comm.collectives.call import num_bytes, run
 from torsh_distributed.comm.shared_memory import common_buffer
 
 

@@ -12,30 +12,35 @@ from typing_extensions import Unpack
 from torsh_distributed.comm.algorithms.reduce_scatter_all_gather import fold_own_shard
 from torsh_distributed.comm.algorithms.running import check_on_cpu, new_lane, start, with_flat
 from torsh_distributed.comm.algorithms.tree import binomial_branch, broadcast_down
+from torsh_distributed.comm.collectives.call import CallOptions, check_member, num_bytes, resolve_group, run
+from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
-from torsh_distributed.comm.collectives.tensors import Where, broadcast, check_member, num_bytes, resolve_group, run
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.errors import InvalidArgument
 
 
 @overload
-def tree_broadcast(tensor: Tensor, src: int, *, async_op: Literal[False] = ..., **where: Unpack[Where]) -> Tensor: ...
-@overload
-def tree_broadcast(tensor: Tensor, src: int, *, async_op: Literal[True], **where: Unpack[Where]) -> Work[Tensor]: ...
 def tree_broadcast(
-    tensor: Tensor, src: int, *, async_op: bool = False, **where: Unpack[Where]
+    tensor: Tensor, src: int, *, async_op: Literal[False] = ..., **options: Unpack[CallOptions]
+) -> Tensor: ...
+@overload
+def tree_broadcast(
+    tensor: Tensor, src: int, *, async_op: Literal[True], **options: Unpack[CallOptions]
+) -> Work[Tensor]: ...
+def tree_broadcast(
+    tensor: Tensor, src: int, *, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Tensor | Work[Tensor]:
     """Make every rank's `tensor` equal to that of rank `src`, in place, along a binomial tree.
 
     Why: log2(p)·(α + nβ), where the source sends log2(p) messages and not p-1.
     """
-    group = resolve_group(where.get("group"))
+    group = resolve_group(options.get("group"))
     check_member(src, "src", group)
     check_on_cpu(tensor)
     root = dist.get_group_rank(group, src)
 
     def begin(group: dist.ProcessGroup, _: bool) -> dist.Work | None:
-        lane = new_lane(group, where.get("timeout_s"))
+        lane = new_lane(group, options.get("timeout_s"))
         branch = binomial_branch(lane.position, lane.size, root=root)
 
         def body() -> None:
@@ -43,10 +48,12 @@ def tree_broadcast(
 
         return start("broadcast:tree", body, tensor, group, is_async=async_op)
 
-    return run("broadcast:tree", num_bytes(tensor), begin, lambda: tensor, async_op=async_op, **where)
+    return run("broadcast:tree", num_bytes(tensor), begin, lambda: tensor, async_op=async_op, **options)
 
 
-def multi_root_broadcast(tensors: Sequence[Tensor], sources: Sequence[int], **where: Unpack[Where]) -> list[Tensor]:
+def multi_root_broadcast(
+    tensors: Sequence[Tensor], sources: Sequence[int], **options: Unpack[CallOptions]
+) -> list[Tensor]:
     """Make every rank's tensors[i] equal to that of rank sources[i], in place.
 
     Why: all start at once, so roots send at the same time: as long as the busiest root takes, not as long as all of
@@ -60,12 +67,14 @@ def multi_root_broadcast(tensors: Sequence[Tensor], sources: Sequence[int], **wh
             num_sources=len(sources),
         )
     for source in sources:  # all of them, before the first is started: a refusal half-way would hang the others
-        check_member(source, "source", where.get("group"))
-    works = [broadcast(tensor, source, async_op=True, **where) for tensor, source in zip(tensors, sources, strict=True)]
+        check_member(source, "source", options.get("group"))
+    works = [
+        broadcast(tensor, source, async_op=True, **options) for tensor, source in zip(tensors, sources, strict=True)
+    ]
     return [work.wait() for work in works]
 
 
-def scatter_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, **where: Unpack[Where]) -> Tensor:
+def scatter_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, **options: Unpack[CallOptions]) -> Tensor:
     """This rank's shard of the fold of `tensor` over all ranks, for tensors of any size.
 
     The values are taken as one run of numbers and cut into shards whose sizes differ by at most one (as
@@ -78,10 +87,10 @@ def scatter_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, **where: U
     shard: list[Tensor] = []
 
     def begin(group: dist.ProcessGroup, _: bool) -> None:
-        lane = new_lane(group, where.get("timeout_s"))
+        lane = new_lane(group, options.get("timeout_s"))
         shards = tensor.detach().clone().contiguous().view(-1).tensor_split(lane.size)
         fold_own_shard(shards, chosen, lane)
         shard.append(shards[lane.position].clone())
 
-    run("scatter_reduce", num_bytes(tensor), begin, lambda: None, async_op=False, **where)
+    run("scatter_reduce", num_bytes(tensor), begin, lambda: None, async_op=False, **options)
     return shard[0]

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_reduce, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 SIZES = (4 * 1024, 64 * 1024, 1024 * 1024)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce, broadcast, reduce_scatter, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.moves import all_gather, broadcast
+from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_scatter_single
 from torsh_distributed.errors import InvalidArgument
 
 Sync = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -178,7 +180,7 @@ def _by_all_gather(flat: Tensor, group: dist.ProcessGroup) -> Finish:
 def _by_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Finish:
     size = group.size()
     padded = torch.nn.functional.pad(flat.div_(size), (0, -flat.numel() % size))
-    work = reduce_scatter(padded, group=group, async_op=True)
+    work = reduce_scatter_single(padded, group=group, async_op=True)
     return lambda: torch.cat(all_gather(work.wait(), group=group))[: flat.numel()]
 
 

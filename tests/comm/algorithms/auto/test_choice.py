@@ -16,7 +16,7 @@ from torsh_distributed.comm.algorithms.auto import choice
 from torsh_distributed.comm.algorithms.auto.link_figures import measure_links
 from torsh_distributed.comm.algorithms.base import LinkFigures
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 
 BACKENDS = ["gloo", "shm"]
 
