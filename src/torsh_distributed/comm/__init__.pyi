@@ -54,7 +54,7 @@ from torsh_distributed.comm.groups.process_group import world_size as world_size
 from torsh_distributed.comm.measurement.communication_stats import CommunicationStats as CommunicationStats
 from torsh_distributed.comm.measurement.communication_stats import OperationStats as OperationStats
 from torsh_distributed.comm.measurement.flight_recorder import FlightRecorder as FlightRecorder
-from torsh_distributed.comm.measurement.flight_recorder import Record as Record
+from torsh_distributed.comm.measurement.flight_recorder import OperationRecord as OperationRecord
 from torsh_distributed.comm.measurement.flight_recorder import recorder as recorder
 from torsh_distributed.comm.measurement.network import NetworkMetrics as NetworkMetrics
 from torsh_distributed.comm.measurement.network import NetworkProfiler as NetworkProfiler

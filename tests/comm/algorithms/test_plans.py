@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.comm.algorithms.auto.choice import shortlist
-from torsh_distributed.comm.algorithms.base import Link, LinkFigures
+from torsh_distributed.comm.algorithms.base import MeasuredCosts, MessageCost
 from torsh_distributed.comm.algorithms.hierarchical import by_node
 from torsh_distributed.comm.algorithms.pipelined import chain_moves
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
@@ -99,29 +99,29 @@ def test_positions_are_gathered_by_node() -> None:
     assert by_node([4, 4, 7, 4]) == [[0, 1, 3], [2]]
 
 
-SLOW, FAST = Link(5e-4, 1e-4, 8e-9), Link(5e-6, 2e-6, 2e-10)
+SLOW, FAST = MessageCost(5e-4, 1e-4, 8e-9), MessageCost(5e-6, 2e-6, 2e-10)
 
 
-def figures(num_ranks: int = 8, **changes: object) -> LinkFigures:
-    return LinkFigures(num_ranks=num_ranks, flat=SLOW, fold_byte_s=1e-10, **changes)  # type: ignore[arg-type]
+def costs(num_ranks: int = 8, **changes: object) -> MeasuredCosts:
+    return MeasuredCosts(num_ranks=num_ranks, flat=SLOW, fold_byte_s=1e-10, **changes)  # type: ignore[arg-type]
 
 
 def test_small_buffers_go_by_few_steps_and_large_ones_by_small_shards() -> None:
-    small, large = shortlist(64, figures(64)), shortlist(256 * 2**20, figures(64))
+    small, large = shortlist(64, costs(64)), shortlist(256 * 2**20, costs(64))
     assert [*small][:2] == ["doubling", "tree"]
     assert not {"doubling", "tree"} & set(large)
     assert {"ring", "reduce_scatter_all_gather"} & large.keys()
 
 
 def test_a_slow_link_between_nodes_calls_for_hierarchy() -> None:
-    layered = figures(8, node_sizes=(4, 4), near=FAST, far=SLOW)
+    layered = costs(8, node_sizes=(4, 4), near=FAST, far=SLOW)
     assert next(iter(shortlist(64 * 2**20, layered))) == "hierarchical"
-    assert "hierarchical" not in shortlist(64 * 2**20, figures(8))
+    assert "hierarchical" not in shortlist(64 * 2**20, costs(8))
 
 
 @given(num_ranks=st.integers(min_value=2, max_value=300), num_bytes=st.integers(min_value=1, max_value=2**32))
 def test_every_estimate_is_above_zero_and_grows_with_the_buffer(num_ranks: int, num_bytes: int) -> None:
-    known = figures(num_ranks, node_sizes=(num_ranks - 1, 1), near=FAST, far=SLOW)
+    known = costs(num_ranks, node_sizes=(num_ranks - 1, 1), near=FAST, far=SLOW)
     for algorithm in ALGORITHMS.values():
         once, twice = algorithm.estimated_s(num_bytes, known), algorithm.estimated_s(2 * num_bytes, known)
         assert once is not None
@@ -131,11 +131,11 @@ def test_every_estimate_is_above_zero_and_grows_with_the_buffer(num_ranks: int, 
 
 @given(num_bytes=st.integers(min_value=1, max_value=2**32))
 def test_the_shortlist_is_short_and_deterministic_ones_keep_the_order(num_bytes: int) -> None:
-    estimates = shortlist(num_bytes, figures())
-    everything = {name for name, one in ALGORITHMS.items() if one.estimated_s(num_bytes, figures()) is not None}
+    estimates = shortlist(num_bytes, costs())
+    everything = {name for name, one in ALGORITHMS.items() if one.estimated_s(num_bytes, costs()) is not None}
     if num_bytes < 2 * 2**20:
         assert set(estimates) == everything
     else:
         assert 1 <= len(estimates) <= 4
     assert list(estimates.values()) == sorted(estimates.values())
-    assert all(ALGORITHMS[name].keeps_rank_order for name in shortlist(num_bytes, figures(), deterministic=True))
+    assert all(ALGORITHMS[name].keeps_rank_order for name in shortlist(num_bytes, costs(), deterministic=True))

@@ -121,5 +121,5 @@ def regroup_wrongly(survivors: list[int]) -> None:
 
 @pytest.mark.parametrize("survivors", [[0, 0], [0, 5], []])
 def test_wrong_survivors_are_refused(world: World, survivors: list[int]) -> None:
-    with pytest.raises(InvalidArgument, match="each once, with the caller among them"):
+    with pytest.raises(InvalidArgument, match="each once, and include the caller"):
         world.run(regroup_wrongly, survivors, backend=None)

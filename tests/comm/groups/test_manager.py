@@ -92,7 +92,7 @@ def refused(case: str) -> None:
     elif case == "outside":
         groups.create_group("far", [0, 5])
     elif case == "unknown":
-        groups.get_group("pear")
+        groups.group("pear")
     elif case == "product":
         groups.create_standard_groups(dp=2, mp=2)
     elif case == "division":

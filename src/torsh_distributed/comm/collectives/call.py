@@ -13,7 +13,7 @@ from torsh_distributed.comm.collectives.matching import are_checks_enabled, requ
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.work import Work, explain, group_timeout_s
 from torsh_distributed.comm.groups.abort import refuse_if_aborted
-from torsh_distributed.comm.measurement.flight_recorder import Record, recorder
+from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,
@@ -46,7 +46,7 @@ def run(
     timeout_s: float | None = None,
     peer: int | None = None,
     same: tuple[object, ...] | None = None,
-    record: Record | None = None,
+    record: OperationRecord | None = None,
 ) -> R | Work[R]:
     """Record an operation, start it, and wait for it unless `async_op`; every operation reaches its backend this way.
 
@@ -73,7 +73,7 @@ def run(
 
 
 def fail(
-    error: TorshError | RuntimeError, group: dist.ProcessGroup, record: Record, timeout_s: float | None = None
+    error: TorshError | RuntimeError, group: dist.ProcessGroup, record: OperationRecord, timeout_s: float | None = None
 ) -> NoReturn:
     """Record the failure and raise it; c10d's RuntimeError is raised as one of our errors."""
     explained = error if isinstance(error, TorshError) else explain(error, group, record, record.start_s, timeout_s)
@@ -84,7 +84,7 @@ def fail(
 
 
 def _shown(same: tuple[object, ...]) -> tuple[object, ...]:
-    """The values as people read them; computed only when they are compared."""
+    """The values as shown to people; computed only when they are compared."""
     words = {torch.Size: tuple, ReduceOp: str}
     return tuple(words.get(type(part), lambda part: part)(part) for part in same)
 
@@ -112,7 +112,10 @@ def check_member(rank: int, name: str, group: dist.ProcessGroup | None) -> None:
     members = dist.get_process_group_ranks(resolve_group(group))
     if rank not in members:
         raise RankOutOfBounds(
-            f"{name} {rank} is not a rank of the group", hint="roots are ranks of the world", rank=rank, group=members
+            f"{name} {rank} is not a rank of the group",
+            hint="roots and peers are given as ranks of the world",
+            rank=rank,
+            group=members,
         )
 
 
@@ -120,7 +123,7 @@ def check_even_rows(tensor: Tensor, num_ranks: int, operation: str) -> None:
     """Raise TensorShapeMismatch unless dim 0 splits evenly over the ranks."""
     if tensor.dim() == 0 or tensor.shape[0] % num_ranks:
         raise TensorShapeMismatch(
-            f"{operation} splits dim 0 evenly over {num_ranks} ranks, and it does not divide",
+            f"{operation} splits dim 0 evenly over {num_ranks} ranks, but it does not divide",
             hint=f"pad dim 0 to a multiple of {num_ranks}",
             shape=tensor.shape,
             num_ranks=num_ranks,

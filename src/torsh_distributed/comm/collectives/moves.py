@@ -58,7 +58,7 @@ def all_gather(tensor: Tensor, *, async_op: Literal[True], **options: Unpack[Cal
 def all_gather(
     tensor: Tensor, *, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> list[Tensor] | Work[list[Tensor]]:
-    """The tensors of all ranks, by rank; they have one shape. For shapes that differ see `all_gather_varsize`."""
+    """The tensors of all ranks, by rank, all of one shape. If shapes differ use `all_gather_varsize`."""
     source = tensor.contiguous()
     gathered = [torch.empty_like(source) for _ in range(resolve_group(options.get("group")).size())]
     return run(
@@ -81,7 +81,9 @@ def all_gather_single(
 ) -> Tensor | Work[Tensor]:
     """The tensors of all ranks, which have one shape, concatenated along dim 0 in order of rank."""
     if tensor.dim() == 0:
-        raise InvalidArgument("all_gather_single needs a tensor with a dim 0", hint="use all_gather for single values")
+        raise InvalidArgument(
+            "all_gather_single needs a tensor of one dim or more", hint="use all_gather for single values"
+        )
     source = tensor.contiguous()
     num_rows = source.shape[0] * resolve_group(options.get("group")).size()
     gathered = source.new_empty((num_rows, *source.shape[1:]))
@@ -107,7 +109,7 @@ def gather(
 def gather(
     tensor: Tensor, dst: int, *, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> list[Tensor] | Work[list[Tensor] | None] | None:
-    """The tensors of all ranks, by rank, on rank `dst`; None elsewhere."""
+    """The tensors of all ranks, by rank, on rank `dst`; None on other ranks."""
     world = resolve_group(options.get("group"))
     check_member(dst, "dst", world)
     source = tensor.contiguous()
@@ -150,13 +152,13 @@ def scatter(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Tensor | Work[Tensor]:
-    """Fill `tensor` with this rank's entry of the `parts` that rank `src` gives; the others give none."""
+    """Fill `tensor` with this rank's entry of the `parts` that rank `src` passes; the others pass none."""
     world = resolve_group(options.get("group"))
     check_member(src, "src", world)
     is_root = dist.get_rank() == src
     if is_root != (parts is not None) or (parts is not None and len(parts) != world.size()):
         raise InvalidArgument(
-            "scatter takes one part for each rank, on the source rank alone",
+            "scatter takes one part for each rank, on the source rank only",
             hint=f"pass {world.size()} parts on rank {src} and none elsewhere",
             src=src,
             rank=dist.get_rank(),
@@ -317,7 +319,7 @@ def all_to_all_single(
 
 
 def barrier(*, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
-    """Return when every rank of the group has called it; OperationTimeout names those that did not come."""
+    """Return when every rank of the group has called it; OperationTimeout names the missing ranks."""
     run(
         "barrier",
         0,

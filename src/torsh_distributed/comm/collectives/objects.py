@@ -1,4 +1,4 @@
-"""Plain values between ranks: as torch's object collectives, but nothing is ever unpickled."""
+"""Plain values between ranks, like torch's object collectives, but nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from torsh_distributed.errors import InvalidArgument
 def all_gather_varsize(tensor: Tensor, **options: Unpack[CallOptions]) -> list[Tensor]:
     """The tensors of all ranks, by rank, where dim 0 may differ from rank to rank; the other dims agree.
 
-    Sizes travel first, then the rows, padded to the longest.
+    Sizes travel first, then the rows, padded to the longest tensor.
     """
     if tensor.dim() == 0:
-        raise InvalidArgument("all_gather_varsize needs a tensor with a dim 0", hint="use all_gather for single values")
+        raise InvalidArgument(
+            "all_gather_varsize needs a tensor of one dim or more", hint="use all_gather for single values"
+        )
     device = tensor.device
     counts = [int(count) for count in all_gather(torch.tensor(tensor.shape[0], device=device), **options)]
     longest = max(counts)
@@ -39,7 +41,7 @@ def all_gather_object(value: Any, **options: Unpack[CallOptions]) -> list[Any]:
 
 
 def broadcast_object(value: Any, src: int, **options: Unpack[CallOptions]) -> Any:
-    """The value that rank `src` gives, on every rank; what the others give is ignored."""
+    """The value of rank `src`, on every rank; the other ranks' values are ignored."""
     is_source = dist.get_rank() == src
     data = _encode(value, options) if is_source else torch.empty(0, dtype=torch.uint8, device=_device(options))
     size = broadcast(torch.tensor(data.numel(), device=data.device), src, **options)
@@ -48,7 +50,7 @@ def broadcast_object(value: Any, src: int, **options: Unpack[CallOptions]) -> An
 
 
 def gather_object(value: Any, dst: int, **options: Unpack[CallOptions]) -> list[Any] | None:
-    """The values of all ranks, by rank, on rank `dst`; None elsewhere."""
+    """The values of all ranks, by rank, on rank `dst`; None on other ranks."""
     data = _encode(value, options)
     counts = [int(count) for count in all_gather(torch.tensor(data.numel(), device=data.device), **options)]
     padded = data.new_zeros(max(counts))
@@ -60,7 +62,7 @@ def gather_object(value: Any, dst: int, **options: Unpack[CallOptions]) -> list[
 
 
 def scatter_object(values: Sequence[Any] | None, src: int, **options: Unpack[CallOptions]) -> Any:
-    """This rank's entry of the `values` that rank `src` gives; the others give None."""
+    """This rank's entry of the `values` that rank `src` passes; the others pass None."""
     num_ranks = resolve_group(options.get("group")).size()
     device = _device(options)
     parts: list[Tensor] | None = None
@@ -98,7 +100,7 @@ def recv_object(src: int, *, tag: int = 0, **options: Unpack[CallOptions]) -> An
 
 
 def _device(options: CallOptions) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """The device on which the group's backend takes tensors."""
     group = resolve_group(options.get("group"))
     types = {device.type for device in group._device_types}
     return torch.device("cpu") if "cpu" in types or not types else torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
 """Several tensors in one all-reduce: fused below a threshold, or packed into buckets.
 
-Why: a small tensor costs a latency like a large one; α is paid once for all that travel together, for a copy in and
-a copy out, which memory does far faster than a wire.
+Why: a small tensor costs as much latency as a large one. Tensors that travel together pay it once, plus a copy in and
+a copy out, and memory is far faster than the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fused_all_reduce(
     deterministic: bool = False,
     **options: Unpack[CallOptions],
 ) -> list[Tensor]:
-    """Fold each of `tensors` over all ranks, in place; those below the threshold travel as one, larger ones alone.
+    """Fold each of `tensors` over all ranks, in place; those below the threshold travel together, larger ones alone.
 
     Every rank passes tensors of the same shapes and dtypes in the same order. Tensors of one dtype and device fuse.
     """
@@ -51,8 +51,8 @@ def bucketed_all_reduce(
 ) -> list[Tensor]:
     """Fold each of `tensors` over all ranks, in place, in buckets filled in order up to `bucket_bytes`.
 
-    Buckets bound the copy to one of them at a time. A tensor that is larger travels alone. Every rank passes tensors
-    of the same shapes and dtypes in the same order.
+    One bucket is copied at a time. A larger tensor travels alone. Every rank passes tensors of the same shapes and
+    dtypes in the same order.
     """
     packs = plan_buckets([num_bytes(tensor) for tensor in tensors], _kinds(tensors), bucket_bytes=bucket_bytes)
     return _reduce_packs(
@@ -63,7 +63,7 @@ def bucketed_all_reduce(
 
 
 Pack = tuple[int, ...]
-"""Which tensors travel together, by index."""
+"""The indices of tensors that travel together."""
 
 
 def plan_fused(sizes_bytes: Sequence[int], kinds: Sequence[object], *, threshold_bytes: int) -> list[Pack]:

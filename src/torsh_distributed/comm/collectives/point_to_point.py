@@ -1,4 +1,4 @@
-"""Point-to-point: one rank to another, with tags, waiting or not."""
+"""Messages from one rank to another, with tags, blocking or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torsh_distributed.comm.collectives.work import Work
 
 
 def send(tensor: Tensor, dst: int, *, tag: int = 0, **options: Unpack[CallOptions]) -> None:
-    """Send `tensor` to rank `dst` and return when it may be changed again."""
+    """Send `tensor` to rank `dst`; returns when the tensor may be changed again."""
     isend(tensor, dst, tag=tag, **options).wait()
 
 

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from torsh_distributed.comm.algorithms.auto.choice import choose_algorithm, leaves_to_backend
 from torsh_distributed.comm.algorithms.base import Algorithm
-from torsh_distributed.comm.algorithms.running import start_all_reduce
+from torsh_distributed.comm.algorithms.execution import start_all_reduce
 from torsh_distributed.comm.collectives.call import (
     CallOptions,
     check_even_rows,
@@ -33,7 +33,7 @@ from torsh_distributed.comm.collectives.call import (
 from torsh_distributed.comm.collectives.matching import are_checks_enabled
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.work import Work
-from torsh_distributed.comm.measurement.flight_recorder import Record, recorder
+from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
 from torsh_distributed.errors import TorshError
 
 
@@ -68,14 +68,14 @@ def all_reduce(
 ) -> Tensor | Work[Tensor]:
     """Fold `tensor` over all ranks, in place; every rank gets the result.
 
-    `algorithm` names the way it travels (`ring`, `tree`, …, or an `Algorithm`); `auto` measures and picks; None leaves
-    it to the backend. `deterministic` adds in the order of ranks: the same contributions give the same bits on every
+    `algorithm` names how it travels (`ring`, `tree`, …, or an `Algorithm`); `auto` measures and picks; None leaves it
+    to the backend. `deterministic` adds in the order of ranks: the same contributions give the same bits on every
     backend, in every layout and every time.
     """
     record = None
     group: Any = dist.group.WORLD if not options else options.get("group") if len(options) == 1 else None
     if not (group is None or deterministic or async_op or are_checks_enabled()):
-        fold_of = getattr(group, "fold_of", None)  # isinstance() of a class of c10d takes five times that
+        fold_of = getattr(group, "fold_of", None)  # isinstance() with a c10d class takes five times as long
         fold = None if fold_of is None else fold_of(op, tensor.dtype)
         size_bytes = num_bytes(tensor)
         if fold is not None and (algorithm is None or leaves_to_backend(algorithm, size_bytes, group)):
@@ -99,7 +99,7 @@ def _all_reduce(
     async_op: bool,
     algorithm: str | Algorithm | None,
     deterministic: bool,
-    record: Record | None,
+    record: OperationRecord | None,
     options: CallOptions,
 ) -> Tensor | Work[Tensor]:
     """The general path; a function of its own because closures would make the short path slower to enter."""
@@ -153,7 +153,7 @@ def reduce(
     async_op: bool = False,
     **options: Unpack[CallOptions],
 ) -> Tensor | Work[Tensor]:
-    """Fold `tensor` over all ranks into the one of rank `dst`, in place; elsewhere its values are then undefined."""
+    """Fold `tensor` over all ranks into that of rank `dst`, in place; on other ranks its values are then undefined."""
     reduction = _reduction(op, tensor.dtype)
     check_member(dst, "dst", options.get("group"))
     return run(
@@ -217,7 +217,7 @@ def reduce_scatter_single(
 def reduce_scatter_single(
     tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False, **options: Unpack[CallOptions]
 ) -> Tensor | Work[Tensor]:
-    """This rank's part of the fold of `tensor` over all ranks. Dim 0 is split evenly, in order of rank."""
+    """This rank's rows of the fold of `tensor` over all ranks. Dim 0 is split evenly, in order of rank."""
     world = resolve_group(options.get("group"))
     reduction = _reduction(op, tensor.dtype)
     check_even_rows(tensor, world.size(), "reduce_scatter_single")
@@ -238,7 +238,7 @@ def reduce_scatter_single(
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@functools.cache  # of every name and dtype there is: a small collective takes microseconds, so does this
+@functools.cache  # names and dtypes are few; a small collective takes microseconds, and so does this
 def _reduction(op: ReduceOp | str, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
     chosen = ReduceOp.parse(op)
     chosen.check(dtype)

@@ -6,7 +6,7 @@ Three rules make local reordering safe among real ranks:
    messages of one kind to one peer under one tag: what the other side matches by order.
 2. Across streams the strategy chooses freely, except that one slot is kept for the oldest task.
    Why that suffices: order all operations as a run without a scheduler would meet them. The first unfinished one is
-   the oldest on each of its ranks, so it is running, or about to, on all of them, and ends; and so on.
+   the oldest on each of its ranks, so it runs, or is about to, on all of them, and ends; then the next, and so on.
 3. A task that did not start in time fails with everything behind it in its stream, then and later: the other ranks
    count it, and what follows would meet the wrong partner.
 """

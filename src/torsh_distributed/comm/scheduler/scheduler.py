@@ -58,7 +58,7 @@ class CommunicationScheduler:
                 raise InvalidArgument(f"{name} must be above zero", got=value)
         self._monitor = BandwidthMonitor()
         self._queue = TaskQueue(TaskChooser(strategy, self._monitor), max_running=max_concurrent_ops)
-        self._max_threads = max_concurrent_ops + 1  # one more than may run: somebody watches the queue
+        self._max_threads = max_concurrent_ops + 1  # one more than may run, to watch the queue
         self._timeout_s = timeout_s
         self._bucket = _bucket(rate_limit_bytes_per_s)
         self._stats = SchedulerStats()

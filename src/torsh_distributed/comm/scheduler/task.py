@@ -1,4 +1,4 @@
-"""An operation that waits for its turn: what the scheduler knows of it, and the handle its submitter holds."""
+"""An operation that waits for its turn: what the scheduler knows of it and the handle its submitter holds."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class ScheduledWork(Generic[R]):
         return self._future
 
     def run(self) -> BaseException | None:
-        """Do the operation; returns what it raised. `complete` then tells those who wait."""
+        """Do the operation; returns what it raised. `complete` then releases the waiting."""
         try:
             self._result = self.call()
-        except BaseException as error:  # it belongs to those who wait, not to the scheduler's thread
+        except BaseException as error:  # raised where the result is waited for, not in the scheduler's thread
             return error
         return None
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Tell those who wait. Not under the scheduler's lock: callbacks of the future run here."""
+        """End the task. Not under the scheduler's lock: callbacks of the future run here."""
         self._error = error
         self._is_over.set()
         if error is None:

@@ -13,16 +13,16 @@ from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
 from torsh_distributed.comm.algorithms.auto import choice
-from torsh_distributed.comm.algorithms.auto.link_figures import measure_links
-from torsh_distributed.comm.algorithms.base import LinkFigures
+from torsh_distributed.comm.algorithms.auto.measured_costs import measure_costs
+from torsh_distributed.comm.algorithms.base import MeasuredCosts
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
 from torsh_distributed.comm.collectives.reductions import all_reduce
 
 BACKENDS = ["gloo", "shm"]
 
 
-def measured() -> LinkFigures:
-    return measure_links(dist.group.WORLD)  # type: ignore[arg-type]
+def measured() -> MeasuredCosts:
+    return measure_costs(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
