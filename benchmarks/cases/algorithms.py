@@ -12,7 +12,8 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed import events
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO
-from torsh_distributed.comm.collectives.tensors import all_reduce, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.manager import twin_group
 
 _BACKENDS = ("gloo", "shm")

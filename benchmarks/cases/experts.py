@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_to_all
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, worth_lending
 from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
@@ -50,7 +50,7 @@ def _time_dispatch(num_calls: int) -> Times:
     experts = torch.rand(_TOKENS, _CONFIG.num_experts).topk(2, dim=1).indices.t().contiguous()
     weights = torch.rand(2, _TOKENS)
     send = torch.bincount(experts.flatten() * group.size() // _CONFIG.num_experts, minlength=group.size()).tolist()
-    receive = all_to_all(torch.tensor(send), group=group).tolist()
+    receive = all_to_all_single(torch.tensor(send), group=group).tolist()
 
     route = Route(send, receive, group)
 
@@ -76,7 +76,7 @@ def _time_dispatch(num_calls: int) -> Times:
 
     @torch.no_grad()
     def bare() -> None:
-        all_to_all(all_to_all(rows, send, receive, group=group), receive, send, group=group)
+        all_to_all_single(all_to_all_single(rows, send, receive, group=group), receive, send, group=group)
 
     def bare_twice() -> None:
         bare()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Budget, Case, Measurement, Row, Unit
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups.manager import twin_group
 
 KB, MB = 2**10, 2**20

@@ -44,7 +44,7 @@ def test_it_serves_until_a_signal_and_ends_well(ending: signal.Signals) -> None:
 def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORSH_STORE_TOKEN", "secret")
     with serving() as (_, url):
-        with pytest.raises(InvalidArgument, match="another token"):
+        with pytest.raises(InvalidArgument, match="a different token"):
             open_store(url)
         with open_store(url, token="secret") as store:
             store.set("key", "1")

@@ -104,7 +104,7 @@ class Trap:
 @pytest.mark.parametrize("wrap", [lambda at: at, lambda at: [1, [at]], lambda at: {"at": at}, lambda at: {at: 1}])
 def test_a_point_in_time_of_messagepack_is_refused(wrap: Callable[[object], object]) -> None:
     data = msgpack.packb(wrap(msgpack.Timestamp(1, 2)))
-    with pytest.raises(SerializationError, match="point in time"):
+    with pytest.raises(SerializationError, match="timestamp"):
         deserialize(data)
 
 

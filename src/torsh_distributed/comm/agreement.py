@@ -1,4 +1,4 @@
-"""All ranks agree or all ranks raise: none goes on into a collective that another will never reach."""
+"""All ranks agree or all ranks raise, so none enters a collective that another never reaches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_same(
     """Raise ConfigurationError on every rank unless `settings` are equal on all, naming both sides; returns them all.
 
     Every rank of `group` calls it, with the same keys and plain values. Keys in `except_for` travel without being
-    compared. Of a setting that is a mapping itself, only the entries that differ are shown.
+    compared. If a setting is a mapping, only the entries that differ are shown.
     """
     everyone: list[dict[str, Any]] = all_gather_object(dict(settings), group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -49,10 +49,10 @@ def _only_differing(first: Any, other: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run the block; afterwards every rank raises its own error, or one that reports another rank's.
+    """Run the block; if any rank fails, every rank raises its own error or one that reports another rank's.
 
-    Every rank of `group` enters. A block may hold collectives only if ranks fail in it alike, or after the last one.
-    `operation` completes "rank 1 could not …".
+    Every rank of `group` enters. The block may contain collectives only if ranks fail in it alike, or after its last
+    one. `operation` completes "rank 1 could not …".
     """
     failure: TorshError | None = None
     try:
@@ -71,7 +71,7 @@ def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[N
             rank = dist.get_global_rank(group, position)
             raise ProcessFailure(
                 f"rank {rank} could not {operation}: {message}",
-                hint="fix what that rank reports; this one was ready",
+                hint="fix what that rank reports; this rank was ready",
                 operation=operation,
                 rank=rank,
             )

@@ -1,7 +1,7 @@
-"""Values as bytes and back, without pickle: what came from a peer is data, never code.
+"""Values as bytes and back, without pickle: what a peer sends is data, never code.
 
 Plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, complex) and tensors of every dtype
-travel; everything else is refused by the sender, with its path. The frame is MessagePack; tensors are an
+travel; the sender refuses everything else and names its path. The frame is MessagePack; tensors are an
 extension: a header of 10 bytes (magic TSHT, version, dtype tag, number of dims, 3 reserved), the shape, the data.
 """
 
@@ -49,11 +49,11 @@ _EXT_TENSOR, _EXT_TUPLE, _EXT_SET, _EXT_COMPLEX, _EXT_BIG_INT = 1, 2, 3, 4, 5
 
 
 def serialize_tensor(tensor: Tensor) -> bytes:
-    """Header, shape and little-endian data of a tensor, wherever it lies; gradients do not travel."""
+    """Header, shape and little-endian data of a tensor on any device; gradients do not travel."""
     tag = _TAGS.get(tensor.dtype)
     if tag is None or tensor.layout != torch.strided:
         raise SerializationError(
-            "this kind of tensor cannot be sent",
+            "this kind of tensor cannot be serialized",
             hint="send a dense tensor of an ordinary dtype",
             dtype=str(tensor.dtype),
             layout=str(tensor.layout),
@@ -67,12 +67,12 @@ def serialize_tensor(tensor: Tensor) -> bytes:
 
 
 def deserialize_tensor(data: bytes) -> Tensor:
-    """The tensor in `data`, on the CPU; length, shape and dtype are checked before anything is allocated."""
+    """The tensor in `data`, on the CPU; length, shape and dtype are checked before any allocation."""
     if len(data) < _HEADER.size:
         raise _bad("it is shorter than a header", length=len(data))
     magic, version, tag, num_dims = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION:
-        raise _bad("it does not begin as a tensor does", magic=magic, version=version)
+        raise _bad("it does not start with a tensor header", magic=magic, version=version)
     if tag >= len(_DTYPES) or num_dims > _MAX_DIMS:
         raise _bad("its dtype or number of dims is unknown", tag=tag, num_dims=num_dims)
     start = _HEADER.size + 8 * num_dims
@@ -88,7 +88,7 @@ def deserialize_tensor(data: bytes) -> Tensor:
 
 
 def serialize(value: Any) -> bytes:
-    """A plain value, nested as it may be, as bytes."""
+    """A plain value, however nested, as bytes."""
     try:
         packed: bytes = msgpack.packb(_prepare(value, "value"), default=_extend, strict_types=True)
     except RecursionError as error:
@@ -114,13 +114,13 @@ def deserialize(data: bytes) -> Any:
     except SerializationError:
         raise
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise _bad("it is not a value of ours", length=len(data), reason=str(error)) from error
+        raise _bad("it was not made by serialize", length=len(data), reason=str(error)) from error
 
 
 def _refuse_timestamps(value: Any) -> None:
-    """MessagePack decodes an extension of its own, whatever the hook says: points in time, which nobody sent."""
+    """MessagePack decodes its own timestamp extension without calling the hook; we never send one."""
     if isinstance(value, msgpack.Timestamp):
-        raise _bad("it holds a point in time")
+        raise _bad("it holds a timestamp")
     if isinstance(value, dict):
         for pair in value.items():
             _refuse_timestamps(list(pair))
@@ -130,7 +130,7 @@ def _refuse_timestamps(value: Any) -> None:
 
 
 def _prepare(value: Any, path: str) -> Any:
-    """Check every part by name and mark what MessagePack does not have; dict keys are checked too."""
+    """Check every part, dict keys included, and wrap what MessagePack does not have."""
     if value is None or isinstance(value, bool | float | str | bytes | complex | Tensor):
         return value
     if isinstance(value, int):
@@ -151,7 +151,7 @@ def _prepare(value: Any, path: str) -> Any:
 
 
 class _BigInt:
-    """An integer beyond 64 bits, on its way into an extension."""
+    """An integer beyond 64 bits, to be sent as an extension."""
 
     def __init__(self, value: int) -> None:
         self.value = value

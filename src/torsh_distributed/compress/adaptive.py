@@ -14,7 +14,7 @@ from enum import StrEnum
 import torch
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import CompressConfig

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.agreement import require_same
-from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs import make_codec

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
 from torsh_distributed.plan.sections.activation import ActivationConfig

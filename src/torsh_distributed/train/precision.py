@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import NonFiniteLoss
 from torsh_distributed.plan import PrecisionConfig
 

@@ -20,7 +20,7 @@ from torsh_distributed.comm.algorithms.hierarchical import Hierarchical
 from torsh_distributed.comm.algorithms.pipelined import Pipelined
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
 from torsh_distributed.comm.collectives.point_to_point import irecv, isend
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,8 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from torsh_distributed.comm.collectives.matching import enable_checks
-from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce, all_to_all, barrier, broadcast
+from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single, barrier, broadcast
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import OperationTimeout, TensorShapeMismatch
 
 
@@ -62,7 +62,7 @@ def agree() -> float:
         all_reduce(value, "mean")
     rows = torch.zeros(dist.get_rank() + 1, 2)
     splits = [dist.get_rank() + 1, 0]
-    all_to_all(rows, splits, [1, 2] if dist.get_rank() == 0 else [0, 0])
+    all_to_all_single(rows, splits, [1, 2] if dist.get_rank() == 0 else [0, 0])
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     barrier()
     assert not store.check(["agreement/1/0"]), "announcements are cleaned up"
@@ -75,10 +75,14 @@ def test_equal_calls_pass_and_leave_nothing_behind(world: World) -> None:
 
 def stay_behind() -> None:
     enable_checks(True)
-    if dist.get_rank() == 0:
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if dist.get_rank() == 1:
+        store.wait(["gave up"])
+        return
+    try:
         all_reduce(torch.zeros(1), timeout_s=1.0)
-    else:
-        time.sleep(3)
+    finally:
+        store.set("gave up", "")
 
 
 def test_a_rank_that_is_behind_is_named(world: World) -> None:

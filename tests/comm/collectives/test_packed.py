@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.bed.world import World
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.packed import bucketed_all_reduce, fused_all_reduce
+from torsh_distributed.comm.collectives.packed import bucketed_all_reduce, fused_all_reduce, plan_buckets, plan_fused
+from torsh_distributed.errors import InvalidArgument
 
 SHAPES = [(3,), (), (2, 5), (0,), (1000,), (4, 1)]
 BACKENDS = ["gloo", "shm"]
@@ -31,8 +34,8 @@ def counted(how: str) -> int:
     else:
         results = bucketed_all_reduce(mine, bucket_bytes=64, algorithm="ring", deterministic=False)
     end()
-    for result, given, wanted in zip(results, mine, expected, strict=True):
-        assert result is given
+    for result, tensor, wanted in zip(results, mine, expected, strict=True):
+        assert result is tensor
         assert torch.equal(result, wanted)
     return len(seen)
 
@@ -60,3 +63,36 @@ def nothing() -> list[Tensor]:
 
 def test_no_tensors_is_no_operation(world: World) -> None:
     assert world.run(nothing) == [[], []]
+
+
+sizes_and_kinds = st.lists(st.tuples(st.integers(min_value=0, max_value=100), st.sampled_from("ab")), max_size=30)
+
+
+@given(tensors=sizes_and_kinds, limit=st.integers(min_value=1, max_value=120))
+def test_buckets_hold_every_tensor_once_and_keep_their_size(tensors: list[tuple[int, str]], limit: int) -> None:
+    sizes_bytes, kinds = [size for size, _ in tensors], [kind for _, kind in tensors]
+    packs = plan_buckets(sizes_bytes, kinds, bucket_bytes=limit)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(tensors)))
+    for pack in packs:
+        assert len({kinds[index] for index in pack}) == 1
+        assert list(pack) == sorted(pack)
+        assert len(pack) == 1 or sum(sizes_bytes[index] for index in pack) <= limit
+
+
+@given(tensors=sizes_and_kinds, threshold=st.integers(min_value=0, max_value=120))
+def test_only_tensors_below_the_threshold_are_fused(tensors: list[tuple[int, str]], threshold: int) -> None:
+    sizes_bytes, kinds = [size for size, _ in tensors], [kind for _, kind in tensors]
+    packs = plan_fused(sizes_bytes, kinds, threshold_bytes=threshold)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(tensors)))
+    for pack in packs:
+        assert len({kinds[index] for index in pack}) == 1
+        assert len(pack) == 1 or all(sizes_bytes[index] < threshold for index in pack)
+    small = {kind for size, kind in tensors if size < threshold}
+    assert sum(sizes_bytes[pack[0]] < threshold for pack in packs) == len(small)
+
+
+def test_impossible_limits_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="bucket_bytes must be above zero"):
+        plan_buckets([1], ["a"], bucket_bytes=0)
+    with pytest.raises(InvalidArgument, match="threshold_bytes must not be negative"):
+        plan_fused([1], ["a"], threshold_bytes=-1)

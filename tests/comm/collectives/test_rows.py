@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm import ShmOptions
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.comm.collectives.rows import gather_to_all, new_rows, sum_from_all, takes_rows
-from torsh_distributed.comm.collectives.tensors import all_to_all
 from torsh_distributed.errors import TensorShapeMismatch
 
 SHAPES = [(1, 1), (7, 3), (40, 33), (300, 512), (64, 4096)]
@@ -37,9 +37,9 @@ def exchange_both_ways() -> None:
         assert takes_rows(source, group)
         sent = torch.randint(0, num_rows, (sum(send),), generator=mine)
         arrived = gather_to_all(source, sent, send, receive, group=group)
-        assert torch.equal(arrived, all_to_all(source[sent], send, receive, group=group))
+        assert torch.equal(arrived, all_to_all_single(source[sent], send, receive, group=group))
         weights = torch.rand(sum(send), generator=mine)
-        plain = all_to_all(arrived, receive, send, group=group)
+        plain = all_to_all_single(arrived, receive, send, group=group)
         for factors in (None, weights):
             home = sum_from_all(arrived, sent, receive, send, num_rows=num_rows + 2, group=group, weights=factors)
             weighed = plain if factors is None else plain * factors.unsqueeze(1)
@@ -68,7 +68,7 @@ def hold_and_overwrite() -> tuple[int, int]:
         mine = torch.Generator().manual_seed(100 * turn + rank)
         source = torch.randn(200, 65, generator=mine)
         sent = torch.randint(0, 200, (sum(send),), generator=mine)
-        expected = all_to_all(source[sent], send, receive, group=group)
+        expected = all_to_all_single(source[sent], send, receive, group=group)
         arrived = gather_to_all(source, sent, send, receive, group=group)
         source.fill_(math.nan)
         assert torch.equal(arrived, expected)

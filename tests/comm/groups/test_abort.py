@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_reduce, barrier
+from torsh_distributed.comm.collectives.moves import barrier
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import GroupManager
@@ -120,5 +121,5 @@ def regroup_wrongly(survivors: list[int]) -> None:
 
 @pytest.mark.parametrize("survivors", [[0, 0], [0, 5], []])
 def test_wrong_survivors_are_refused(world: World, survivors: list[int]) -> None:
-    with pytest.raises(InvalidArgument, match="each once, with the caller among them"):
+    with pytest.raises(InvalidArgument, match="each once, and include the caller"):
         world.run(regroup_wrongly, survivors, backend=None)

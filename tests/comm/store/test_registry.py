@@ -23,7 +23,7 @@ from torsh_distributed.errors import InvalidArgument
     ],
 )
 def test_an_unknown_scheme_proposes_the_nearest(url: str, proposal: str) -> None:
-    with pytest.raises(InvalidArgument, match="no store is known as") as caught:
+    with pytest.raises(InvalidArgument, match="unknown kind of store") as caught:
         open_store(url)
     assert proposal in (caught.value.hint or "")
 

@@ -64,7 +64,7 @@ def test_a_wildcard_address_is_obeyed_and_warned_about(caplog: pytest.LogCapture
         store.set("key", "1")
         assert store.url.startswith("tcp://127.0.0.1:")
         assert listening_addresses(port_of(store.url)) == {"00000000"}
-    assert "asks for no token" in caplog.text
+    assert "requires no token" in caplog.text
 
 
 def test_ipv6_loopback_works() -> None:
@@ -126,14 +126,14 @@ def test_something_else_at_the_port_is_told_from_a_store() -> None:
 
 def test_a_plain_torch_store_does_not_pass_for_ours() -> None:
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(OperationTimeout, match="did not greet as a torsh store"):
+    with pytest.raises(OperationTimeout, match="did not greet like a torsh store"):
         open_store(f"tcp://127.0.0.1:{torchs.port}", timeout_s=0.3)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("right", "wrong"), ("right", None), (None, "wrong")])
 def test_another_token_is_refused(ours: str | None, theirs: str | None) -> None:
     with TcpStoreServer(token=ours) as server:
-        with pytest.raises(InvalidArgument, match="another token"):
+        with pytest.raises(InvalidArgument, match="a different token"):
             open_store(server.url, token=theirs)
         with open_store(server.url, token=ours) as store:
             store.set("key", "1")
@@ -161,7 +161,7 @@ def test_plain_torch_clients_are_refused_where_a_token_is_asked_for(caplog: pyte
     with TcpStoreServer(token="right") as server, socket.create_connection(("127.0.0.1", server.port), 10) as peer:
         peer.sendall(b"\x00\x01\x02\x03\x04")
         assert peer.recv(1) == b""
-    assert "cannot show the token" in caplog.text
+    assert "cannot prove the token" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_a_message_damaged_on_its_way_is_named_on_every_rank(world: World) -> No
     for message, context in errors:
         assert "checksum" in message
         assert context["from_rank"] == 1
-    errors = world.run(average_damaged, "all_to_all", num_ranks=4, backend="shm")
+    errors = world.run(average_damaged, "all_to_all_single", num_ranks=4, backend="shm")
     assert "checksum" in errors[0][0]
     assert (errors[0][1]["from_rank"], errors[0][1]["rank"]) == (1, 0)
     for message, context in errors[1:]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
 from tests.bed.world import World
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument, RankOutOfBounds
 from torsh_distributed.parallel.mesh.layout import PP_FASTEST, TP_FASTEST, MeshLayout

@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm is, and the figures its cost is computed from."""
+"""What an all-reduce algorithm is, and the measured costs its estimate is computed from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 
 @dataclass(frozen=True)
-class Link:
+class MessageCost:
     """What a message between two ranks costs while all ranks talk: α and β, measured."""
 
     latency_s: float
@@ -29,20 +29,20 @@ class Link:
 
 
 @dataclass(frozen=True)
-class LinkFigures:
-    """What is measured of a group once; the same numbers on every rank."""
+class MeasuredCosts:
+    """What is measured once for a group; the same numbers on every rank."""
 
     num_ranks: int
-    flat: Link
+    flat: MessageCost
     """Between neighbours in the order of ranks: the slowest of them."""
     fold_byte_s: float
     """Each byte that is folded into another."""
     node_sizes: tuple[int, ...] = ()
-    """Ranks on each node; empty where that is not known."""
-    near: Link | None = None
-    """Between neighbours of one node, where there are several nodes."""
-    far: Link | None = None
-    """Between neighbours at one position of every node, where there are several nodes."""
+    """Ranks on each node; empty if unknown."""
+    near: MessageCost | None = None
+    """Between neighbours of one node, if there are several nodes."""
+    far: MessageCost | None = None
+    """Between neighbours at one position of every node, if there are several nodes."""
 
 
 class Algorithm(ABC):
@@ -54,13 +54,13 @@ class Algorithm(ABC):
     """Whether every element is folded as ((r0 + r1) + r2) + …: bits then depend on the contributions alone."""
 
     @abstractmethod
-    def all_reduce(self, flat: Tensor, op: ReduceOp, lane: Lane) -> None:
-        """Fold `flat` over the ranks of the lane, in place; every rank of it calls this.
+    def all_reduce(self, flat: Tensor, op: ReduceOp, channel: Channel) -> None:
+        """Fold `flat` over the ranks of the channel, in place; every rank of it calls this.
 
-        flat: (numel,), contiguous, on the CPU, the same numel on all ranks, of which any is allowed. After a
-        failure its values are worth nothing.
+        flat: (numel,), contiguous, on the CPU, any numel, the same on all ranks. After a
+        failure its values are invalid.
         """
 
     @abstractmethod
-    def estimated_s(self, num_bytes: int, figures: LinkFigures) -> float | None:
-        """What an all-reduce of `num_bytes` should take by these figures; None where it makes no sense."""
+    def estimated_s(self, num_bytes: int, costs: MeasuredCosts) -> float | None:
+        """What an all-reduce of `num_bytes` should take at these costs; None if the algorithm does not apply."""

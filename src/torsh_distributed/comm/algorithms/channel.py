@@ -14,12 +14,12 @@ Transfer = dist.Work | None
 """A message under way; None for an empty one, which is not sent at all."""
 
 
-class Lane:
+class Channel:
     """Some ranks of a group in an order, this one among them, and a tag that no other operation uses at the time.
 
-    Peers are named by their position in the lane. Tensors are flat and contiguous and travel as bytes, so that a
-    backend needs no word for their dtype; sizes agree on both sides. Whoever starts a transfer keeps it until it is
-    waited for: c10d cancels a message whose handle is dropped.
+    Peers are named by their position in the channel. Tensors are flat and contiguous and travel as bytes, so a backend
+    need not know their dtype; sizes agree on both sides. Keep a transfer until it is waited for: c10d cancels a message
+    whose handle is dropped.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Lane:
         self._tag = tag
         self._deadline_s = deadline_s
         self.position = self.members.index(group.rank())
-        """Where this rank is in the lane."""
+        """The index of this rank in the channel."""
 
     @property
     def size(self) -> int:
-        """The number of ranks in the lane."""
+        """The number of ranks in the channel."""
         return len(self.members)
 
-    def select(self, positions: Sequence[int]) -> Lane:
-        """The lane of some of these ranks, this one among them."""
+    def select(self, positions: Sequence[int]) -> Channel:
+        """The channel of some of these ranks, this one among them."""
         members = [self.members[position] for position in positions]
-        return Lane(self.group, members, tag=self._tag, deadline_s=self._deadline_s)
+        return Channel(self.group, members, tag=self._tag, deadline_s=self._deadline_s)
 
     def send(self, tensor: Tensor, to: int) -> Transfer:
         """Start sending; the tensor must not change before the transfer is over."""
@@ -52,7 +52,7 @@ class Lane:
         return self.group.recv([_bytes(tensor)], self.members[source], self._tag) if tensor.numel() else None
 
     def wait(self, *transfers: Transfer) -> None:
-        """Return when all are over; c10d raises at the lane's deadline, or at the group's where it has none."""
+        """Return when all are over; c10d raises at the channel's deadline, or at the group's where it has none."""
         for transfer in transfers:
             if transfer is None:
                 continue

@@ -1,4 +1,4 @@
-"""Recursive doubling: partners swap all they have, at distances 1, 2, 4, and so on."""
+"""Recursive doubling: partners swap whole buffers, at distances 1, 2, 4, and so on."""
 
 from __future__ import annotations
 
@@ -7,56 +7,56 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
-from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
+from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import finish_fold, fold_into
 
 
 @dataclass(frozen=True)
 class Doubling(Algorithm):
-    """Whole buffers, swapped with one partner after the other; after each swap a rank knows of twice as many.
+    """Whole buffers, swapped with one partner after the other; each swap doubles the ranks a buffer holds the sum of.
 
-    Why: log2(p)·(α + nβ), half of a tree's latencies, for nobody waits for a result to come back down. Where p is no
-    power of two, the ranks beyond it hand theirs to another first and get the result from it: two latencies more.
+    Why: log2(p)·(α + nβ), half of a tree's latencies, because no rank waits for a result to come back down. If p is not
+    a power of two, the ranks beyond it send theirs to another first and get the result from it: two latencies more.
     """
 
     name = "doubling"
 
     @override
-    def all_reduce(self, flat: Tensor, op: ReduceOp, lane: Lane) -> None:
-        num_swapping = _largest_power(lane.size)
-        beyond = lane.position + num_swapping
-        if lane.position >= num_swapping:
-            helper = lane.position - num_swapping
-            lane.wait(lane.send(flat, helper))
-            lane.wait(lane.receive(flat, helper))
+    def all_reduce(self, flat: Tensor, op: ReduceOp, channel: Channel) -> None:
+        num_swapping = _largest_power(channel.size)
+        beyond = channel.position + num_swapping
+        if channel.position >= num_swapping:
+            helper = channel.position - num_swapping
+            channel.wait(channel.send(flat, helper))
+            channel.wait(channel.receive(flat, helper))
             return
         theirs = flat.new_empty(flat.numel())
-        if beyond < lane.size:
-            lane.wait(lane.receive(theirs, beyond))
+        if beyond < channel.size:
+            channel.wait(channel.receive(theirs, beyond))
             fold_into(flat, theirs, op)
         distance = 1
         while distance < num_swapping:
-            partner = lane.position ^ distance
-            arriving = lane.receive(theirs, partner)
-            lane.wait(lane.send(flat, partner), arriving)
-            if partner > lane.position:
+            partner = channel.position ^ distance
+            arriving = channel.receive(theirs, partner)
+            channel.wait(channel.send(flat, partner), arriving)
+            if partner > channel.position:
                 fold_into(flat, theirs, op)
-            else:  # the lower one's values come first on both: they get the same bits
+            else:  # the lower rank's values come first on both sides, so both get the same bits
                 fold_into(theirs, flat, op)
                 flat.copy_(theirs)
             distance *= 2
-        finish_fold(flat, op, lane.size)
-        if beyond < lane.size:
-            lane.wait(lane.send(flat, beyond))
+        finish_fold(flat, op, channel.size)
+        if beyond < channel.size:
+            channel.wait(channel.send(flat, beyond))
 
     @override
-    def estimated_s(self, num_bytes: int, figures: LinkFigures) -> float | None:
-        num_swapping = _largest_power(figures.num_ranks)
+    def estimated_s(self, num_bytes: int, costs: MeasuredCosts) -> float | None:
+        num_swapping = _largest_power(costs.num_ranks)
         num_swaps = num_swapping.bit_length() - 1
-        exchange_s, fold_s = figures.flat.exchange_s(num_bytes), num_bytes * figures.fold_byte_s
-        if num_swapping == figures.num_ranks:
+        exchange_s, fold_s = costs.flat.exchange_s(num_bytes), num_bytes * costs.fold_byte_s
+        if num_swapping == costs.num_ranks:
             return num_swaps * (exchange_s + fold_s)
         return num_swaps * (exchange_s + fold_s) + 2 * exchange_s + fold_s
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
-from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
+from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.algorithms.ring import ring_all_reduce
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import finish_fold, fold_into
@@ -24,59 +24,59 @@ class Hierarchical(Algorithm):
 
     Why: the link between nodes is the slow one; a node puts 2(N-1)/N of one buffer on it, not of one for each rank.
     With s ranks on the smallest of N nodes there are s shards: 2(α+(s-1)μ) + 2nβ inside a node, and between nodes
-    2(N-1)α + 2(N-1)/N·n/s·β in s rings at once. Nodes may be uneven; the ranks beyond s only give and take.
+    2(N-1)α + 2(N-1)/N·n/s·β in s rings at once. Nodes may be uneven; the ranks beyond s only send and receive.
     """
 
     name = "hierarchical"
 
     ranks_per_node: int | None = None
-    """Left out: nodes are those on which the ranks met. Given, consecutive ranks of the group are taken for nodes."""
+    """None: the nodes on which the ranks met. Otherwise, so many consecutive ranks of the group count as a node."""
 
     @override
-    def all_reduce(self, flat: Tensor, op: ReduceOp, lane: Lane) -> None:
-        nodes = self._nodes(lane)
-        mine = next(members for members in nodes if lane.position in members)
+    def all_reduce(self, flat: Tensor, op: ReduceOp, channel: Channel) -> None:
+        nodes = self._nodes(channel)
+        mine = next(members for members in nodes if channel.position in members)
         num_shards = min(map(len, nodes))
         shards = flat.tensor_split(num_shards)
-        # A mean is a sum until the nodes are together.
+        # A mean is a sum until all nodes are folded.
         summing = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        inside = lane.select(mine)
+        inside = channel.select(mine)
         here = inside.position
         _fold_inside(shards, summing, inside)
         if here < num_shards:
-            between = lane.select([members[here] for members in nodes])
+            between = channel.select([members[here] for members in nodes])
             ring_all_reduce(shards[here], summing, between, num_pieces=1)
-            finish_fold(shards[here], op, lane.size)
+            finish_fold(shards[here], op, channel.size)
         _spread_inside(shards, inside)
 
-    def _nodes(self, lane: Lane) -> list[list[int]]:
-        """Positions of the lane, node by node."""
+    def _nodes(self, channel: Channel) -> list[list[int]]:
+        """Positions of the channel, node by node."""
         if self.ranks_per_node is None:
-            return by_node(node_of_ranks(lane.group))
-        size, rest = divmod(lane.size, self.ranks_per_node) if self.ranks_per_node > 0 else (0, 1)
+            return by_node(node_of_ranks(channel.group))
+        size, rest = divmod(channel.size, self.ranks_per_node) if self.ranks_per_node > 0 else (0, 1)
         if rest:
             raise InvalidArgument(
-                f"{self.ranks_per_node} ranks per node do not divide the group of {lane.size}",
+                f"{self.ranks_per_node} ranks per node do not divide the group of {channel.size}",
                 hint="leave ranks_per_node out to use the nodes on which the ranks met, which may be uneven",
                 ranks_per_node=self.ranks_per_node,
-                group_size=lane.size,
+                group_size=channel.size,
             )
         step = self.ranks_per_node
         return [list(range(node * step, (node + 1) * step)) for node in range(size)]
 
     @override
-    def estimated_s(self, num_bytes: int, figures: LinkFigures) -> float | None:
-        if figures.near is None or figures.far is None:
+    def estimated_s(self, num_bytes: int, costs: MeasuredCosts) -> float | None:
+        if costs.near is None or costs.far is None:
             return None
-        num_nodes, num_shards = len(figures.node_sizes), min(figures.node_sizes)
+        num_nodes, num_shards = len(costs.node_sizes), min(costs.node_sizes)
         shard_bytes = num_bytes / num_shards
-        inside_s = 2 * figures.near.exchange_s(num_bytes, num_shards) + num_bytes * figures.fold_byte_s
+        inside_s = 2 * costs.near.exchange_s(num_bytes, num_shards) + num_bytes * costs.fold_byte_s
         ring_bytes = shard_bytes / num_nodes
-        ring_s = (num_nodes - 1) * (2 * figures.far.exchange_s(ring_bytes) + ring_bytes * figures.fold_byte_s)
+        ring_s = (num_nodes - 1) * (2 * costs.far.exchange_s(ring_bytes) + ring_bytes * costs.fold_byte_s)
         return inside_s + ring_s
 
 
-def _fold_inside(shards: Sequence[Tensor], op: ReduceOp, inside: Lane) -> None:
+def _fold_inside(shards: Sequence[Tensor], op: ReduceOp, inside: Channel) -> None:
     """The first ranks of a node each fold a shard of all its ranks."""
     here = inside.position
     others = [peer for peer in range(inside.size) if peer != here]
@@ -91,7 +91,7 @@ def _fold_inside(shards: Sequence[Tensor], op: ReduceOp, inside: Lane) -> None:
     inside.wait(*sent)
 
 
-def _spread_inside(shards: Sequence[Tensor], inside: Lane) -> None:
+def _spread_inside(shards: Sequence[Tensor], inside: Channel) -> None:
     """The first ranks of a node each send their shard to all its ranks."""
     here = inside.position
     received = [inside.receive(shard, peer) for peer, shard in enumerate(shards) if peer != here]
@@ -102,7 +102,7 @@ def _spread_inside(shards: Sequence[Tensor], inside: Lane) -> None:
 
 
 def node_of_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The node of every rank of the group, as learned when the ranks met."""
+    """The node of every rank of the group, as found at the rendezvous."""
     roster = process_group.roster()
     return [roster.node_rank(rank) for rank in dist.get_process_group_ranks(group)]
 

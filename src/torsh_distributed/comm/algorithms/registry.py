@@ -17,7 +17,7 @@ from torsh_distributed.errors import InvalidArgument
 
 AUTO = "auto"
 DETERMINISTIC = ReduceScatterAllGather()
-"""What a deterministic sum uses unless told otherwise."""
+"""The default of deterministic sums."""
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
@@ -36,7 +36,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name, or InvalidArgument with the names there are."""
+    """The algorithm of that name, or InvalidArgument with the known names."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     raise InvalidArgument(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
-from torsh_distributed.comm.algorithms.channel import Lane
+from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
+from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import finish_fold, fold_into
 
@@ -23,7 +23,7 @@ class Branch(NamedTuple):
 
 
 def binomial_branch(position: int, size: int, *, root: int = 0) -> Branch:
-    """The tree in which distances double: position 6 of 8 hangs on 4 and carries 7."""
+    """The tree in which distances double: of 8 positions, 6 has the parent 4 and the child 7."""
     relative = (position - root) % size
     children, distance = [], 1
     while distance < size and not relative & distance:
@@ -38,34 +38,33 @@ def binomial_branch(position: int, size: int, *, root: int = 0) -> Branch:
 class Tree(Algorithm):
     """Up and down a binomial tree with the whole buffer.
 
-    Why: 2·log2(p) latencies, the fewest without idle links that all ranks share, so it is for small buffers;
-    every link carries the whole buffer: 2·log2(p)·(α + nβ).
+    Why: 2·log2(p) latencies, so it is for small buffers; every link carries the whole buffer: 2·log2(p)·(α + nβ).
     """
 
     name = "tree"
 
     @override
-    def all_reduce(self, flat: Tensor, op: ReduceOp, lane: Lane) -> None:
-        branch = binomial_branch(lane.position, lane.size)
+    def all_reduce(self, flat: Tensor, op: ReduceOp, channel: Channel) -> None:
+        branch = binomial_branch(channel.position, channel.size)
         buffers = [flat.new_empty(flat.numel()) for _ in branch.children]
-        received = [lane.receive(buffer, child) for buffer, child in zip(buffers, branch.children, strict=True)]
+        received = [channel.receive(buffer, child) for buffer, child in zip(buffers, branch.children, strict=True)]
         for buffer, transfer in zip(buffers, received, strict=True):
-            lane.wait(transfer)
+            channel.wait(transfer)
             fold_into(flat, buffer, op)
         if branch.parent is None:
-            finish_fold(flat, op, lane.size)
+            finish_fold(flat, op, channel.size)
         else:
-            lane.wait(lane.send(flat, branch.parent))
-        broadcast_down(flat, lane, branch)
+            channel.wait(channel.send(flat, branch.parent))
+        broadcast_down(flat, channel, branch)
 
     @override
-    def estimated_s(self, num_bytes: int, figures: LinkFigures) -> float | None:
-        depth = math.ceil(math.log2(figures.num_ranks))
-        return depth * (2 * figures.flat.exchange_s(num_bytes) + num_bytes * figures.fold_byte_s)
+    def estimated_s(self, num_bytes: int, costs: MeasuredCosts) -> float | None:
+        depth = math.ceil(math.log2(costs.num_ranks))
+        return depth * (2 * costs.flat.exchange_s(num_bytes) + num_bytes * costs.fold_byte_s)
 
 
-def broadcast_down(flat: Tensor, lane: Lane, branch: Branch) -> None:
-    """Pass what comes from the parent on to the children, those with the largest subtrees first: log2(p)·(α + nβ)."""
+def broadcast_down(flat: Tensor, channel: Channel, branch: Branch) -> None:
+    """Receive from the parent and send to the children, the largest subtrees first: log2(p)·(α + nβ)."""
     if branch.parent is not None:
-        lane.wait(lane.receive(flat, branch.parent))
-    lane.wait(*[lane.send(flat, child) for child in reversed(branch.children)])
+        channel.wait(channel.receive(flat, branch.parent))
+    channel.wait(*[channel.send(flat, child) for child in reversed(branch.children)])

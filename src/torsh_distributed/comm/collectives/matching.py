@@ -1,7 +1,7 @@
-"""With TORSH_DEBUG=1: ranks compare what they are about to do, so that a mistake is an error and not a hang.
+"""With TORSH_DEBUG=1 ranks compare what they are about to do, so a mistake is an error and not a hang.
 
-Every collective is announced in the store, which is not the data plane, and done only when all announcements are equal.
-It costs a few store round trips per collective: for finding a bug, not for training.
+Every collective is announced in the store, apart from the data plane, and runs only if all announcements are equal.
+It costs a few store round trips per collective: use it to find a bug, not for training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.measurement.flight_recorder import Record
+from torsh_distributed.comm.measurement.flight_recorder import OperationRecord
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.errors import OperationTimeout, TensorShapeMismatch
 
@@ -19,7 +19,7 @@ _is_enabled = False
 
 
 def enable_checks(is_enabled: bool) -> None:
-    """Turn the comparison on or off in this process; `init()` does it when TORSH_DEBUG is set."""
+    """Turn the comparison on or off in this process; `init()` turns it on if TORSH_DEBUG is set."""
     global _is_enabled
     _is_enabled = is_enabled
 
@@ -29,7 +29,7 @@ def are_checks_enabled() -> bool:
     return _is_enabled
 
 
-def require_agreement(group: dist.ProcessGroup, record: Record, what: str, timeout_s: float) -> None:
+def require_agreement(group: dist.ProcessGroup, record: OperationRecord, what: str, timeout_s: float) -> None:
     """Raise TensorShapeMismatch on every rank, naming both sides, unless all ranks announce `what`.
 
     Called by every member before its collective number `record.sequence`.
@@ -45,14 +45,14 @@ def require_agreement(group: dist.ProcessGroup, record: Record, what: str, timeo
         if not wait_for_keys(store, [f"{prefix}/{position}"], deadline - time.monotonic()):
             raise OperationTimeout(
                 f"rank {rank} did not announce operation number {record.sequence} within {timeout_s:g} s",
-                hint="it is behind, stuck or gone: this rank is at the call under `got:`",
+                hint="it is behind, stuck or gone; this rank is at the call under `got:`",
                 operation=what,
                 group=record.group,
                 missing_ranks=[rank],
                 call_site=record.call_site,
             )
         said.append(json.loads(store.get(f"{prefix}/{position}")))
-    # All have announced this one, so all have read the one before: it can go.
+    # All ranks have announced this operation, so all have read the one before: it can go.
     store.delete_key(f"agreement/{record.sequence - 1}/{me}")
     for rank, one in zip(members, said, strict=True):
         if one["what"] != said[0]["what"]:

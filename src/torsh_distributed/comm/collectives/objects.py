@@ -1,4 +1,4 @@
-"""Plain values between ranks: as torch's object collectives, but nothing is ever unpickled."""
+"""Plain values between ranks, like torch's object collectives, but nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -10,58 +10,61 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from torsh_distributed.comm.collectives.call import CallOptions, resolve_group
+from torsh_distributed.comm.collectives.moves import all_gather, broadcast, gather, scatter
 from torsh_distributed.comm.collectives.point_to_point import recv, send
-from torsh_distributed.comm.collectives.tensors import Where, all_gather, broadcast, gather, resolve_group, scatter
 from torsh_distributed.comm.serialization import deserialize, serialize
 from torsh_distributed.errors import InvalidArgument
 
 
-def all_gather_varsize(tensor: Tensor, **where: Unpack[Where]) -> list[Tensor]:
+def all_gather_varsize(tensor: Tensor, **options: Unpack[CallOptions]) -> list[Tensor]:
     """The tensors of all ranks, by rank, where dim 0 may differ from rank to rank; the other dims agree.
 
-    Sizes travel first, then the rows, padded to the longest.
+    Sizes travel first, then the rows, padded to the longest tensor.
     """
     if tensor.dim() == 0:
-        raise InvalidArgument("all_gather_varsize needs a tensor with a dim 0", hint="use all_gather for single values")
+        raise InvalidArgument(
+            "all_gather_varsize needs a tensor of one dim or more", hint="use all_gather for single values"
+        )
     device = tensor.device
-    counts = [int(count) for count in all_gather(torch.tensor(tensor.shape[0], device=device), **where)]
+    counts = [int(count) for count in all_gather(torch.tensor(tensor.shape[0], device=device), **options)]
     longest = max(counts)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
-    gathered = all_gather(padded, **where)
+    gathered = all_gather(padded, **options)
     return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
 
 
-def all_gather_object(value: Any, **where: Unpack[Where]) -> list[Any]:
+def all_gather_object(value: Any, **options: Unpack[CallOptions]) -> list[Any]:
     """The values of all ranks, by rank."""
-    return [_decode(data) for data in all_gather_varsize(_encode(value, where), **where)]
+    return [_decode(data) for data in all_gather_varsize(_encode(value, options), **options)]
 
 
-def broadcast_object(value: Any, src: int, **where: Unpack[Where]) -> Any:
-    """The value that rank `src` gives, on every rank; what the others give is ignored."""
+def broadcast_object(value: Any, src: int, **options: Unpack[CallOptions]) -> Any:
+    """The value of rank `src`, on every rank; the other ranks' values are ignored."""
     is_source = dist.get_rank() == src
-    data = _encode(value, where) if is_source else torch.empty(0, dtype=torch.uint8, device=_device(where))
-    size = broadcast(torch.tensor(data.numel(), device=data.device), src, **where)
+    data = _encode(value, options) if is_source else torch.empty(0, dtype=torch.uint8, device=_device(options))
+    size = broadcast(torch.tensor(data.numel(), device=data.device), src, **options)
     buffer = data if is_source else data.new_empty(int(size))
-    return _decode(broadcast(buffer, src, **where))
+    return _decode(broadcast(buffer, src, **options))
 
 
-def gather_object(value: Any, dst: int, **where: Unpack[Where]) -> list[Any] | None:
-    """The values of all ranks, by rank, on rank `dst`; None elsewhere."""
-    data = _encode(value, where)
-    counts = [int(count) for count in all_gather(torch.tensor(data.numel(), device=data.device), **where)]
+def gather_object(value: Any, dst: int, **options: Unpack[CallOptions]) -> list[Any] | None:
+    """The values of all ranks, by rank, on rank `dst`; None on other ranks."""
+    data = _encode(value, options)
+    counts = [int(count) for count in all_gather(torch.tensor(data.numel(), device=data.device), **options)]
     padded = data.new_zeros(max(counts))
     padded[: data.numel()] = data
-    gathered = gather(padded, dst, **where)
+    gathered = gather(padded, dst, **options)
     if gathered is None:
         return None
     return [_decode(rows[:count]) for rows, count in zip(gathered, counts, strict=True)]
 
 
-def scatter_object(values: Sequence[Any] | None, src: int, **where: Unpack[Where]) -> Any:
-    """This rank's entry of the `values` that rank `src` gives; the others give None."""
-    num_ranks = resolve_group(where.get("group")).size()
-    device = _device(where)
+def scatter_object(values: Sequence[Any] | None, src: int, **options: Unpack[CallOptions]) -> Any:
+    """This rank's entry of the `values` that rank `src` passes; the others pass None."""
+    num_ranks = resolve_group(options.get("group")).size()
+    device = _device(options)
     parts: list[Tensor] | None = None
     sizes = torch.zeros(num_ranks, dtype=torch.int64, device=device)
     if dist.get_rank() == src:
@@ -71,40 +74,40 @@ def scatter_object(values: Sequence[Any] | None, src: int, **where: Unpack[Where
                 hint=f"pass {num_ranks} values on rank {src}",
                 num_values=None if values is None else len(values),
             )
-        parts = [_encode(value, where) for value in values]
+        parts = [_encode(value, options) for value in values]
         sizes = torch.tensor([part.numel() for part in parts], device=device)
-    broadcast(sizes, src, **where)
+    broadcast(sizes, src, **options)
     longest = int(sizes.max())
     padded = None if parts is None else [_pad(part, longest) for part in parts]
-    mine = scatter(torch.empty(longest, dtype=torch.uint8, device=device), src, padded, **where)
-    return _decode(mine[: int(sizes[resolve_group(where.get("group")).rank()])])
+    mine = scatter(torch.empty(longest, dtype=torch.uint8, device=device), src, padded, **options)
+    return _decode(mine[: int(sizes[resolve_group(options.get("group")).rank()])])
 
 
-def send_object(value: Any, dst: int, *, tag: int = 0, **where: Unpack[Where]) -> None:
+def send_object(value: Any, dst: int, *, tag: int = 0, **options: Unpack[CallOptions]) -> None:
     """Send a value to rank `dst`, which calls `recv_object`."""
-    data = _encode(value, where)
-    send(torch.tensor(data.numel(), device=data.device), dst, tag=tag, **where)
-    send(data, dst, tag=tag, **where)
+    data = _encode(value, options)
+    send(torch.tensor(data.numel(), device=data.device), dst, tag=tag, **options)
+    send(data, dst, tag=tag, **options)
 
 
-def recv_object(src: int, *, tag: int = 0, **where: Unpack[Where]) -> Any:
+def recv_object(src: int, *, tag: int = 0, **options: Unpack[CallOptions]) -> Any:
     """The value that rank `src` sent with `send_object`."""
-    size = torch.tensor(0, device=_device(where))
-    recv(size, src, tag=tag, **where)
+    size = torch.tensor(0, device=_device(options))
+    recv(size, src, tag=tag, **options)
     data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    recv(data, src, tag=tag, **where)
+    recv(data, src, tag=tag, **options)
     return _decode(data)
 
 
-def _device(where: Where) -> torch.device:
-    """Where the group's backend wants its tensors."""
-    group = resolve_group(where.get("group"))
+def _device(options: CallOptions) -> torch.device:
+    """The device on which the group's backend takes tensors."""
+    group = resolve_group(options.get("group"))
     types = {device.type for device in group._device_types}
     return torch.device("cpu") if "cpu" in types or not types else torch.device("cuda", torch.cuda.current_device())
 
 
-def _encode(value: Any, where: Where) -> Tensor:
-    return torch.frombuffer(bytearray(serialize(value)), dtype=torch.uint8).to(_device(where))
+def _encode(value: Any, options: CallOptions) -> Tensor:
+    return torch.frombuffer(bytearray(serialize(value)), dtype=torch.uint8).to(_device(options))
 
 
 def _decode(data: Tensor) -> Any:

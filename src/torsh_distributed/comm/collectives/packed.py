@@ -1,7 +1,7 @@
 """Several tensors in one all-reduce: fused below a threshold, or packed into buckets.
 
-Why: a small tensor costs a latency like a large one; α is paid once for all that travel together, for a copy in and
-a copy out, which memory does far faster than a wire.
+Why: a small tensor costs as much latency as a large one. Tensors that travel together pay it once, plus a copy in and
+a copy out, and memory is far faster than the network.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torsh_distributed.comm.algorithms.base import Algorithm
+from torsh_distributed.comm.collectives.call import CallOptions, num_bytes
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
-from torsh_distributed.comm.collectives.tensors import Where, all_reduce, num_bytes
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 
@@ -25,15 +26,17 @@ def fused_all_reduce(
     threshold_bytes: int = 64 * 1024,
     algorithm: str | Algorithm | None = None,
     deterministic: bool = False,
-    **where: Unpack[Where],
+    **options: Unpack[CallOptions],
 ) -> list[Tensor]:
-    """Fold each of `tensors` over all ranks, in place; those below the threshold travel as one, larger ones alone.
+    """Fold each of `tensors` over all ranks, in place; those below the threshold travel together, larger ones alone.
 
     Every rank passes tensors of the same shapes and dtypes in the same order. Tensors of one dtype and device fuse.
     """
     packs = plan_fused([num_bytes(tensor) for tensor in tensors], _kinds(tensors), threshold_bytes=threshold_bytes)
     return _reduce_packs(
-        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+        tensors,
+        packs,
+        lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **options),
     )
 
 
@@ -44,21 +47,23 @@ def bucketed_all_reduce(
     bucket_bytes: int = 25 * 2**20,
     algorithm: str | Algorithm | None = None,
     deterministic: bool = False,
-    **where: Unpack[Where],
+    **options: Unpack[CallOptions],
 ) -> list[Tensor]:
     """Fold each of `tensors` over all ranks, in place, in buckets filled in order up to `bucket_bytes`.
 
-    Buckets bound the copy to one of them at a time. A tensor that is larger travels alone. Every rank passes tensors
-    of the same shapes and dtypes in the same order.
+    One bucket is copied at a time. A larger tensor travels alone. Every rank passes tensors of the same shapes and
+    dtypes in the same order.
     """
     packs = plan_buckets([num_bytes(tensor) for tensor in tensors], _kinds(tensors), bucket_bytes=bucket_bytes)
     return _reduce_packs(
-        tensors, packs, lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **where)
+        tensors,
+        packs,
+        lambda buffer: all_reduce(buffer, op, algorithm=algorithm, deterministic=deterministic, **options),
     )
 
 
 Pack = tuple[int, ...]
-"""Which tensors travel together, by index."""
+"""The indices of tensors that travel together."""
 
 
 def plan_fused(sizes_bytes: Sequence[int], kinds: Sequence[object], *, threshold_bytes: int) -> list[Pack]:

@@ -25,7 +25,7 @@ class ReduceOp(StrEnum):
     BXOR = "bxor"
     MEAN = "mean"
 
-    # Enum's own hash is a Python function; as a key this is looked up in every collective.
+    # Enum's own hash is a Python function, and every collective looks an op up by its hash.
     __hash__ = str.__hash__
 
     @classmethod
@@ -51,7 +51,7 @@ class ReduceOp(StrEnum):
         return op
 
     def check(self, dtype: torch.dtype) -> None:
-        """Refuse a pair that has no meaning, before anything is sent: a refusal on one rank alone would hang the rest.
+        """Refuse an op without meaning for the dtype before anything is sent: if one rank fails later, the rest hang.
 
         A mean of integers is not an integer; bits of a float are not its value; complex numbers have no order.
         """

@@ -1,6 +1,6 @@
-"""Rows from each rank to each in an order of one's own: gathered as they leave, added up as they arrive.
+"""Exchange rows between all ranks in any order: gathered by index when sent, or added up by index when received.
 
-One pass over memory where sorting, sending and adding up would be three. For backends that can, see `takes_rows`.
+One pass over memory; sorting, sending and adding up would be three. For backends that can, see `takes_rows`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.wire import Rows
-from torsh_distributed.comm.collectives.tensors import num_bytes, run
+from torsh_distributed.comm.collectives.call import num_bytes, run
 from torsh_distributed.comm.shared_memory import common_buffer
 
 
 def takes_rows(source: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the group's backend exchanges such rows itself; the same on every rank, if rows are alike there."""
+    """Whether the group's backend exchanges such rows itself; the same on every rank if the rows are alike."""
     return isinstance(group, TorshProcessGroup) and group.takes_rows(source)
 
 
 def new_rows(num_rows: int, dim: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Empty rows, in common memory where there is some: the others write into them or read from them as they lie.
+    """Empty rows, in shared memory if there is some: other ranks then write to them or read from them in place.
 
-    For the output of `gather_to_all`, which asks for it itself, and the source of `sum_from_all`. Every rank of the
-    group asks at the same points of its program.
+    For the output of `gather_to_all`, which allocates it itself, and the source of `sum_from_all`. Every rank of the
+    group calls this at the same points of its program.
     """
     shared = common_buffer(num_rows * dim, like.dtype, group, "apart")
     return like.new_empty((num_rows, dim)) if shared is None else shared.view(num_rows, dim)
@@ -34,7 +34,7 @@ def new_rows(num_rows: int, dim: int, like: Tensor, group: dist.ProcessGroup) ->
 def gather_to_all(
     source: Tensor, sent: Tensor, send: Sequence[int], receive: Sequence[int], *, group: dist.ProcessGroup
 ) -> Tensor:
-    """(sum of receive, dim): `source[sent]` cut by `send` and exchanged, without making `source[sent]`."""
+    """(sum of receive, dim): `source[sent]` split by `send` and exchanged, without building `source[sent]`."""
     rows = Rows(send=send, receive=receive, row_numel=source.shape[1], sent=sent)
     output = new_rows(sum(receive), source.shape[1], source, group)
     return _exchange(output, source.contiguous(), rows, group)
@@ -50,14 +50,14 @@ def sum_from_all(
     group: dist.ProcessGroup,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """(num_rows, dim): the rows that come, each times its weight, added up where `received` says; others are 0."""
+    """(num_rows, dim): the rows received, each times its weight, added up at the indices `received`; others are 0."""
     rows = Rows(send=send, receive=receive, row_numel=source.shape[1], received=received, weights=weights)
     output = source.new_empty((num_rows, source.shape[1]))
     return _exchange(output, source.contiguous(), rows, group)
 
 
 def _exchange(output: Tensor, source: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    assert isinstance(group, TorshProcessGroup), "asked for by takes_rows"
+    assert isinstance(group, TorshProcessGroup), "the caller has asked takes_rows"
 
     def start(_: dist.ProcessGroup, is_async: bool) -> None:
         group.exchange_rows(output, source, rows).wait()
@@ -71,5 +71,5 @@ def _exchange(output: Tensor, source: Tensor, rows: Rows, group: dist.ProcessGro
         async_op=False,
         group=group,
     )
-    assert isinstance(done, Tensor), "it was not asked for asynchronously"
+    assert isinstance(done, Tensor), "it is synchronous"
     return done

@@ -1,4 +1,4 @@
-"""An operation under way: wait for it with a deadline, ask whether it is done."""
+"""The handle of an operation under way: wait for it with a deadline, ask whether it is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
-from torsh_distributed.comm.measurement.flight_recorder import Record, recorder
+from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.meeting.roll_call import missing_ranks
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
 
@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 
 class Work(Generic[R]):
-    """The result of an operation that may still be travelling.
+    """The result of an operation that may still be under way.
 
-    `wait` returns the result, or raises what went wrong, as often as it is called. After a failure the
-    tensors involved hold no meaningful values and the group must be taken down.
+    `wait` returns the result, or raises what went wrong, as often as it is called. After a failure the tensors
+    involved are invalid and the group must be taken down.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Work(Generic[R]):
         pending: dist.Work | None,
         finish: Callable[[], R],
         *,
-        record: Record,
+        record: OperationRecord,
         group: dist.ProcessGroup,
         timeout_s: float | None,
     ) -> None:
@@ -46,9 +46,9 @@ class Work(Generic[R]):
         self._error: TorshError | None = None
 
     def wait(self, timeout_s: float | None = None) -> R:
-        """The result, once it is there; OperationTimeout, naming the missing ranks, if it does not come in time.
+        """Wait for the result and return it; OperationTimeout, naming the missing ranks, if it does not come in time.
 
-        The time given to the operation counts from its start, however late this is called; `timeout_s` from now.
+        The operation's own deadline counts from its start, however late this is called; `timeout_s` counts from now.
         """
         if not self._is_done:
             try:
@@ -64,11 +64,11 @@ class Work(Generic[R]):
         return self._result
 
     def get_future(self) -> torch.futures.Future[R]:
-        """The result as a torch future, such as DDP's hooks return: for callbacks, in place of `wait`."""
-        assert self._pending is not None, "an operation that was started with async_op has a handle"
+        """The result as a torch future, such as DDP's hooks return, for callbacks instead of `wait`."""
+        assert self._pending is not None, "an operation started with async_op has a handle"
 
         def settle(done: torch.futures.Future[Any]) -> R:
-            # Not self._pending.wait(): gloo runs this callback before it calls the operation complete.
+            # Not self._pending.wait(): gloo runs this callback before it marks the operation complete.
             try:
                 done.value()
                 self._result = self._finish()
@@ -89,7 +89,7 @@ class Work(Generic[R]):
         return self._is_done or self._pending is None or self._pending.is_completed()
 
     def exception(self) -> TorshError | None:
-        """What went wrong, if the operation is over and did; waits for nothing."""
+        """What went wrong, if the operation is over and failed; does not wait."""
         if not self._is_done and self.is_completed():
             try:
                 self.wait()
@@ -107,10 +107,10 @@ class Work(Generic[R]):
                 self._pending.wait()
             else:
                 remaining_s = started + limit_s - time.monotonic()
-                # To c10d no time at all means no limit; an operation that is done already needs none.
+                # c10d takes 0 for no limit; an operation that is done already needs no time.
                 self._pending.wait(timedelta(seconds=max(remaining_s, 0.001)))
         except TorshError as error:
-            # Our backends say that the wait was too long; who is missing is asked here, for all backends alike.
+            # Our backends say only that the wait was too long; who is missing is found here, for all backends.
             if limit_s is None or not isinstance(error, OperationTimeout) or self._pending.is_completed():
                 raise
             raise explain(error, self._group(), self._record, started, limit_s) from error
@@ -119,9 +119,9 @@ class Work(Generic[R]):
 
 
 def explain(
-    error: Exception, group: dist.ProcessGroup | None, record: Record, started: float, timeout_s: float | None
+    error: Exception, group: dist.ProcessGroup | None, record: OperationRecord, started: float, timeout_s: float | None
 ) -> TorshError:
-    """c10d raises RuntimeError for everything: tell a deadline from a broken connection by the clock, and say who."""
+    """Our error for c10d's: the clock tells a deadline, where missing ranks are named, from a broken connection."""
     if group is None:
         return CommunicationError(
             f"{record.op} failed: the group was taken down while it was under way",

@@ -1,1 +1,1 @@
-"""Process groups: `process_group` brings up the first, `manager` makes the others, `abort` releases what is blocked."""
+"""Process groups: `process_group` brings up the world, `manager` makes the others, `abort` releases blocked calls."""

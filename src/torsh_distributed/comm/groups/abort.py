@@ -14,12 +14,12 @@ _reasons: dict[str, str] = {}
 
 
 def remember_connections(group: dist.ProcessGroup, connections: Connections) -> None:
-    """Keep what must be cut to abort this group; whoever makes a group calls this."""
+    """Keep the connections that abort must cut; called by whatever creates a group."""
     _connections[group.group_name] = connections
 
 
 def forget_group(name: str) -> None:
-    """Drop what is kept of a group that was taken down."""
+    """Drop what is kept for a group that was taken down."""
     _connections.pop(name, None)
     _reasons.pop(name, None)
 
@@ -27,8 +27,8 @@ def forget_group(name: str) -> None:
 def abort(reason: str, *, group: dist.ProcessGroup | None = None) -> None:
     """Release every blocked operation of `group` (default: the world) on this rank within 50 ms; it then refuses work.
 
-    Call it from any thread. Peers see their connections to this rank end; tell them through the store or the launcher
-    to abort too. Tensors of released operations hold no meaningful values.
+    Call it from any thread. Peers see their connections to this rank close; tell them through the store or the launcher
+    to abort too. Tensors of released operations are invalid.
     """
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:
@@ -48,7 +48,7 @@ def abort(reason: str, *, group: dist.ProcessGroup | None = None) -> None:
     connections = _connections.get(name)
     if connections is None:
         raise FeatureNotAvailable(
-            "this group was not made by torsh_distributed, so its connections are not known",
+            "this group was not made by torsh_distributed, so its connections are unknown",
             hint="make it with torsh_distributed.init() or GroupManager.create_group()",
             group=name,
         )

@@ -1,7 +1,7 @@
-"""The connections a backend made for a group, so that they can be cut.
+"""The connections a backend made for a group, kept to be cut.
 
-gloo has no abort. But a call that is blocked on a connection returns with an error when that connection is shut down.
-Which connections are a group's is seen by looking at this process's sockets before and after the group is made. Only
+gloo has no abort, but a call blocked on a connection returns with an error when that connection is shut down.
+A group's connections are the sockets this process has after the group is made and did not have before. Only
 connected ones are ever touched: shutting down a listening socket of gloo ends the process.
 """
 
@@ -20,14 +20,14 @@ _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 @dataclass
 class Connections:
-    """Connected sockets by file descriptor; the inode tells a descriptor that was closed and used again."""
+    """Connected sockets by file descriptor; the inode reveals a descriptor that was closed and reused."""
 
     inodes: dict[int, int] = field(default_factory=dict)
 
     def cut(self) -> int:
         """Shut down every connection that is still open; returns how many. Blocked calls on them fail at once.
 
-        From any thread, even two at once: a call that is released by one abort ends its group with another.
+        May be called from any thread, even two at once: a call released by one abort ends its group with another.
         """
         num_cut, inodes = 0, self.inodes
         self.inodes = {}
@@ -42,7 +42,7 @@ class Connections:
 
 @contextlib.contextmanager
 def new_connections(*, except_port: int | None = None) -> Iterator[Connections]:
-    """Collect the TCP connections that come up while the block runs; those to `except_port` (the store's) are not."""
+    """Collect the TCP connections opened while the block runs, except those to `except_port` (the store's)."""
     found = Connections()
     before = _open_sockets()
     yield found
@@ -54,7 +54,7 @@ def new_connections(*, except_port: int | None = None) -> Iterator[Connections]:
 def _open_sockets() -> dict[int, int]:
     sockets = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+        with contextlib.suppress(OSError):  # the descriptor of this listing is gone by now
             match = _SOCKET.fullmatch(str(entry.readlink()))
             if match is not None:
                 sockets[int(entry.name)] = int(match[1])
@@ -69,4 +69,4 @@ def _is_connected(fd: int, except_port: int | None) -> bool:
             ports = (copy.getpeername()[1], copy.getsockname()[1])
             return except_port not in ports
     except OSError:
-        return False  # not connected: a listener, or closed meanwhile
+        return False  # not connected: a listener, or closed in the meantime

@@ -1,4 +1,4 @@
-"""What keeps torch's gloo from standing in its own way: threads that do not push aside whoever runs."""
+"""A scheduling policy for gloo's threads that keeps them from preempting the thread they wait for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def patient_threads() -> Iterator[None]:
-    """Threads that this one starts inside the block wait for their turn when they wake up: SCHED_BATCH, inherited.
+    """Threads started inside the block do not preempt a running thread when they wake up: SCHED_BATCH, inherited.
 
-    Why: gloo's thread for sockets tries the lock of a connection and, where it is taken, looks again at once. With
-    fewer cores than threads the kernel often lets it in when data arrives, in place of the very thread that holds the
-    lock; it then spins until the scheduler's next tick, 4 ms away, and a small all-reduce takes one or two ticks, or
-    none, by chance. The figures are in decision 14. Under another policy than the usual one, and where a sandbox
-    forbids the change, all stays as it is: this is about speed alone.
+    Why: gloo's socket thread tries the lock of a connection and, if it is taken, spins. With fewer cores than threads
+    the kernel often runs it when data arrives, in place of the very thread that holds the lock; it then spins until the
+    scheduler's next tick, 4 ms away, so a small all-reduce takes one or two ticks, or none, by chance. The figures are
+    in decision 14. If another policy is set already, or a sandbox forbids the change, nothing changes: this is about
+    speed only.
     """
     before = os.sched_getscheduler(0)
     if before != os.SCHED_OTHER or not _set_policy(os.SCHED_BATCH):
@@ -34,6 +34,6 @@ def _set_policy(policy: int) -> bool:
     try:
         os.sched_setscheduler(0, policy, os.sched_param(0))
     except OSError as error:
-        _log.info("the scheduling policy cannot be changed here, gloo may be slower for it: %s", error)
+        _log.info("the scheduling policy cannot be changed here, so gloo may be slower: %s", error)
         return False
     return True

@@ -1,7 +1,7 @@
-"""Groups by name: who is in them, and the usual layouts.
+"""Groups by name: their members, and the usual layouts.
 
-Every rank creates every group, in the same order, member or not: that is how c10d agrees on them, and what
-makes two-axis layouts possible. A non-member has a `CommunicationGroup` whose `is_member` is False.
+Every rank creates every group, in the same order, member or not: c10d requires it, and it makes two-axis layouts
+possible. A non-member has a `CommunicationGroup` whose `is_member` is False.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound, Rank
 
 
 class GroupType(StrEnum):
-    """What a group is for."""
+    """The purpose of a group."""
 
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
@@ -38,7 +38,7 @@ class CommunicationGroup:
     ranks: tuple[int, ...]
     kind: GroupType
     handle: dist.ProcessGroup | None
-    """What collectives take as `group`; None on a rank that is not a member."""
+    """The `group` argument of collectives; None on a rank that is not a member."""
 
     @property
     def is_member(self) -> bool:
@@ -66,14 +66,14 @@ class CommunicationGroup:
 
 
 def group_over(members: Sequence[int]) -> dist.ProcessGroup:
-    """A group over `members`, ranks of the world, all of which call this, and nobody else."""
+    """A group over `members`, ranks of the world; all of them call this, and no other rank."""
     group = _new_group(members, use_local_synchronization=True)
     assert group is not None, "the caller is a member"
     return group
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group over the same ranks, all of which call this: for operations that another thread starts.
+    """A second group over the same ranks, for operations that another thread starts; all its ranks call this.
 
     Why: operations of one group start in the same order on every rank, and two threads have no order.
     """
@@ -81,16 +81,16 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def pair_groups(root: int) -> dict[int, dist.ProcessGroup]:
-    """A group of `root` with each other rank, by that rank, as far as this rank is in it; all of the world call this.
+    """This rank's groups of `root` and one other rank, by that rank; every rank of the world calls this.
 
-    Why: threads of `root` that each talk with one rank have no common order, and operations of one group need one.
+    Why: threads of `root` that each talk to one rank have no common order, and operations of one group need one.
     """
     pairs = {rank: _new_group([root, rank]) for rank in range(dist.get_world_size()) if rank != root}
     return {rank: pair for rank, pair in pairs.items() if pair is not None}
 
 
 def _new_group(members: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
-    """c10d's group over `members`, known to `abort`; None for a rank outside. Any: whatever c10d's function takes."""
+    """c10d's group over `members`, known to `abort`; None for a rank outside. Any: c10d's own arguments."""
     backend = options.get("backend") or str(dist.get_backend_config())
     with patient_threads() if "gloo" in backend else nullcontext(), new_connections() as connections:
         group = dist.new_group(list(members), **options)
@@ -101,7 +101,7 @@ def _new_group(members: Sequence[int], **options: Any) -> dist.ProcessGroup | No
 
 
 class GroupManager:
-    """Creates groups, finds them by name, takes them down. Every rank makes the same calls in the same order."""
+    """Creates groups, finds them by name, destroys them. Every rank makes the same calls in the same order."""
 
     def __init__(self) -> None:
         self._groups: dict[str, CommunicationGroup] = {}
@@ -135,14 +135,14 @@ class GroupManager:
         for index in range(dp):
             self.create_group(f"mp_{index}", range(index * mp, (index + 1) * mp))
         rank = process_group.rank()
-        return self.get_group(f"dp_{rank % mp}"), self.get_group(f"mp_{rank // mp}")
+        return self.group(f"dp_{rank % mp}"), self.group(f"mp_{rank // mp}")
 
     def create_hierarchical_groups(
         self, ranks_per_node: int | None = None
     ) -> tuple[CommunicationGroup, CommunicationGroup]:
-        """This rank's node, and the ranks at its position on every node.
+        """This rank's node group, and the group of the ranks at its position on every node.
 
-        Nodes are those on which the ranks met, or, with `ranks_per_node`, consecutive ranks. Where nodes are uneven the
+        Nodes are those on which the ranks met, or, with `ranks_per_node`, consecutive ranks. If nodes are uneven the
         later positions exist on some nodes only. Names: `node_<i>`, `inter_node_<local rank>`.
         """
         nodes = _nodes(ranks_per_node)
@@ -153,10 +153,10 @@ class GroupManager:
             self.create_group(f"inter_node_{position}", across, kind=GroupType.INTER_NODE)
         rank = process_group.rank()
         index, members = next((index, members) for index, members in enumerate(nodes) if rank in members)
-        return self.get_group(f"node_{index}"), self.get_group(f"inter_node_{members.index(rank)}")
+        return self.group(f"node_{index}"), self.group(f"inter_node_{members.index(rank)}")
 
-    def get_group(self, name: str) -> CommunicationGroup:
-        """The group of that name, or ProcessGroupNotFound with the names there are."""
+    def group(self, name: str) -> CommunicationGroup:
+        """The group of that name, or ProcessGroupNotFound with the known names."""
         if name not in self._groups:
             raise ProcessGroupNotFound(
                 f"there is no group {name!r}", group_id=name, available_groups=sorted(self._groups)
@@ -168,21 +168,21 @@ class GroupManager:
         return list(self._groups.values())
 
     def remove_group(self, name: str) -> None:
-        """Take a group's communicator down and forget it; every rank calls this."""
-        group = self.get_group(name)
+        """Destroy a group and forget it; every rank calls this."""
+        group = self.group(name)
         if group.handle is not None:
             forget_group(group.handle.group_name)
             dist.destroy_process_group(group.handle)
         del self._groups[name]
 
     def close(self) -> None:
-        """Take all groups down."""
+        """Destroy all groups."""
         for name in list(self._groups):
             self.remove_group(name)
 
     def _check(self, name: str, members: tuple[int, ...]) -> None:
         if name in self._groups:
-            raise InvalidArgument(f"there is a group {name!r} already", hint="choose another name, or remove it first")
+            raise InvalidArgument(f"a group {name!r} exists already", hint="choose another name, or remove it first")
         if not members or len(set(members)) != len(members):
             raise InvalidArgument("a group needs at least one rank, each once", group_id=name, ranks=list(members))
         outside = [rank for rank in members if not 0 <= rank < process_group.world_size()]

@@ -1,7 +1,7 @@
 """The world's process group: bring it up, ask about it, take it down.
 
-torch keeps the group itself; kept here is only what torch does not know: where the ranks live, and which
-process made the group, so that a forked child cannot use its parent's sockets.
+torch keeps the group itself; this module keeps only what torch does not know: on which nodes the ranks run, and which
+process made the group, so a forked child cannot use its parent's sockets.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def start_world(
     """Meet the other ranks and bring up torch's default group; every rank calls this once.
 
     With `store` given, the ranks meet there; otherwise in a TCP store at the master's address, hosted by the launcher
-    (`has_agent_store`) or by rank 0. Keys are prefixed with the attempt: a restarted world meets no stale ones.
-    Nothing is left behind after a failure, so the call may be tried again.
+    (`has_agent_store`) or by rank 0. Keys are prefixed with the attempt, so a restarted world sees no stale ones.
+    Nothing is left behind after a failure, so the call may be retried.
     """
     global _world
     _refuse_second_start()
     chosen = choose_backend(backend)
     if store is None and world_size == 1 and not has_agent_store:
-        store = dist.HashStore()  # nobody to meet: no port is opened, so jobs of one rank never collide
+        store = dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
     if store is None:
         is_host = rank == 0 and not has_agent_store
         store = open_store(master_addr, master_port, is_host=is_host, timeout_s=timeout_s)
@@ -95,7 +95,7 @@ def start_world(
 def _bring_up(
     backend: str, store: dist.Store, *, rank: int, world_size: int, timeout_s: float, store_port: int
 ) -> None:
-    """torch's default group, with its connections noted so that `abort` can cut them."""
+    """torch's default group, with its connections kept for `abort` to cut."""
     with (
         translate_errors("init_process_group", rank=rank, backend=backend),
         patient_threads() if "gloo" in backend else nullcontext(),
@@ -124,7 +124,7 @@ def _await_all(store: dist.Store, world_size: int, timeout_s: float) -> None:
             hint="look at the output of the others: their backend could not connect",
             operation="init_process_group",
         )
-    # Rank 0 leaves last: the others have their answer from the store before it can go away with its host.
+    # Rank 0 leaves last: the others have read the store before it can go away with its host.
     if dist.get_rank() != 0:
         if store.add("seen", 1) == world_size - 1:
             store.set("all-seen", "")
@@ -135,8 +135,8 @@ def _await_all(store: dist.Store, world_size: int, timeout_s: float) -> None:
 def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     """A new world of `survivors` (ranks of the present one), in that order; returns this process's new rank.
 
-    Every survivor calls this with the same list, after `abort`. The old group is gone, and all its sub-groups; the new
-    one meets under a store prefix of its own. Needs the store: where rank 0 hosted it and is lost, there is no way on.
+    Every survivor calls this with the same list, after `abort`. The old group and all its sub-groups are destroyed;
+    the new one meets under a store prefix of its own. Needs the store: if rank 0 hosted it and is lost, this fails.
     """
     global _world
     old = _require_world()
@@ -148,7 +148,7 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
         or any(not 0 <= r < dist.get_world_size() for r in members)
     ):
         raise InvalidArgument(
-            "survivors must be ranks of the present world, each once, with the caller among them",
+            "survivors must be ranks of the present world, each once, and include the caller",
             survivors=members,
             rank=me,
             world_size=dist.get_world_size(),
@@ -168,7 +168,7 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
 
 
 def _take_down() -> None:
-    """End torch's groups. Peers that died leave half-open sockets: the group is gone all the same."""
+    """Destroy torch's groups. Peers that died leave half-open sockets; the group is gone all the same."""
     world = dist.group.WORLD
     name = None if world is None else world.group_name
     try:
@@ -197,7 +197,7 @@ def _refuse_second_start() -> None:
 
 
 def destroy_process_group() -> None:
-    """Take the group down; doing it twice, or without a group, does nothing. Runs at interpreter exit too."""
+    """Destroy the group; a second call, or one without a group, does nothing. Runs at interpreter exit too."""
     global _world
     atexit.unregister(destroy_process_group)
     if _world is not None and _world.pid != os.getpid():
@@ -222,7 +222,7 @@ def _require_group() -> None:
 def _require_world() -> _World:
     if _world is None:
         raise BackendNotInitialized(
-            "where the ranks live is not known: the group was not brought up by torsh_distributed.init()",
+            "the nodes of the ranks are unknown: the group was not brought up by torsh_distributed.init()",
             hint="call torsh_distributed.init() instead of torch.distributed.init_process_group()",
         )
     return _world
@@ -247,7 +247,7 @@ def backend(group: dist.ProcessGroup | None = None) -> str:
 
 
 def roster() -> Roster:
-    """Which ranks share a node, as learned when they met."""
+    """Which ranks share a node, as found at the rendezvous."""
     return _require_world().roster
 
 

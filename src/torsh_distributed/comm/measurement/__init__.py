@@ -1,1 +1,1 @@
-"""What communication did: the flight recorder, statistics, timings of collectives and of the network."""
+"""What communication did and costs: `flight_recorder`, `communication_stats`, `collective_timing`, `network`."""

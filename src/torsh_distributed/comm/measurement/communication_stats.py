@@ -1,4 +1,4 @@
-"""What communication cost so far, per operation and per peer: one type, fed by events, in bounded memory.
+"""Statistics of communication by operation and by peer, fed by events, in bounded memory.
 
 Durations are kept as counts in buckets that grow by two percent. So percentiles cover the whole history, are within one
 percent of the exact ones, and those of several ranks merge without loss, in at most about 1,600 numbers.
@@ -24,7 +24,7 @@ _LONGEST_S = 1e5
 
 
 class DurationSketch:
-    """How long things took: counts by bucket, from a nanosecond to a day; what lies outside counts at the edge."""
+    """Durations as counts by bucket, from a nanosecond to a day; what lies outside counts at the edge."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -35,7 +35,7 @@ class DurationSketch:
         self._counts[math.ceil(math.log(clamped_s) / _LOG_GROWTH)] += 1
 
     def percentile_s(self, percent: float) -> float | None:
-        """The duration that `percent` of all do not exceed, within one percent; None if there is none."""
+        """The duration that `percent` of all do not exceed, within one percent; None if nothing was counted."""
         total = self._counts.total()
         if total == 0:
             return None
@@ -47,7 +47,7 @@ class DurationSketch:
         raise AssertionError("the counts add up to their total")
 
     def merge(self, other: DurationSketch) -> None:
-        """Count what the other counted too."""
+        """Add the other's counts."""
         self._counts.update(other._counts)
 
     def to_dict(self) -> dict[str, int]:
@@ -139,7 +139,7 @@ class OperationStats:
         return self.num_bytes / self.total_s if self.num_bytes and self.total_s > 0 else None
 
     def merge(self, other: OperationStats) -> None:
-        """Add what the other counted: as if all had been recorded here."""
+        """Add the other's counts, as if all had been recorded here."""
         self.num_successes += other.num_successes
         self.errors.update(other.errors)
         self.num_bytes += other.num_bytes
@@ -205,7 +205,7 @@ class CommunicationStats:
         return self
 
     def detach(self) -> None:
-        """Count no more; what was counted stays. Doing it twice does nothing."""
+        """Stop counting; the counts stay. A second call does nothing."""
         with self._lock:
             detach, self._detach = self._detach, None
         if detach is not None:
@@ -222,7 +222,7 @@ class CommunicationStats:
         self.record(event)
 
     def record(self, event: events.CollectiveEvent) -> None:
-        """Count one operation; `attach` does this for all."""
+        """Count one operation; `attach` does this for all operations."""
         with self._lock:
             self._by_op.setdefault(event.op, OperationStats()).record(event)
             if event.peer is not None:
@@ -250,11 +250,11 @@ class CommunicationStats:
 
     @property
     def since(self) -> float:
-        """Wall-clock time from which on operations are counted: creation, or the last `reset`."""
+        """Wall-clock time since which operations are counted: creation, or the last `reset`."""
         return self._since
 
     def merge(self, other: CommunicationStats) -> None:
-        """Add what another counted, such as that of another rank."""
+        """Add the counts of another, such as another rank's."""
         by_op, by_peer = other.by_op, other.by_peer
         with self._lock:
             self._since = min(self._since, other.since)

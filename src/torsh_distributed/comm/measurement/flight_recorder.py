@@ -1,6 +1,6 @@
-"""The flight recorder: the last thousand operations of this process, always kept, cheap enough to never turn off.
+"""The flight recorder: the last thousand operations of this process, cheap enough to be always on.
 
-When a job hangs, the question is who is behind, in which call, on which line. The answer must be there already.
+When a job hangs, the question is which rank is behind, in which call, on which line. The answer must be there already.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Ours(dict[str, bool]):
 _is_ours = _Ours()
 
 
-class Record:
-    """One operation: what, where, when. `end_s` is None while it is under way."""
+class OperationRecord:
+    """One operation: what, from where, when. `end_s` is None while it is under way."""
 
     __slots__ = ("_at", "_code", "end_s", "error", "group", "num_bytes", "op", "peer", "sequence", "start_s")
 
@@ -56,7 +56,7 @@ class Record:
         """file:line of the caller outside this library."""
         if self._code is None:
             return None
-        # Found when it is asked for: to find the line of an instruction takes as long as a small collective.
+        # Computed on demand: finding the line of an instruction takes as long as a small collective.
         line = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
         return f"{self._code.co_filename}:{line}"
 
@@ -75,21 +75,21 @@ class FlightRecorder:
     """A ring of the last CAPACITY operations and the sequence number of each group."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        # Appending to a deque and advancing a count are atomic: no lock in the way of a collective.
-        self._ring: deque[Record] = deque(maxlen=capacity)
+        # Appending to a deque and advancing a count are atomic, so collectives need no lock.
+        self._ring: deque[OperationRecord] = deque(maxlen=capacity)
         self._sequences: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
-    def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> Record:
-        """Note that an operation starts; the caller's file and line are found on the stack."""
+    def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> OperationRecord:
+        """Record that an operation starts; the caller's file and line are found on the stack."""
         frame = sys._getframe(1)
         while _is_ours[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        record = Record(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
+        record = OperationRecord(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
         self._ring.append(record)
         return record
 
-    def end(self, record: Record, error: BaseException | None = None) -> None:
-        """Note that it ended; tell the subscribers of CollectiveEvent, if there are any."""
+    def end(self, record: OperationRecord, error: BaseException | None = None) -> None:
+        """Record that it ended, and emit a CollectiveEvent if anything subscribes to it."""
         record.end_s = _now_s()
         if error is not None:
             record.error = f"{type(error).__name__}: {error}"
@@ -108,14 +108,14 @@ class FlightRecorder:
                 )
             )
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[OperationRecord]:
         """The records, oldest first."""
         return iter(list(self._ring))
 
-    def last(self, group: str) -> Record | None:
+    def last(self, group: str) -> OperationRecord | None:
         """The newest record of a group."""
         return next((record for record in reversed(self._ring) if record.group == group), None)
 
 
 recorder = FlightRecorder()
-"""The recorder of this process: part of the process-group registry, for a process has one history."""
+"""The recorder of this process: part of the process-group registry, because a process has one history."""

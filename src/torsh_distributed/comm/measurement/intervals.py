@@ -1,4 +1,4 @@
-"""How long something was going on, when several of it overlap."""
+"""The time covered by intervals that may overlap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the network between the ranks of a group does: measured by all-reduces, agreed by all ranks, kept over time.
+"""The network between the ranks of a group: measured by all-reduces, agreed by all ranks, kept over time.
 
-The figures are those of a collective, with whatever the backend does underneath (shared memory inside a node, say):
-what bucket sizes and codecs are chosen by. What single messages between two ranks cost is another matter, and is
-measured by `algorithms.links`, for choosing how an all-reduce should travel.
+The figures are those of a collective, including what the backend does underneath (shared memory inside a node, say);
+bucket sizes and codecs are chosen by them. What single messages between two ranks cost is measured by
+`algorithms.auto.measured_costs`, to choose how an all-reduce travels.
 """
 
 from __future__ import annotations
@@ -18,62 +18,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_reduce, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 SIZES = (4 * 1024, 64 * 1024, 1024 * 1024)
-"""Bytes of the buffers that are sent around, where nothing else is asked for."""
+"""Bytes of the buffers that are sent, unless `sizes` says otherwise."""
 
 _NUM_TIMES = 3
-_LEAST_BYTE_S = 1e-13  # where the larger buffer was not slower, time does not depend on size: ten thousand GB/s
+_LEAST_BYTE_S = 1e-13  # if the larger buffer was not slower, time does not depend on size: ten thousand GB/s
 _SEGMENTS = Path("/proc/thread-self/net/snmp")  # of the network namespace that this thread is in
 _UNKNOWN = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkMetrics:
-    """One look at the network of a group: the same numbers on every rank, each that of the slowest rank."""
+    """One measurement of a group's network: the same numbers on every rank, each that of the slowest rank."""
 
     num_ranks: int
     all_reduce_s: Mapping[int, float]
-    """Seconds of an all-reduce by the bytes of its buffer, the quickest of three."""
+    """Seconds of an all-reduce by the bytes of its buffer, the fastest of three."""
     retransmitted: float | None
-    """Share of all TCP segments leaving the worst node that were sent again while this was measured. None where
-    nothing left over TCP, or the system does not count it."""
+    """Share of the TCP segments of the worst node that were retransmitted during the measurement. None if nothing
+    was sent over TCP, or the system does not count it."""
     congestion: float
-    """Time of the largest buffer over the least that was seen of it so far; 1 is as good as ever."""
+    """Time of the largest buffer over the shortest seen so far; 1 is as good as ever."""
     stability: float | None
-    """One minus standard deviation over mean (at least 0) of the time of the largest buffer; None at the first look."""
+    """One minus standard deviation over mean (at least 0) of the time of the largest buffer; None at first."""
     time_s: float
     """Wall-clock seconds since the epoch, on the group's first rank."""
 
     @property
     def byte_s(self) -> float:
-        """Seconds for each byte of a buffer: the slope between the smallest and the largest."""
+        """Seconds per byte of a buffer: the slope between the smallest and the largest."""
         small, large = min(self.all_reduce_s), max(self.all_reduce_s)
         return max((self.all_reduce_s[large] - self.all_reduce_s[small]) / (large - small), _LEAST_BYTE_S)
 
     @property
     def latency_s(self) -> float:
-        """Seconds of an all-reduce of nothing: what the smallest buffer took, less what its bytes did."""
+        """Seconds of an empty all-reduce: what the smallest buffer took, less the time of its bytes."""
         small = min(self.all_reduce_s)
         return max(self.all_reduce_s[small] - self.byte_s * small, 0.0)
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that a rank sends in a second when a buffer goes round a ring: what a link between ranks must carry."""
+        """Bytes per second that a rank sends when a buffer travels in a ring: what a link between ranks must carry."""
         return 2 * (self.num_ranks - 1) / self.num_ranks / self.byte_s
 
     def estimated_s(self, num_bytes: float) -> float:
-        """What an all-reduce of any size should take by these figures."""
+        """What an all-reduce of any size should take at these figures."""
         return self.latency_s + num_bytes * self.byte_s
 
 
 class NetworkProfiler:
-    """Looks at the network of a group when asked, and remembers the last looks; every rank of it looks together.
+    """Measures the network of a group on demand and keeps the last measurements; all its ranks measure together.
 
-    `measure()` costs a dozen all-reduces, three megabytes of them in all with the usual sizes. `device` is where the
-    tensors lie that travel over the group; left out, it is the GPU with nccl and the CPU otherwise.
+    `measure()` costs a dozen all-reduces, three megabytes in all with the default sizes. `device` holds the tensors
+    that travel; by default the GPU with nccl and the CPU otherwise.
     """
 
     def __init__(
@@ -86,16 +87,14 @@ class NetworkProfiler:
     ) -> None:
         if len(set(sizes)) < 2 or min(sizes) < 4 or history < 1:
             raise InvalidArgument(
-                "a network is measured with buffers of two different sizes at least, of 4 bytes or more",
-                hint=f"leave sizes out, for {', '.join(map(str, SIZES))} bytes; history is 1 or more",
+                "a network is measured with buffers of at least two different sizes, of 4 bytes or more",
+                hint=f"the default sizes are {', '.join(map(str, SIZES))} bytes; history is 1 or more",
                 sizes=tuple(sizes),
                 history=history,
             )
         self._group = resolve_group(group)
         if self._group.size() == 1:
-            raise InvalidArgument(
-                "a group of one rank has no network", hint="measure where there are two ranks or more"
-            )
+            raise InvalidArgument("a group of one rank has no network", hint="measure a group of two ranks or more")
         self._device = device or _device_of(self._group)
         self._sizes = sorted(set(sizes))
         self._history: deque[NetworkMetrics] = deque(maxlen=history)
@@ -103,13 +102,13 @@ class NetworkProfiler:
 
     @property
     def history(self) -> tuple[NetworkMetrics, ...]:
-        """The last looks, oldest first."""
+        """The last measurements, oldest first."""
         return tuple(self._history)
 
     def measure(self) -> NetworkMetrics:
-        """Look now; every rank of the group calls this, and all of them get the same numbers."""
+        """Measure now; every rank of the group calls this, and all get the same numbers."""
         before = _tcp_segments()
-        times = _quickest_s(self._sizes, self._group, self._device)
+        times = _fastest_s(self._sizes, self._group, self._device)
         seen = [*times, _retransmitted(before, _tcp_segments()), _clock(self._group)]
         numbers = torch.tensor(seen, dtype=torch.float64, device=self._device)
         *seconds, retransmitted, time_s = all_reduce(numbers, "max", group=self._group).tolist()
@@ -128,9 +127,9 @@ class NetworkProfiler:
         return self._history[-1]
 
 
-def _quickest_s(sizes: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The least: a rank that waits for another measures the other's lateness, but not every time."""
-    all_reduce(torch.zeros(1, device=device), group=group)  # the first pays for connections
+def _fastest_s(sizes: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The shortest of several times: a rank that waits for another measures the other's delay, but not every time."""
+    all_reduce(torch.zeros(1, device=device), group=group)  # the first call pays for connections
     found = []
     for num_bytes in sizes:
         buffer, taken = torch.zeros(num_bytes // 4, device=device), []
@@ -144,7 +143,7 @@ def _quickest_s(sizes: Sequence[int], group: dist.ProcessGroup, device: torch.de
 
 
 def _clock(group: dist.ProcessGroup) -> float:
-    """The first rank's clock, which the others leave to it."""
+    """The first rank's clock; 0 on the others, which take the maximum."""
     return time.time() if group.rank() == 0 else 0.0
 
 
@@ -155,13 +154,13 @@ def _stability(seconds: Sequence[float]) -> float | None:
 
 
 def _tcp_segments() -> tuple[int, int] | None:
-    """TCP segments that this node sent so far, and those of them that it sent again; None where nobody counts."""
+    """TCP segments that this node has sent and retransmitted so far; None if the system does not count them."""
     try:
         lines = [line.split() for line in _SEGMENTS.read_text().splitlines() if line.startswith("Tcp:")]
     except OSError:
         return None
     counted = dict(zip(*lines, strict=True))
-    # The kernel does not count what it sends again among what it sends.
+    # The kernel's OutSegs does not include retransmissions.
     return int(counted["OutSegs"]) + int(counted["RetransSegs"]), int(counted["RetransSegs"])
 
 

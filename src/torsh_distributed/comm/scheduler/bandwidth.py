@@ -1,12 +1,14 @@
-"""How fast bytes have travelled lately: measured, or not known."""
+"""How fast bytes have travelled lately: measured, or unknown."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torsh_distributed.comm.measurement.intervals import covered_s
 
 _MAX_TRANSFERS = 1000
 
@@ -27,8 +29,8 @@ class Bandwidth:
 class BandwidthMonitor:
     """Bytes per second over the transfers that ended in the last `window_s` seconds; at most 1,000 are kept.
 
-    Time in which several transfers overlap counts once, so that concurrency shows as bandwidth. Idle time does
-    not count: the question is what the wire gives, not how much is asked of it.
+    Time in which transfers overlap counts once, so concurrency shows as bandwidth. Idle time does not count: the
+    figure says what the link gives, not how much is asked of it.
     """
 
     def __init__(self, window_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,19 +46,12 @@ class BandwidthMonitor:
                 self._transfers.append((start_s, end_s, num_bytes))
 
     def measured(self) -> Bandwidth | None:
-        """The figures of the window; None where nothing travelled in it."""
+        """The figures of the window; None if nothing travelled in it."""
         oldest_s = self._clock() - self._window_s
         with self._lock:
             recent = [transfer for transfer in self._transfers if transfer[1] >= oldest_s]
         if not recent:
             return None
+        times = [(start_s, end_s) for start_s, end_s, _ in recent]
         num_bytes = sum(size for *_, size in recent)
-        return Bandwidth(num_bytes / _covered_s(recent), min(end - start for start, end, _ in recent))
-
-
-def _covered_s(transfers: Sequence[tuple[float, float, int]]) -> float:
-    covered_s, reached_s = 0.0, float("-inf")
-    for start_s, end_s, _ in sorted(transfers):
-        covered_s += max(0.0, end_s - max(start_s, reached_s))
-        reached_s = max(reached_s, end_s)
-    return covered_s
+        return Bandwidth(num_bytes / covered_s(times), min(end_s - start_s for start_s, end_s in times))

@@ -6,9 +6,9 @@ Three rules make local reordering safe among real ranks:
    messages of one kind to one peer under one tag: what the other side matches by order.
 2. Across streams the strategy chooses freely, except that one slot is kept for the oldest task.
    Why that suffices: order all operations as a run without a scheduler would meet them. The first unfinished one is
-   the oldest on each of its ranks, so it is running, or about to, on all of them, and ends; and so on.
-3. What did not start in time takes with it what is behind it in its stream, then and later: the other ranks count it,
-   and what follows would meet the wrong partner.
+   the oldest on each of its ranks, so it runs, or is about to, on all of them, and ends; then the next, and so on.
+3. A task that did not start in time fails with everything behind it in its stream, then and later: the other ranks
+   count it, and what follows would meet the wrong partner.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from torsh_distributed.comm.scheduler.ordering import AnyTask, Strategy
-from torsh_distributed.comm.scheduler.task import State
+from torsh_distributed.comm.scheduler.ordering import TaskChooser
+from torsh_distributed.comm.scheduler.task import AnyTask
 
 
 class TaskQueue:
     """Pending and running tasks. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, strategy: Strategy, *, max_running: int) -> None:
-        self._strategy = strategy
+    def __init__(self, chooser: TaskChooser, *, max_running: int) -> None:
+        self._chooser = chooser
         self._max_running = max_running
         self._num_added = 0
         self.pending: deque[AnyTask] = deque()
@@ -37,13 +37,7 @@ class TaskQueue:
         """Put a task at the end."""
         self._num_added += 1
         task.sequence = self._num_added
-        task.state = State.PENDING
         self.pending.append(task)
-
-    def remove(self, task: AnyTask) -> None:
-        """Take out a task that has not started."""
-        self.pending.remove(task)
-        task.state = State.OVER
 
     def choose(self, now_s: float) -> AnyTask | None:
         """The task that may start now, by the rules above."""
@@ -60,20 +54,14 @@ class TaskQueue:
             if task.stream not in busy:
                 busy.add(task.stream)
                 heads.append(task)
-        return self._strategy.choose(heads, now_s) if heads else None
+        return self._chooser.choose(heads, now_s) if heads else None
 
     def start(self, task: AnyTask, now_s: float) -> None:
         """Note that a chosen task runs."""
         self.pending.remove(task)
         self.running.add(task)
-        task.state = State.RUNNING
         task.started_s = now_s
-        self._strategy.started(task)
-
-    def finish(self, task: AnyTask) -> None:
-        """Note that a running task ended."""
-        self.running.discard(task)
-        task.state = State.OVER
+        self._chooser.started(task)
 
     def expire(self, now_s: float) -> list[AnyTask]:
         """Take out the first task that is overdue, and behind it in the list those of its stream."""
@@ -81,7 +69,7 @@ class TaskQueue:
         if overdue is None:
             return []
         self.lost_streams.add(overdue.stream)
-        behind = [task for task in self.pending if task.stream == overdue.stream and task is not overdue]
-        for task in (overdue, *behind):
-            self.remove(task)
-        return [overdue, *behind]
+        lost = [overdue, *(task for task in self.pending if task.stream == overdue.stream and task is not overdue)]
+        for task in lost:
+            self.pending.remove(task)
+        return lost

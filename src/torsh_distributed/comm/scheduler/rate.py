@@ -1,4 +1,4 @@
-"""A ceiling on bytes per second that holds: the token bucket."""
+"""A ceiling on bytes per second: the token bucket."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BURST_S = 0.05
 class TokenBucket:
     """Tokens are bytes; they flow in at `bytes_per_s` and at most `burst_bytes` are kept.
 
-    What fits in the bucket waits for its tokens. What is larger waits for a full bucket and leaves a debt, which those
-    after it wait off. So by the time t at most `burst_bytes + bytes_per_s * t` were taken, and
-    what the last one exceeds the bucket by. Not thread-safe: its owner holds a lock.
+    A transfer that fits in the bucket waits for its tokens. A larger one waits for a full bucket and leaves a debt, for
+    which later ones wait. So by time t at most `burst_bytes + bytes_per_s * t` were taken, plus the debt of the last.
+    Not thread-safe: its owner holds a lock.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class TokenBucket:
         if bytes_per_s <= 0 or (burst_bytes is not None and burst_bytes <= 0):
             raise InvalidArgument(
                 "a rate limit and its burst must be above zero",
-                hint="leave the limit out for none",
+                hint="use None for no limit",
                 bytes_per_s=bytes_per_s,
                 burst_bytes=burst_bytes,
             )
@@ -35,7 +35,7 @@ class TokenBucket:
         self._filled_s = clock()
 
     def delay_s(self, num_bytes: int) -> float:
-        """How long until `take(num_bytes)` is allowed; 0.0 if it is now."""
+        """Seconds until `take(num_bytes)` is allowed; 0.0 if it is allowed now."""
         self._fill()
         missing = min(num_bytes, self.burst_bytes) - self._tokens
         return max(0.0, missing / self.bytes_per_s)

@@ -1,30 +1,26 @@
-"""The communication scheduler: operations wait in a bounded queue and start in an order that cannot deadlock.
-
-`queue.py` has the rules. A `batch` goes further: in it the strategy orders collectives of one group too, for
-every rank submits the same batch, and its order is a pure function of what was submitted.
-"""
+"""The communication scheduler: operations wait in a queue and start in an order that cannot deadlock; see `queue`."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 
 from torsh_distributed.comm.scheduler.bandwidth import BandwidthMonitor
-from torsh_distributed.comm.scheduler.ordering import AnyTask, SchedulingStrategy, make_strategy
+from torsh_distributed.comm.scheduler.ordering import SchedulingStrategy, TaskChooser
 from torsh_distributed.comm.scheduler.queue import TaskQueue
 from torsh_distributed.comm.scheduler.rate import TokenBucket
-from torsh_distributed.comm.scheduler.tally import SchedulerStats, Tally
-from torsh_distributed.comm.scheduler.task import Priority, ScheduledWork, State, Task
-from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
+from torsh_distributed.comm.scheduler.scheduler_stats import SchedulerStats
+from torsh_distributed.comm.scheduler.task import AnyTask, Priority, ScheduledWork
+from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout
 
 R = TypeVar("R")
 
@@ -36,7 +32,7 @@ _schedulers: weakref.WeakSet[CommunicationScheduler] = weakref.WeakSet()
 
 @atexit.register
 def _let_threads_finish() -> None:
-    """At interpreter exit, bounded: a thread that is caught inside torch then would take the process down with it."""
+    """At interpreter exit, bounded: a thread caught inside torch at that moment would crash the process."""
     deadline_s = _now_s() + _EXIT_S
     for scheduler in list(_schedulers):
         scheduler._settle(deadline_s - _now_s())
@@ -45,8 +41,8 @@ def _let_threads_finish() -> None:
 class CommunicationScheduler:
     """Runs operations in threads of its own: ordered by a strategy, at a limited rate, a few at a time.
 
-    A full queue makes `submit` wait: dropping a collective on one rank would hang the others. Threads start when
-    there is work and end when there is none; `close`, or leaving the `with` block, waits for what was submitted.
+    Threads start when there is work and end when there is none; `close`, or leaving the `with` block, waits for what
+    was submitted.
     """
 
     def __init__(
@@ -55,35 +51,24 @@ class CommunicationScheduler:
         strategy: SchedulingStrategy | str = SchedulingStrategy.FIFO,
         max_concurrent_ops: int = 4,
         rate_limit_bytes_per_s: float | None = None,
-        max_queue_size: int = 1024,
         timeout_s: float = 300.0,
     ) -> None:
-        for name, value in (
-            ("max_concurrent_ops", max_concurrent_ops),
-            ("max_queue_size", max_queue_size),
-            ("timeout_s", timeout_s),
-        ):
+        for name, value in (("max_concurrent_ops", max_concurrent_ops), ("timeout_s", timeout_s)):
             if value <= 0:
                 raise InvalidArgument(f"{name} must be above zero", got=value)
-        self.monitor = BandwidthMonitor()
-        self._strategy = make_strategy(strategy, self.monitor)
-        self._queue = TaskQueue(self._strategy, max_running=max_concurrent_ops)
-        self._max_threads = max_concurrent_ops + 1  # one more than may run: somebody watches the queue
-        self._max_queue_size = max_queue_size
+        self._monitor = BandwidthMonitor()
+        self._queue = TaskQueue(TaskChooser(strategy, self._monitor), max_running=max_concurrent_ops)
+        self._max_threads = max_concurrent_ops + 1  # one more than may run, to watch the queue
         self._timeout_s = timeout_s
         self._bucket = _bucket(rate_limit_bytes_per_s)
-        self._tally = Tally()
+        self._stats = SchedulerStats()
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
-        self._has_room = threading.Condition(lock)
         self._at_rest = threading.Condition(lock)
         self._num_threads = 0
         self._num_idle = 0
         self._is_closed = False
-        self._batch = threading.local()
         _schedulers.add(self)
-
-    # --- submitting -------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -101,12 +86,12 @@ class CommunicationScheduler:
 
         A collective names its `group` (None: the world); a message also its `peer` and `tag`. Collectives of one group
         are submitted by one thread, in the same order on every rank, and only through one scheduler. `timeout_s`
-        bounds the wait for room in the queue and for the start; the operation has a deadline of its own.
+        bounds the wait for the start; the operation has a deadline of its own.
         """
         now_s = _now_s()
-        task = Task(
-            op,
-            call,
+        task = ScheduledWork(
+            op=op,
+            call=call,
             group="world" if group is None else group.group_name,
             peer=peer,
             tag=tag,
@@ -115,92 +100,17 @@ class CommunicationScheduler:
             submitted_s=now_s,
             deadline_s=now_s + (self._timeout_s if timeout_s is None else timeout_s),
         )
-        held: list[AnyTask] | None = getattr(self._batch, "tasks", None)
-        if held is None:
-            self._enqueue(cast(AnyTask, task))
-        else:
-            if peer is not None:
-                raise InvalidArgument(
-                    "a batch orders collectives only",
-                    hint="submit messages outside of it: they need no order agreed by all",
-                    operation=op,
-                    peer=peer,
-                )
-            task.state = State.HELD
-            held.append(cast(AnyTask, task))
-        return ScheduledWork(task, cast(Callable[[Task[R]], bool], self._cancel))
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Hold back what this thread submits inside, then queue it in the order of the strategy.
-
-        Every rank submits the same tasks in the same batch. If the block raises, none of them is queued.
-        """
-        if getattr(self._batch, "tasks", None) is not None:
-            raise InvalidArgument("a batch cannot hold a batch", hint="leave the outer one first")
-        tasks: list[AnyTask] = []
-        self._batch.tasks = tasks
-        try:
-            yield
-        except BaseException:
-            for task in tasks:
-                self._cancel(task)
-            raise
-        finally:
-            self._batch.tasks = None
-        ordered = [task for task in self._strategy.order(tasks) if task.state is State.HELD]
-        for index, task in enumerate(ordered):
-            try:
-                self._enqueue(task)
-            except TorshError as error:
-                for unqueued in ordered[index:]:
-                    unqueued.state = State.OVER
-                    unqueued.complete(error)
-                raise
-
-    def _enqueue(self, task: AnyTask) -> None:
         with self._changed:
-            has_room = self._has_room.wait_for(
-                lambda: self._is_closed or len(self._queue.pending) < self._max_queue_size, task.deadline_s - _now_s()
-            )
-            if not has_room:
-                raise OperationTimeout(
-                    f"the scheduler's queue had no room for {task.op} in time",
-                    hint="the operations in front are slow or hang; raise max_queue_size only if they are many",
-                    operation=task.op,
-                    group=task.group,
-                    queue_size=len(self._queue.pending),
-                )
             if self._is_closed:
-                raise CommunicationError(
-                    "the scheduler was closed", hint="make a new one", operation=task.op, group=task.group
-                )
+                raise CommunicationError("the scheduler was closed", hint="make a new one", operation=op)
             if task.stream in self._queue.lost_streams:
                 raise _out_of_step(task)
             self._queue.add(task)
-            self._tally.submitted(len(self._queue.pending))
+            self._stats.num_submitted += 1
+            self._stats.peak_queue_size = max(self._stats.peak_queue_size, len(self._queue.pending))
             self._ensure_thread()
             self._changed.notify_all()
-
-    def _cancel(self, task: AnyTask) -> bool:
-        with self._changed:
-            if task.state is State.PENDING:
-                self._queue.remove(task)
-                self._has_room.notify()
-                self._changed.notify_all()
-            elif task.state is not State.HELD:
-                return False
-            task.state = State.OVER
-            self._tally.num_cancelled += 1
-        task.complete(
-            CommunicationError(
-                f"{task.op} was cancelled before it started",
-                hint="every rank of the group must cancel it too: they wait for this one",
-                operation=task.op,
-                group=task.group,
-            )
-        )
-        return True
+        return task
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -215,16 +125,15 @@ class CommunicationScheduler:
             job()
 
     def _next_job(self) -> Callable[[], None] | None:
-        """What this thread does next, outside of the lock; None when it is not needed any more."""
+        """What this thread does next, outside of the lock; None when it is no longer needed."""
         with self._changed:
             while True:
                 now_s = _now_s()
                 expired = self._queue.expire(now_s)
                 if expired:
-                    self._tally.num_expired += len(expired)
-                    self._has_room.notify_all()
+                    self._stats.num_expired += len(expired)
                     self._changed.notify_all()
-                    return partial(_tell_expired, expired)
+                    return partial(_complete_expired, expired)
                 task = self._queue.choose(now_s)
                 delay_s = 0.0 if task is None or self._bucket is None else self._bucket.delay_s(task.num_bytes)
                 if task is not None and delay_s == 0.0:
@@ -253,22 +162,23 @@ class CommunicationScheduler:
         if self._bucket is not None:
             self._bucket.take(task.num_bytes)
         self._queue.start(task, now_s)
-        self._tally.started(now_s - task.submitted_s)
-        self._has_room.notify()
+        self._stats.total_queue_s += now_s - task.submitted_s
         self._ensure_thread()
 
     def _run(self, task: AnyTask) -> None:
-        error: BaseException | None = None
-        try:
-            task.result = task.call()
-        except BaseException as raised:  # it belongs to whoever waits, not to this thread
-            error = raised
-        now_s = _now_s()
+        error = task.run()
+        ended_s, started_s = _now_s(), task.started_s
+        assert started_s is not None, "it was started"
         if error is None:
-            self.monitor.add(task.num_bytes, task.started_s, now_s)
+            self._monitor.add(task.num_bytes, started_s, ended_s)
         with self._changed:
-            self._queue.finish(task)
-            self._tally.finished(task.num_bytes, now_s - task.started_s, is_ok=error is None)
+            self._queue.running.discard(task)
+            self._stats.total_run_s += ended_s - started_s
+            if error is None:
+                self._stats.num_completed += 1
+                self._stats.num_bytes += task.num_bytes
+            else:
+                self._stats.num_failed += 1
             self._changed.notify_all()
         task.complete(error)
 
@@ -276,9 +186,10 @@ class CommunicationScheduler:
 
     def stats(self) -> SchedulerStats:
         """What happened so far."""
-        bandwidth = self.monitor.measured()
+        bandwidth = self._monitor.measured()
         with self._changed:
-            return self._tally.stats(
+            return dataclasses.replace(
+                self._stats,
                 num_running=len(self._queue.running),
                 queue_size=len(self._queue.pending),
                 bytes_per_s=None if bandwidth is None else bandwidth.bytes_per_s,
@@ -292,7 +203,7 @@ class CommunicationScheduler:
             self._changed.notify_all()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more, wait until all that was submitted is over, end the threads.
+        """Accept no more, wait until everything submitted is over, end the threads.
 
         OperationTimeout after `timeout_s` (default: the scheduler's); what is still pending is then cancelled.
         """
@@ -300,7 +211,6 @@ class CommunicationScheduler:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._has_room.notify_all()
             self._at_rest.wait_for(lambda: self._num_threads == 0, limit_s)
             left = [*self._queue.running, *self._queue.pending]
         if left:
@@ -313,7 +223,7 @@ class CommunicationScheduler:
             )
 
     def _settle(self, timeout_s: float) -> None:
-        """Cancel what waits, and wait for what runs until all threads are idle or the time is over."""
+        """Cancel what is pending, then wait until all threads are idle, at most `timeout_s`."""
         self._cancel_pending()
         with self._changed:
             self._at_rest.wait_for(lambda: self._num_idle == self._num_threads, timeout_s)
@@ -321,8 +231,18 @@ class CommunicationScheduler:
     def _cancel_pending(self) -> None:
         with self._changed:
             pending = list(self._queue.pending)
+            self._queue.pending.clear()
+            self._stats.num_cancelled += len(pending)
+            self._changed.notify_all()
         for task in pending:
-            self._cancel(task)
+            task.complete(
+                CommunicationError(
+                    f"{task.op} was cancelled before it started",
+                    hint="the scheduler was closed after an error or a timeout",
+                    operation=task.op,
+                    group=task.group,
+                )
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -339,7 +259,7 @@ def _bucket(bytes_per_s: float | None) -> TokenBucket | None:
     return None if bytes_per_s is None else TokenBucket(bytes_per_s)
 
 
-def _tell_expired(expired: Sequence[AnyTask]) -> None:
+def _complete_expired(expired: Sequence[AnyTask]) -> None:
     overdue, *behind = expired
     waited_s = overdue.deadline_s - overdue.submitted_s
     overdue.complete(

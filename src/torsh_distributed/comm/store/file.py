@@ -1,8 +1,8 @@
 """The store in a file: processes of one node, or of several on a shared POSIX file system, meet in a log.
 
-Reading takes no lock: records are checked and appear whole. Writing takes the lock `PATH.lock`, which the kernel
-frees when its holder dies. Closing the lock file also is what wakes those who wait, through inotify; changes
-made by other nodes raise no such event, so a waiting process looks again every 50 ms on its own.
+Reading takes no lock: records are checksummed and appear whole. Writing takes the lock `PATH.lock`, which the kernel
+releases when its holder dies. Closing the lock file wakes waiting processes through inotify; changes made by other
+nodes raise no such event, so a waiting process also checks every 50 ms.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _RECHECK_S = 0.05
 class FileKeyspace(Keyspace):
     """A `FileLog` with a lock around each change and a table in memory for each process that has it open.
 
-    The file is created with mode 0600. It outlives the processes: who wants to begin afresh deletes it or
-    takes another prefix. A value survives its writer's death, but an unsynced one does not survive a power cut.
+    The file is created with mode 0600 and outlives the processes: to start over, delete it or use another prefix. A
+    value survives its writer's death, but an unsynced one does not survive a power cut.
     """
 
     def __init__(self, path: Path, *, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class FileKeyspace(Keyspace):
         self._mutex = threading.Lock()
         self._log = FileLog(path)
         with self._exclusive():
-            pass  # proves that the directory can be written and that the file is a store
+            pass  # checks that the directory can be written and that the file is a store
 
     @override
     def set(self, key: str, value: bytes, ttl_s: float | None) -> None:
@@ -75,7 +75,7 @@ class FileKeyspace(Keyspace):
         missing = self._look(lambda table: table.missing(keys))
         if not missing or timeout_s <= 0:
             return missing
-        # Watching begins before looking again, so a write between the two is not missed.
+        # Watching starts before the next check, so a write between the two is not missed.
         with FileWatch(self._lock_path) as watch:
             while missing := self._look(lambda table: table.missing(keys)):
                 remaining_s = deadline - time.monotonic()
@@ -100,7 +100,7 @@ class FileKeyspace(Keyspace):
                 self._log.refresh()
                 return question(self._log.table)
         except DamagedLog:
-            # It may be a torn record that a writer is replacing under our eyes: the lock tells.
+            # It may be a torn record that a writer is replacing right now: holding the lock decides.
             with self._exclusive():
                 return question(self._log.table)
 
@@ -116,7 +116,7 @@ class FileKeyspace(Keyspace):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the lock against all processes and threads, with the table up to date and the log whole."""
+        """Hold the lock against all processes and threads, with the table up to date and the log repaired."""
         with self._held_mutex(), self._reported():
             fd = self._lock()
             try:
@@ -126,14 +126,14 @@ class FileKeyspace(Keyspace):
             except DamagedLog as error:
                 raise IoError(
                     "the store's file is damaged",
-                    hint="delete it and start the job anew; if it happens again, check the disk",
+                    hint="delete it and restart the job; if it happens again, check the disk",
                     path=str(self._log.path),
                 ) from error
             finally:
                 os.close(fd)
 
     def _lock(self) -> int:
-        """A descriptor of the lock file that holds the lock; closing it frees the lock and wakes the waiting."""
+        """A descriptor of the lock file that holds the lock; closing it releases the lock and wakes the waiting."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -144,18 +144,18 @@ class FileKeyspace(Keyspace):
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # someone has deleted the file since it was opened: its lock excludes nobody
+            os.close(fd)  # the file was deleted since it was opened, so its lock excludes no one
 
     def _await_lock(self, fd: int, deadline: float) -> None:
         if _try_lock(fd):
             return
         with FileWatch(self._lock_path) as watch:
-            # The descriptor stays open between attempts: closing it would wake everyone else for nothing.
+            # The descriptor stays open between attempts: closing it would wake all other processes in vain.
             while not _try_lock(fd):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise OperationTimeout(
-                        "another process holds the lock of the file store and does not let go",
+                        "another process holds the lock of the file store and does not release it",
                         hint="`lslocks` names the process; it may be stopped, or its disk may hang",
                         operation="lock",
                         path=str(self._lock_path),

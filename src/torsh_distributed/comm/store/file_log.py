@@ -1,4 +1,4 @@
-"""The file behind a file store: a log of writes, each record whole or ignored.
+"""The file of a file store: a log of writes, each record whole or ignored.
 
 ::
 
@@ -7,7 +7,7 @@
     body    = kind (1) | key length (4) | key | [boot id (16) | expiry, monotonic (8) | expiry, wall clock (8)] | value
 
 A writer killed in the middle leaves a record that is shorter than it says: readers stop before it, the next
-writer cuts it off. A record of full length with a wrong checksum is no accident of ours and is reported.
+writer cuts it off. A record of full length with a wrong checksum is damage and is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uuid
 import zlib
 from pathlib import Path
 
-from torsh_distributed.comm.store.table import Entry, Table
+from torsh_distributed.comm.store.table import StoredValue, Table
 from torsh_distributed.errors import IoError
 
 _MAGIC = b"TORSHLG1"
@@ -35,11 +35,11 @@ _REWRITE_GROWTH = 4
 
 
 class DamagedLog(Exception):
-    """A record is there in full, but not as it was written."""
+    """A record is complete, but its checksum is wrong."""
 
 
 class FileLog:
-    """The log at `path` and the table it amounts to. Not thread-safe; who writes must hold the store's lock."""
+    """The log at `path` and the table it results in. Not thread-safe; a writer must hold the store's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class FileLog:
 
     def refresh(self) -> None:
         """Read what others have written since the last time."""
-        # Opened anew each time: a rewrite replaces the file, and on NFS only an open sees what others wrote.
+        # Reopened each time: a rewrite replaces the file, and on NFS only an open sees what others wrote.
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class FileLog:
             _write(self._fd, _MAGIC, 0)
             self._offset = len(_MAGIC)
 
-    def append(self, key: str, entry: Entry | None) -> None:
+    def append(self, key: str, entry: StoredValue | None) -> None:
         """With the lock held and after a repair: record that the table now has this entry (None: was deleted)."""
         assert self._fd is not None
         record = _encode(key, entry)
@@ -88,7 +88,7 @@ class FileLog:
             raise
 
     def forget(self) -> None:
-        """Drop what was read, so that the next refresh begins at the beginning."""
+        """Drop what was read, so the next refresh starts from the beginning."""
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None
@@ -172,7 +172,7 @@ def _write(fd: int, data: bytes, offset: int) -> None:
         offset += num_bytes
 
 
-def _encode(key: str, entry: Entry | None) -> bytes:
+def _encode(key: str, entry: StoredValue | None) -> bytes:
     name = key.encode()
     if entry is None:
         body = _BODY.pack(_DELETE, len(name)) + name
@@ -186,19 +186,19 @@ def _encode(key: str, entry: Entry | None) -> bytes:
     return lengths + struct.pack("<I", zlib.crc32(lengths)) + body
 
 
-def _decode(body: bytes) -> tuple[str, Entry | None]:
+def _decode(body: bytes) -> tuple[str, StoredValue | None]:
     kind, num_key_bytes = _BODY.unpack_from(body)
     start = _BODY.size + num_key_bytes
     key = body[_BODY.size : start].decode()
     if kind == _DELETE:
         return key, None
     if kind == _SET:
-        return key, Entry(body[start:])
+        return key, StoredValue(body[start:])
     boot_id, expires_at, wall = _EXPIRY.unpack_from(body, start)
     if boot_id != _boot_id():
-        # Written on another node, or before this one was restarted: only the wall clock is common to both.
+        # Written on another node, or before this one was restarted: only the wall clock is shared.
         expires_at = wall - time.time() + time.monotonic()
-    return key, Entry(body[start + _EXPIRY.size :], expires_at)
+    return key, StoredValue(body[start + _EXPIRY.size :], expires_at)
 
 
 @functools.cache

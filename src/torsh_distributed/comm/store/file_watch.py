@@ -1,7 +1,7 @@
-"""Wake up when another process lets go of a file: inotify, through the C library.
+"""Wake up when another process closes a file: inotify, through the C library.
 
-Where there is no inotify (or no instance left), and on a network file system for what other nodes do, a wait
-simply lasts its full time; callers keep it short and look again.
+Without inotify (or with no instance left), and for changes by other nodes on a network file system, a wait lasts its
+full time; callers keep it short and check again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST_EVENTS_BYTES = 64 * struct.calcsize("iIII")
 
 
 class FileWatch:
-    """Notices each time a process closes `path` after having it open for writing, from construction on."""
+    """Watches `path`, from construction on, for processes that close it after having it open for writing."""
 
     def __init__(self, path: Path) -> None:
         self._fd = _watch(path)
 
     def wait(self, timeout_s: float) -> None:
-        """Return at the next close, or at once if there was one since the last call; at the latest after timeout_s."""
+        """Return at the next close, at once if there was one since the last call, or after `timeout_s`."""
         if self._fd is None:
             threading.Event().wait(timeout_s)
             return

@@ -1,7 +1,7 @@
-"""What a store must offer underneath: `Keyspace`, implemented once for each place where keys can live.
+"""`Keyspace`, the interface below a store, implemented once for each place that can hold keys.
 
 Users hold a `Store` (store.py), which checks arguments, speaks c10d and raises the errors; a keyspace
-only moves bytes. The contract below is the same for all of them and one test suite holds them to it.
+only moves bytes. All keyspaces keep the contract below, and one test suite checks them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Swap:
 
     swapped: bool
     value: bytes | None
-    """What the key holds after the call: the desired value, or the one that stood in the way (None: no key)."""
+    """What the key holds after the call: the desired value, or the one that did not match (None: no key)."""
 
     def __bool__(self) -> bool:
         return self.swapped
@@ -41,7 +41,7 @@ class Swap:
 class Keyspace(ABC):
     """The keys of one store. Thread-safe; every method is atomic towards all clients of the same store.
 
-    Keys and values arrive checked. A key whose time to live has passed is absent to every method from that
+    Callers have checked keys and values. A key whose time to live has passed is absent to every method from that
     moment on. Writing with `ttl_s=None` makes a key permanent; `add` and `append` leave its time to live as it is.
     """
 
@@ -54,7 +54,7 @@ class Keyspace(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values now, read together, None for an absent key; never waits. Many keys cost one trip, not many."""
+        """The values now, read together, None for an absent key; never waits. Many keys cost one round trip."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -66,11 +66,11 @@ class Keyspace(ABC):
 
     @abstractmethod
     def add(self, key: str, delta: int) -> int:
-        """Add to the decimal number in the key, an absent key counting as 0; the sum."""
+        """Add to the decimal number in the key, an absent key counting as 0, and return the sum."""
 
     @abstractmethod
     def append(self, key: str, suffix: bytes) -> None:
-        """Lengthen the value, an absent key counting as empty."""
+        """Append to the value, an absent key counting as empty."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout_s: float) -> list[str]:
@@ -82,7 +82,7 @@ class Keyspace(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back sockets, files and threads. The keys themselves stay where others can see them."""
+        """Release sockets, files and threads. The keys stay for other clients."""
 
 
 class PrefixedKeyspace(Keyspace):
@@ -139,14 +139,14 @@ def parse_counter(key: str, value: bytes) -> int:
 
 
 def checked_sum(key: str, value: int, delta: int) -> int:
-    """`value + delta`, refused where it leaves 64 bits."""
+    """`value + delta`, refused if it leaves 64 bits."""
     if value + delta not in _INT64:
         raise counter_overflow(key, delta)
     return value + delta
 
 
 def not_a_counter(key: str) -> InvalidArgument:
-    """The error for `add` on text."""
+    """The error for `add` to a text."""
     return InvalidArgument(
         "add needs a key that holds a decimal 64-bit number",
         hint="use one key for the counter and another for the value",

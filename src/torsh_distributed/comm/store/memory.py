@@ -12,7 +12,7 @@ from torsh_distributed.comm.store.table import Table
 
 
 class MemoryKeyspace(Keyspace):
-    """A table under a condition variable; whoever writes wakes whoever waits."""
+    """A table under a condition variable; a write wakes all waiting threads."""
 
     url = "memory://"
 
@@ -70,4 +70,4 @@ class MemoryKeyspace(Keyspace):
 
     @override
     def close(self) -> None:
-        """Nothing is held but memory, which goes with the object."""
+        """Nothing to do: only memory is held."""

@@ -20,10 +20,10 @@ from torsh_distributed.comm.store.keyspace import (
 )
 from torsh_distributed.errors import BackendError, CommunicationError, FeatureNotAvailable, OperationTimeout
 
-# Keys of ours in a database that others may use too.
+# Separates our keys in a database that others may use too.
 _NAMESPACE = "torsh/"
 _SCAN_COUNT = 1000
-# Writers publish the key, so a waiter wakes at once; a message lost with its connection costs this much.
+# Writers publish the key, so a waiter wakes at once; a message lost with its connection delays it by this much.
 _RECHECK_S = 1.0
 
 # KEYS[1]; ARGV: "1" if a value is expected, that value, the desired value, milliseconds to live or "".
@@ -49,7 +49,7 @@ return length
 
 
 class RedisKeyspace(Keyspace):
-    """Keys under `torsh/` in one database of a Redis server, which also decides when they expire."""
+    """Keys under `torsh/` in one database of a Redis server, whose clock decides when they expire."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._redis_module = redis = _import_redis()
@@ -128,7 +128,7 @@ class RedisKeyspace(Keyspace):
                     if remaining_s <= 0:
                         break
                     message = messages.get_message(timeout=min(remaining_s, _RECHECK_S))
-                    # Looking before every subscription is confirmed could miss a write in between.
+                    # Checking before every subscription is confirmed could miss a write in between.
                     if message is None or message["type"] == "subscribe":
                         num_unconfirmed = max(0, num_unconfirmed - 1)
             return missing
@@ -175,7 +175,7 @@ class RedisKeyspace(Keyspace):
         except redis.RedisError as error:
             raise BackendError(
                 "the Redis server refused a command",
-                hint="read its answer under `got:`; it may be full, read-only or need a password",
+                hint="its answer is under `got:`; it may be full, read-only or need a password",
                 operation=operation,
                 store=self.url,
                 reason=str(error),
@@ -197,7 +197,7 @@ def _import_redis() -> Any:
 
 
 def _add_error(key: str, delta: int, error: Exception) -> Exception:
-    """Redis tells the two mistakes a caller can make apart by text alone; anything else stays as it is."""
+    """Redis distinguishes the two mistakes a caller can make by text only; other errors stay as they are."""
     if "not an integer" in str(error):
         return not_a_counter(key)
     return counter_overflow(key, delta) if "would overflow" in str(error) else error

@@ -26,14 +26,14 @@ _EXAMPLES = {
 def open_store(
     url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, is_server: bool = False, token: str | None = None
 ) -> Store:
-    """Open the store at `url`; it has answered once when this returns.
+    """Open the store at `url`; when this returns it has answered once.
 
     memory://             threads of this process; every call opens a new one
     file:///path          processes of a node, or of several on a shared POSIX file system
     tcp://host:port       a server, started elsewhere or here with `is_server=True` (port 0: a free one, see `.url`)
     redis://host:port/db  a Redis server (rediss:// with TLS); needs the [redis] extra
 
-    `timeout_s` bounds connecting, each operation, and waiting for keys where a call gives no other limit.
+    `timeout_s` bounds connecting, each operation, and waiting for keys if a call gives no other limit.
     `token` is the job's shared secret for tcp://; both sides must have the same.
     """
     parts = urlsplit(url)
@@ -89,7 +89,7 @@ def _unknown_scheme(url: str, scheme: str) -> InvalidArgument:
     nearest = difflib.get_close_matches(scheme, _EXAMPLES, n=1)
     known = ", ".join(f"{name}://" for name in _EXAMPLES)
     return InvalidArgument(
-        f"no store is known as {scheme + '://' if scheme else repr(url)}; there are {known}",
+        f"unknown kind of store {scheme + '://' if scheme else repr(url)}; there are {known}",
         hint=f"did you mean {_EXAMPLES[nearest[0]]}?" if nearest else f"for example {_EXAMPLES['tcp']}",
         url=url,
     )

@@ -1,4 +1,4 @@
-"""`Store`: the key-value service through which ranks meet, and a `torch.distributed.Store` at the same time."""
+"""`Store`: the key-value service through which ranks meet, which is also a `torch.distributed.Store`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torsh_distributed.comm.store.keyspace import (
 )
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 
-# Thirty years: past any job, and within what every clock, socket and server can count.
+# Thirty years: longer than any job, and within the range of every clock, socket and server.
 _LONGEST_S = 1e9
 
 # c10d keeps only the C++ half of a store it is given; when Python drops the other half, every later call inside
-# c10d fails. So an open store is kept here until it is closed. Goes once torch keeps the Python half alive itself.
+# c10d fails. So an open store is kept here until it is closed. Drop this once torch keeps the Python half alive itself.
 _open_stores: set[Store] = set()
 
 
@@ -53,12 +53,12 @@ class Store(dist.Store):
 
     @property
     def url(self) -> str:
-        """What another process passes to `open_store` to meet here (without a password)."""
+        """What another process passes to `open_store` to reach the same keys (without a password)."""
         return self._keyspace.url
 
     @override
     def set(self, key: str, value: bytes | str, *, ttl_s: float | None = None) -> None:
-        """Write the key. With `ttl_s` it vanishes for all after that many seconds, on the store's clock."""
+        """Write the key. With `ttl_s` it expires for all clients after that many seconds, on the store's clock."""
         self._keys.set(_key(key), _value(key, value), _ttl_s(ttl_s))
 
     @override
@@ -97,7 +97,7 @@ class Store(dist.Store):
 
     @override
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which begins at 0; the sum. The counter reads as decimal text."""
+        """Add to a counter, which starts at 0, and return the sum. The counter reads as decimal text."""
         if not -(2**63) <= value < 2**63:
             raise InvalidArgument("add takes a 64-bit number", key=key, value=value)
         return self._keys.add(_key(key), value)
@@ -110,7 +110,7 @@ class Store(dist.Store):
         return self._view(f"{_key(name)}/")
 
     def close(self) -> None:
-        """Give back what the store holds; its keys stay for others. Closing twice is allowed."""
+        """Release sockets, files and threads; the keys stay for others. Closing twice is allowed."""
         if self not in _open_stores:
             return
         for view in list(self._views):
@@ -143,12 +143,12 @@ class Store(dist.Store):
 
     def _limit_s(self, timeout: timedelta | float | None) -> float:
         if timeout is None:
-            # c10d sets it behind our back (set_timeout is not virtual), so it is read anew each time.
+            # c10d may change it without a call to this class (set_timeout is not virtual), so it is read each time.
             timeout = cast(timedelta, self.timeout)  # type: ignore[attr-defined]  # missing in torch's stubs
         return _seconds(timeout)
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """The values of all keys, as they are at one moment; most often they are there and one look is enough."""
+        """The values of all keys at one moment; usually they are there already and one read is enough."""
         deadline = time.monotonic() + timeout_s
         names = _names(keys)
         while names:
@@ -165,13 +165,13 @@ class Store(dist.Store):
         if missing:
             raise StoreTimeout(
                 f"{len(missing)} of {len(names)} keys did not appear in time",
-                hint="find out why the rank that should set them did not; or raise the timeout",
+                hint="find out why the rank that should set them did not, or raise the timeout",
                 operation="wait",
                 missing_keys=missing[:20],
                 store=self.url,
             )
 
-    # What c10d calls. The camel-case names are those its C++ looks up on a Python store.
+    # What c10d calls. Its C++ looks up the camel-case names on a Python store.
 
     @override
     def check(self, keys: Sequence[str]) -> bool:
@@ -188,7 +188,7 @@ class Store(dist.Store):
         return expected if swap.value is None else swap.value
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Lengthen the value, which begins empty."""
+        """Append to the value, which starts empty."""
         self._keys.append(_key(key), _value(key, value))
 
     @override
@@ -266,7 +266,7 @@ def _ttl_s(ttl_s: float | None) -> float | None:
     if ttl_s is not None and not 0 < ttl_s <= _LONGEST_S:
         raise InvalidArgument(
             f"a time to live is above 0 and at most {_LONGEST_S:g} seconds",
-            hint="None keeps the key for good",
+            hint="None keeps the key forever",
             ttl_s=ttl_s,
         )
     return ttl_s

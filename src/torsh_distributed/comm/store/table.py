@@ -1,7 +1,7 @@
-"""Keys with values and expiry in one process's memory: the rules of the contract, written once.
+"""Keys with values and expiry in one process's memory: the store contract, implemented once.
 
-The memory store guards a table with a lock, the TCP server keeps one in its event loop, and the file store
-rebuilds one from its log: they agree because they share it.
+The memory store guards a table with a lock, the TCP server keeps one in its event loop, and the file store rebuilds one
+from its log, so they behave alike.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torsh_distributed.comm.store.keyspace import MAX_VALUE_BYTES, Swap, checked
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A value and when it ends, on the table's clock."""
+class StoredValue:
+    """A value and when it expires, on the table's clock."""
 
     value: bytes
     expires_at: float | None = None
@@ -30,17 +30,17 @@ class Table:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._entries: dict[str, Entry] = {}
-        # (expires_at, key); an entry written anew leaves its old pair behind, which then matches nothing.
+        self._entries: dict[str, StoredValue] = {}
+        # (expires_at, key); rewriting an entry leaves its old pair here, which then matches nothing.
         self._expiries: list[tuple[float, str]] = []
 
-    def entry(self, key: str) -> Entry | None:
+    def entry(self, key: str) -> StoredValue | None:
         """The live entry of the key."""
         entry = self._entries.get(key)
         return None if entry is None or self._is_over(entry) else entry
 
-    def put(self, key: str, entry: Entry | None) -> None:
-        """Write an entry as it is, or remove the key with None."""
+    def put(self, key: str, entry: StoredValue | None) -> None:
+        """Write an entry unchanged, or remove the key with None."""
         self._free_expired()
         if entry is None:
             self._entries.pop(key, None)
@@ -56,7 +56,7 @@ class Table:
 
     def set(self, key: str, value: bytes, ttl_s: float | None) -> None:
         """Write the key."""
-        self.put(key, Entry(value, None if ttl_s is None else self._clock() + ttl_s))
+        self.put(key, StoredValue(value, None if ttl_s is None else self._clock() + ttl_s))
 
     def delete(self, key: str) -> bool:
         """Remove the key; whether it was there."""
@@ -73,33 +73,33 @@ class Table:
         return Swap(True, desired)
 
     def add(self, key: str, delta: int) -> int:
-        """Add to the number in the key, from 0; the sum."""
-        entry = self.entry(key) or Entry(b"0")
+        """Add to the number in the key, which starts at 0, and return the sum."""
+        entry = self.entry(key) or StoredValue(b"0")
         total = checked_sum(key, parse_counter(key, entry.value), delta)
-        self.put(key, Entry(str(total).encode(), entry.expires_at))
+        self.put(key, StoredValue(str(total).encode(), entry.expires_at))
         return total
 
     def append(self, key: str, suffix: bytes) -> None:
-        """Lengthen the value, from empty."""
-        entry = self.entry(key) or Entry(b"")
+        """Append to the value, which starts empty."""
+        entry = self.entry(key) or StoredValue(b"")
         num_bytes = len(entry.value) + len(suffix)
         if num_bytes > MAX_VALUE_BYTES:
             raise value_too_large(key, num_bytes)
-        self.put(key, Entry(entry.value + suffix, entry.expires_at))
+        self.put(key, StoredValue(entry.value + suffix, entry.expires_at))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that are absent, in order."""
+        """The absent ones of `keys`, in order."""
         return [key for key in keys if self.entry(key) is None]
 
     def count(self, prefix: str) -> int:
         """How many live keys begin with `prefix`."""
         return sum(key.startswith(prefix) for key, _ in self.items())
 
-    def items(self) -> Iterator[tuple[str, Entry]]:
+    def items(self) -> Iterator[tuple[str, StoredValue]]:
         """Every live key with its entry."""
         return ((key, entry) for key, entry in self._entries.items() if not self._is_over(entry))
 
-    def _is_over(self, entry: Entry) -> bool:
+    def _is_over(self, entry: StoredValue) -> bool:
         return entry.expires_at is not None and entry.expires_at <= self._clock()
 
     def _free_expired(self) -> None:

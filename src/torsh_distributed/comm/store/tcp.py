@@ -1,4 +1,4 @@
-"""The store behind a TCP port: the client side, and the server where this process is to host it."""
+"""The store behind a TCP port: the client side, and the server if this process hosts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torsh_distributed.errors import CommunicationError, InvalidArgument, Operat
 from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
 
-# A server that answers nothing at all for this long after a wait should have ended is stuck or cut off.
+# A server that does not answer for this long after a wait should have ended is stuck or cut off.
 _GRACE_S = 5.0
 _RECEIVE_BYTES = 2**20
 # The kernel counts socket timeouts in 31 bits of milliseconds.
@@ -29,7 +29,7 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared wi
 
 
 class TcpKeyspace(Keyspace):
-    """Keys in a `TcpStoreServer`, reached over a pool of connections: a thread that waits keeps one to itself.
+    """Keys in a `TcpStoreServer`, reached over a pool of connections: a waiting thread has one to itself.
 
     A lost connection is replaced at the next call. A call during which it is lost raises CommunicationError and
     may or may not have taken effect: only the caller knows whether repeating it is safe.
@@ -45,7 +45,7 @@ class TcpKeyspace(Keyspace):
         self._token = token
         self._timeout_s = timeout_s
         self._mutex = threading.Lock()
-        self._idle: list[_Connection] = []
+        self._idle: list[_StoreConnection] = []
         self._pid = os.getpid()
         try:
             self._give_back(self._connect_patiently())
@@ -97,7 +97,9 @@ class TcpKeyspace(Keyspace):
         if self._server is not None:
             self._server.close()
 
-    def _call(self, op: bytes, *args: tcp_protocol.Part, timeout_s: float | None = None) -> list[tcp_protocol.Part]:
+    def _call(
+        self, op: bytes, *args: tcp_protocol.TcpField, timeout_s: float | None = None
+    ) -> list[tcp_protocol.TcpField]:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         connection = self._take(deadline)
         try:
@@ -115,10 +117,10 @@ class TcpKeyspace(Keyspace):
             raise InvalidArgument(refusal["message"], hint=refusal["hint"], **refusal["context"], store=self.url)
         return reply
 
-    def _take(self, deadline: float) -> _Connection:
+    def _take(self, deadline: float) -> _StoreConnection:
         with self._mutex:
             if self._pid != os.getpid():
-                # After a fork the parent goes on using these sockets; two may not talk over one.
+                # After a fork the parent still uses these sockets; two processes must not share one.
                 self._pid, self._idle = os.getpid(), []
             while self._idle:
                 connection = self._idle.pop()
@@ -127,12 +129,12 @@ class TcpKeyspace(Keyspace):
                 connection.close()
         return self._connect(deadline)
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _give_back(self, connection: _StoreConnection) -> None:
         with self._mutex:
             self._idle.append(connection)
 
-    def _connect_patiently(self) -> _Connection:
-        """The first connection: the server may still be starting, and no event tells of its birth."""
+    def _connect_patiently(self) -> _StoreConnection:
+        """The first connection, retried: the server may still be starting."""
         deadline = time.monotonic() + self._timeout_s
         policy = RetryConfig(
             max_retries=1_000_000,
@@ -143,7 +145,7 @@ class TcpKeyspace(Keyspace):
         )
         return retry(policy)(self._connect)(deadline)
 
-    def _connect(self, deadline: float) -> _Connection:
+    def _connect(self, deadline: float) -> _StoreConnection:
         try:
             sock = socket.create_connection((self._host, self._port), timeout=_remaining_s(deadline))
         except OSError as error:
@@ -153,14 +155,14 @@ class TcpKeyspace(Keyspace):
                 operation="connect",
                 store=self.url,
             ) from error
-        connection = _Connection(sock)
+        connection = _StoreConnection(sock)
         try:
             has_token = connection.greet(self._token, deadline)
         except TimeoutError as error:
             connection.close()
             raise OperationTimeout(
-                f"what listens at {self._host}:{self._port} did not greet as a torsh store does",
-                hint="it may be stopped or overloaded, or another service: a plain torch TCPStore never answers",
+                f"the service at {self._host}:{self._port} did not greet like a torsh store",
+                hint="it may be stopped or overloaded, or a different service: a plain torch TCPStore never answers",
                 operation="connect",
                 store=self.url,
                 timeout_s=self._timeout_s,
@@ -168,7 +170,7 @@ class TcpKeyspace(Keyspace):
         except (OSError, ValueError) as error:
             connection.close()
             raise InvalidArgument(
-                f"what listens at {self._host}:{self._port} is not a torsh store",
+                f"the service at {self._host}:{self._port} is not a torsh store",
                 hint="correct the address, or start a store there with `torsh store serve`",
                 store=self.url,
                 reason=str(error),
@@ -176,7 +178,7 @@ class TcpKeyspace(Keyspace):
         if not has_token:
             connection.close()
             raise InvalidArgument(
-                "the store has another token than this client",
+                "the store has a different token than this client",
                 hint="give all processes of the job the same token",
                 store=self.url,
             )
@@ -184,7 +186,7 @@ class TcpKeyspace(Keyspace):
 
     def _stuck(self, op: bytes) -> OperationTimeout:
         return OperationTimeout(
-            "the store's server took the request and did not answer in time",
+            "the store's server accepted the request and did not answer in time",
             hint="the process that hosts the store may be stopped or overloaded; or raise the timeout for large values",
             operation=op.decode(),
             store=self.url,
@@ -193,14 +195,14 @@ class TcpKeyspace(Keyspace):
     def _lost(self, op: bytes, error: Exception) -> CommunicationError:
         return CommunicationError(
             "the connection to the store was lost; the operation may or may not have taken effect",
-            hint="see whether the process that hosts the store has ended",
+            hint="check whether the process that hosts the store has ended",
             operation=op.decode(),
             store=self.url,
             reason=str(error),
         )
 
 
-class _Connection:
+class _StoreConnection:
     """One greeted socket, used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -208,11 +210,11 @@ class _Connection:
         self._sock = sock
 
     def greet(self, token: str | None, deadline: float) -> bool:
-        """Exchange proofs; False if the server's token is another."""
+        """Exchange proofs; False if the server has a different token."""
         ours = secrets.token_bytes(tcp_protocol.NONCE_BYTES)
         self._send(tcp_protocol.MAGIC + ours, deadline)
         if self._receive(len(tcp_protocol.MAGIC), deadline) != tcp_protocol.MAGIC:
-            raise ValueError("it speaks another protocol")
+            raise ValueError("it speaks a different protocol")
         nonces = ours + self._receive(tcp_protocol.NONCE_BYTES, deadline)
         if not hmac.compare_digest(
             self._receive(tcp_protocol.PROOF_BYTES, deadline), tcp_protocol.proof(token, "server", nonces)
@@ -221,14 +223,14 @@ class _Connection:
         self._send(tcp_protocol.proof(token, "client", nonces), deadline)
         return True
 
-    def exchange(self, request: list[tcp_protocol.Part], deadline: float) -> list[tcp_protocol.Part]:
-        """Send a request and return the reply's parts."""
+    def exchange(self, request: list[tcp_protocol.TcpField], deadline: float) -> list[tcp_protocol.TcpField]:
+        """Send a request and return the reply's fields."""
         self._send(tcp_protocol.encode(request), deadline)
         (num_bytes,) = tcp_protocol.FRAME_HEADER.unpack(self._receive(tcp_protocol.FRAME_HEADER.size, deadline))
         return tcp_protocol.decode(self._receive(num_bytes, deadline))
 
     def is_usable(self) -> bool:
-        """Whether the server has neither hung up nor said anything unasked since the last reply."""
+        """Whether the server has neither closed the connection nor sent anything since the last reply."""
         self._sock.settimeout(0)
         try:
             self._sock.recv(1, socket.MSG_PEEK)
@@ -263,6 +265,6 @@ def _remaining_s(deadline: float) -> float:
     return min(remaining_s, _LONGEST_SOCKET_WAIT_S)
 
 
-def _integer(reply: list[tcp_protocol.Part]) -> int:
+def _integer(reply: list[tcp_protocol.TcpField]) -> int:
     (number,) = reply
     return int(number or b"0")

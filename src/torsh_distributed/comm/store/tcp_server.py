@@ -1,8 +1,8 @@
 """The server of TCP stores: a table in an event loop, on a thread of its own.
 
 torch's TCPStore cannot keep the contract (no expiry, no conditional delete, a compare-and-set that does not say
-who won; see docs/decisions/0003-stores.md), so clients of ours are served from the table. Plain torch clients that
-connect to the same port are passed on to a TCPStore inside: a script that knows only torch meets its peers there.
+which client won; see docs/decisions/0003-stores.md), so our clients are served from the table. Plain torch clients that
+connect to the same port are forwarded to a TCPStore inside: a script that knows only torch meets its peers there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _GREETING_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 10.0
 _BUFFER_BYTES = 2**20
-# torch's server hangs up on a client whose first message reaches it in pieces, so it is passed on whole.
+# torch's server closes the connection if a client's first message arrives in pieces, so it is forwarded whole.
 _TORCH_GREETING_BYTES = 5
 _BACKLOG = 2048
 
@@ -42,7 +42,7 @@ class TcpStoreServer:
     """Listens on construction and serves until closed.
 
     `host` is loopback unless the caller says otherwise; port 0 takes a free one, see `.port`. With a token, only
-    clients that have it are served, and plain torch clients, which cannot show one, are refused.
+    clients that have it are served; plain torch clients, which cannot prove one, are refused.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> None:
@@ -52,9 +52,9 @@ class TcpStoreServer:
         self._listener = listener
         self._token = token
         if token is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            _log.warning("the store at %s can be reached from other nodes and asks for no token", self.url)
+            _log.warning("the store at %s can be reached from other nodes and requires no token", self.url)
         self._table = Table()
-        # An event lives as long as someone waits for its key.
+        # An event lives as long as a client waits for its key.
         self._arrivals: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self._torch_store: dist.TCPStore | None = None
         self._loop = asyncio.new_event_loop()
@@ -64,11 +64,11 @@ class TcpStoreServer:
 
     @property
     def url(self) -> str:
-        """Where clients find this server; a wildcard address is shown as it is."""
+        """The address for clients; a wildcard address is shown as it is."""
         return tcp_url(self.host, self.port)
 
     def close(self) -> None:
-        """Stop serving: waiting clients see the connection end. The keys are gone."""
+        """Stop serving: waiting clients see the connection close. The keys are gone."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -120,7 +120,7 @@ class TcpStoreServer:
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             _log.debug("a client of %s left: %r", self.url, error)
         except ValueError as error:
-            _log.warning("a client of %s was sent away: %s", self.url, error)
+            _log.warning("a client of %s was refused: %s", self.url, error)
         except Exception:
             _log.exception("serving a client of %s failed", self.url)
         finally:
@@ -129,7 +129,7 @@ class TcpStoreServer:
     async def _greet(self, opening: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         greeting = opening + await reader.readexactly(len(tcp_protocol.MAGIC) + tcp_protocol.NONCE_BYTES - len(opening))
         if not greeting.startswith(tcp_protocol.MAGIC):
-            raise ValueError("it speaks another version of the protocol")
+            raise ValueError("it speaks a different version of the protocol")
         ours = secrets.token_bytes(tcp_protocol.NONCE_BYTES)
         nonces = greeting[len(tcp_protocol.MAGIC) :] + ours
         writer.write(tcp_protocol.MAGIC + ours + tcp_protocol.proof(self._token, "server", nonces))
@@ -153,7 +153,7 @@ class TcpStoreServer:
                 writer.write(tcp_protocol.encode([b"invalid", json.dumps(error.to_dict()).encode()]))
             await writer.drain()
 
-    def _apply(self, op: tcp_protocol.Part, args: list[tcp_protocol.Part]) -> list[tcp_protocol.Part]:
+    def _apply(self, op: tcp_protocol.TcpField, args: list[tcp_protocol.TcpField]) -> list[tcp_protocol.TcpField]:
         """Do one operation on the table, at once."""
         table = self._table
         match op, args:
@@ -176,7 +176,7 @@ class TcpStoreServer:
                 return [tcp_protocol.number(table.count(prefix.decode()))]
         raise ValueError(f"it asked for {op!r} with {len(args)} arguments")
 
-    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[tcp_protocol.Part]:
+    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[tcp_protocol.TcpField]:
         name = key.decode()
         result = action(name)
         self._wake(name)
@@ -187,8 +187,8 @@ class TcpStoreServer:
         if arrival is not None:
             arrival.set()
 
-    async def _wait(self, args: list[tcp_protocol.Part]) -> list[tcp_protocol.Part]:
-        """The keys still missing once all are there or the time is up."""
+    async def _wait(self, args: list[tcp_protocol.TcpField]) -> list[tcp_protocol.TcpField]:
+        """Wait until all keys exist or the time is up; the keys still missing."""
         timeout_s, *names = args
         keys = _keys(names)
         deadline = time.monotonic() + (_seconds(timeout_s) or 0.0)
@@ -201,13 +201,13 @@ class TcpStoreServer:
                 async with asyncio.timeout(remaining_s):
                     await arrival.wait()
             except TimeoutError:
-                continue  # the loop looks once more and then gives up
+                continue  # the loop checks once more and then gives up
         return [key.encode() for key in missing]
 
     async def _pass_on(self, opening: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a plain torch client with the TCPStore inside, until either side ends."""
+        """Forward between a plain torch client and the TCPStore inside, until either side ends."""
         if self._token is not None:
-            raise ValueError("it is a plain client, which cannot show the token that this store asks for")
+            raise ValueError("it is a plain torch client, which cannot prove the token that this store requires")
         if self._torch_store is None:
             self._torch_store = _start_torch_store()
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._torch_store.port)
@@ -229,12 +229,12 @@ def tcp_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _keys(names: list[tcp_protocol.Part]) -> list[str]:
+def _keys(names: list[tcp_protocol.TcpField]) -> list[str]:
     return [name.decode() for name in names if name is not None]
 
 
-def _seconds(part: tcp_protocol.Part) -> float | None:
-    return None if part is None else float(part)
+def _seconds(field: tcp_protocol.TcpField) -> float | None:
+    return None if field is None else float(field)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -244,7 +244,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _start_torch_store() -> dist.TCPStore:
-    # torch's own listener would take every interface; this one is for the server alone.
+    # torch's own listener would listen on every interface; only this server needs to reach it.
     listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
     port = listener.getsockname()[1]
     return dist.TCPStore(

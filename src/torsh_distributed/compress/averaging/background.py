@@ -8,8 +8,6 @@ threads on one group have no order.
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import twin_group
+from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.errors import CommunicationError, TorshError
 
 _log = logging.getLogger(__name__)
@@ -41,11 +40,7 @@ class Pipeline:
         self._group = twin_group(group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # untyped in torch
         self._failure: TorshError | None = None
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="torsh-compress", daemon=True)
-        self._thread.start()
-        # The thread holds the queue alone: a pipeline that nobody uses any more ends it.
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._thread = SerialThread("torsh-compress")
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -57,7 +52,7 @@ class Pipeline:
         ready = None
         if self._stream is not None:
             ready = torch.cuda.current_stream(self._stream.device).record_event()
-        self._queue.put(lambda: self._run(job, done, ready))
+        self._thread.submit(self._run, job, done, ready)
 
     def run(self, job: Job) -> None:
         """Run `job` after all before it, and wait for its end."""
@@ -71,7 +66,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the thread after what was handed in."""
-        self._finalizer()
+        self._thread.stop()
 
     def _run(self, job: Job, done: Done, ready: torch.cuda.Event | None) -> None:
         error: BaseException | None = self._failure
@@ -124,12 +119,6 @@ class Pipeline:
             _log.warning("why the others failed cannot be known: %s", problem)
             return None
         return None if found == mine else found
-
-
-def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (task := queue.get()) is not None:
-        task()
-        del task  # hold nothing while waiting: the last reference to a pipeline must not be here
 
 
 def _wrapped(raised: BaseException) -> TorshError:

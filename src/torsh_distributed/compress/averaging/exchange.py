@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_gather, all_to_all
+from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.messages.envelope import Notice, Shape, open_message, seal
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
@@ -124,7 +124,7 @@ def _scatter(
         part = x[start : start + shape.num_elements]
         codec.write(part, shape.payload_of(message), seed=key.own, offset=start)
         seal(message, shape)
-    travelling = all_to_all(outbox, sizes, [sizes[rank]] * group.size(), async_op=True, group=group)
+    travelling = all_to_all_single(outbox, sizes, [sizes[rank]] * group.size(), async_op=True, group=group)
     sent = torch.empty_like(x) if needs_sent else x.new_empty(0)
     if needs_sent:
         for shape, message, start in zip(shapes, messages, bounds, strict=False):

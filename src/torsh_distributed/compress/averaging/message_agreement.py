@@ -8,7 +8,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from torsh_distributed.comm.collectives.tensors import all_gather
+from torsh_distributed.comm.collectives.moves import all_gather
 from torsh_distributed.errors import CompressionError
 
 

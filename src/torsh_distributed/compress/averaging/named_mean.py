@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.averaging.named_buffers import Layout, Piece, split
 from torsh_distributed.compress.codecs.auto import AutoCodec
 from torsh_distributed.compress.codecs.base import Key

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_to_all
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.compress.averaging import exchange
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
@@ -46,7 +46,7 @@ def _exchanged(payloads: list[Tensor], fixed_bytes: int | None, group: dist.Proc
     in_bytes = out_bytes
     if fixed_bytes is None:
         sizes = torch.tensor(out_bytes, dtype=torch.int64, device=outbox.device)
-        in_bytes = [int(size) for size in all_to_all(sizes, group=group)]
-    inbox = all_to_all(outbox, out_bytes, in_bytes, group=group)
+        in_bytes = [int(size) for size in all_to_all_single(sizes, group=group)]
+    inbox = all_to_all_single(outbox, out_bytes, in_bytes, group=group)
     # A copy of each: a view as another dtype needs to begin at a multiple of its size.
     return [message.clone() for message in torch.split(inbox, in_bytes)]

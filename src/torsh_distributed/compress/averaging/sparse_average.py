@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_gather, all_to_all
+from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.compress.codecs.base import Averaged
 from torsh_distributed.compress.codecs.sparse.selection import largest
 from torsh_distributed.compress.messages.envelope import Notice, Shape, open_message, seal
@@ -116,7 +116,7 @@ def _by_parts(own: Sparse, num_elements: int, group: dist.ProcessGroup, wire: Wi
     ]
     shapes = [wire.shape(parts.numel(rank), row[rank]) for row in counts]
     sizes = [message.numel() for message in messages]
-    received = all_to_all(torch.cat(messages), sizes, [shape.message_bytes for shape in shapes], group=group)
+    received = all_to_all_single(torch.cat(messages), sizes, [shape.message_bytes for shape in shapes], group=group)
 
     sent = []
     for part, (piece, message) in enumerate(zip(pieces, messages, strict=True)):

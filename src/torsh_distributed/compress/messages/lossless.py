@@ -19,8 +19,8 @@ import numpy as np
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from torsh_distributed.comm.collectives.call import CallOptions
 from torsh_distributed.comm.collectives.objects import broadcast_object
-from torsh_distributed.comm.collectives.tensors import Where
 from torsh_distributed.comm.serialization import deserialize, serialize
 from torsh_distributed.errors import CompressionError, FeatureNotAvailable, InvalidArgument
 
@@ -85,7 +85,7 @@ def decompress_bytes(frame: bytes, *, most_bytes: int = 2**32) -> bytes:
     return data
 
 
-def broadcast_compressed(value: Any, src: int, *, element_bytes: int = 1, **where: Unpack[Where]) -> Any:
+def broadcast_compressed(value: Any, src: int, *, element_bytes: int = 1, **where: Unpack[CallOptions]) -> Any:
     """The value that rank `src` gives, on every rank: as `broadcast_object`, in fewer bytes."""
     frame = compress_bytes(serialize(value), element_bytes=element_bytes) if dist.get_rank() == src else b""
     return deserialize(decompress_bytes(broadcast_object(frame, src, **where)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_gather
+from torsh_distributed.comm.collectives.moves import all_gather
 
 
 @dataclass(frozen=True)

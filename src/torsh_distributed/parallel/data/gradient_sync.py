@@ -15,7 +15,7 @@ from torch.futures import Future, collect_all
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.averaging.background import Pipeline
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.compressor import GradientCompressor

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast
+from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.comm.collectives.reductions import all_reduce
 
 T = TypeVar("T", bound=Tensor)
 

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.comm.collectives.rows import gather_to_all, sum_from_all, takes_rows
-from torsh_distributed.comm.collectives.tensors import all_to_all
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _Dispatch(Function):
         send, receive, group = route.send, route.receive, route.group
         if takes_rows(tokens, group):
             return gather_to_all(tokens, layout.token_of_row, send, receive, group=group)
-        return all_to_all(tokens.index_select(0, layout.token_of_row), send, receive, group=group)
+        return all_to_all_single(tokens.index_select(0, layout.token_of_row), send, receive, group=group)
 
     @staticmethod
     @override
@@ -187,7 +187,7 @@ class _Dispatch(Function):
                 None,
                 None,
             )
-        return layout.add_up(all_to_all(grad, *home, group=route.group)), None, None
+        return layout.add_up(all_to_all_single(grad, *home, group=route.group)), None, None
 
 
 class _Collect(Function):
@@ -219,8 +219,8 @@ class _Collect(Function):
         away, home = (route.send, route.receive), (route.receive, route.send)
         arrived = gather_to_all(grad, layout.token_of_row, *away, group=route.group)
         # Weights go where the rows are, and what they are to change by comes back: a number for each row.
-        factors = all_to_all(by_row, *away, group=route.group)
-        products = all_to_all(torch.linalg.vecdot(arrived, rows), *home, group=route.group)
+        factors = all_to_all_single(by_row, *away, group=route.group)
+        products = all_to_all_single(torch.linalg.vecdot(arrived, rows), *home, group=route.group)
         shape, dtype = ctx.weights
         grad_weights = torch.zeros(shape, dtype=dtype, device=grad.device)
         grad_weights.view(-1)[layout.choice_of_row] = products.to(dtype)
@@ -247,11 +247,11 @@ class _Exchange(Function):
     @override
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.route = (receive, send, group)
-        return all_to_all(rows, send, receive, group=group)
+        return all_to_all_single(rows, send, receive, group=group)
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive, group = ctx.route
-        return all_to_all(grad, send, receive, group=group), None, None, None
+        return all_to_all_single(grad, send, receive, group=group), None, None, None

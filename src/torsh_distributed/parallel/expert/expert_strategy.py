@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast
+from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.measurement.intervals import covered_s
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer

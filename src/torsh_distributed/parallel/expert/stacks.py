@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_distributed.comm.collectives.tensors import all_gather, all_to_all
+from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
@@ -57,7 +57,7 @@ def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.Proces
     leaving = [[expert for expert in new.experts_of(rank) if expert in before] for rank in range(new.num_ranks)]
     arriving = [[expert for expert in after if expert in old.experts_of(rank)] for rank in range(old.num_ranks)]
     order = [before.index(expert) for experts in leaving for expert in experts]
-    received = all_to_all(
+    received = all_to_all_single(
         stack[order].reshape(len(order), -1), [len(one) for one in leaving], [len(one) for one in arriving], group=group
     )
     came = [expert for experts in arriving for expert in experts]

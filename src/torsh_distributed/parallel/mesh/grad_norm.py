@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber

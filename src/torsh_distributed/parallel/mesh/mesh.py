@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.tensors import resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument

@@ -7,8 +7,8 @@ import hashlib
 import torch.distributed as dist
 from torch import nn
 
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.comm.collectives.tensors import resolve_group
 from torsh_distributed.errors import TensorShapeMismatch
 
 _ABSENT = "not there"

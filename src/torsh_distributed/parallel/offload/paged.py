@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.agreement import fail_together
-from torsh_distributed.comm.collectives.tensors import broadcast
+from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.host_value import HostValue

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import barrier
+from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.shared_memory import shared_memory
 from torsh_distributed.errors import InvalidArgument, TorshError
 

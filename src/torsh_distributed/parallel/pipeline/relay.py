@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.point_to_point import recv, send
-from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.errors import InvalidArgument
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)

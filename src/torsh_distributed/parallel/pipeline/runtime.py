@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.pipeline.relay import run_through, share
 from torsh_distributed.parallel.pipeline.schedule import (

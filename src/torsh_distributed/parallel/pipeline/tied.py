@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.parallel.pipeline.stages import StagePlan
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.averaging.exchange import all_gather_encoded
 from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
 from torsh_distributed.compress.averaging.named_mean import average_named

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torsh_distributed.comm.collectives.tensors import barrier
+from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.shared_memory import shared_memory
 from torsh_distributed.errors import InvalidArgument
 

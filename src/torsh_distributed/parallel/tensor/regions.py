@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.parallel.tensor.cut import Cut
 
 LAST = Cut(-1)

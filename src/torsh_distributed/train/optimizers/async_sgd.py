@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
+from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.point_to_point import recv, send
-from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.manager import pair_groups
 from torsh_distributed.errors import InvalidArgument, OperationTimeout, TorshError

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torsh_distributed.comm.collectives.tensors import all_gather, all_reduce, broadcast, reduce_scatter, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.moves import all_gather, broadcast
+from torsh_distributed.comm.collectives.packed import plan_buckets
+from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_scatter_single
 from torsh_distributed.errors import InvalidArgument
 
 Sync = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -77,7 +80,10 @@ class DistributedOptimizer:
         for param in params:
             broadcast(param.detach(), dist.get_global_rank(self._group, 0), group=self._group)
         # Backward makes the gradients of the last parameters first.
-        self._buckets = _buckets(params[::-1], capacity_bytes=int(bucket_mb * 2**20))
+        params.reverse()
+        kinds = [(param.dtype, param.device) for param in params]
+        packs = plan_buckets([param.nbytes for param in params], kinds, bucket_bytes=max(1, int(bucket_mb * 2**20)))
+        self._buckets = [_Bucket([params[index] for index in pack]) for pack in packs]
         self._num_started = 0
         self._begin()
         if overlap:
@@ -150,21 +156,6 @@ class DistributedOptimizer:
         self._num_started += 1
 
 
-def _buckets(params: list[Tensor], *, capacity_bytes: int) -> list[_Bucket]:
-    """Neighbours of one dtype and device together, up to the capacity; a larger parameter alone."""
-    buckets: list[_Bucket] = []
-    size = 0
-    for param in params:
-        last = buckets[-1].params[-1] if buckets else None
-        fits = last is not None and (last.dtype, last.device) == (param.dtype, param.device)
-        if not fits or size + param.nbytes > capacity_bytes:
-            buckets.append(_Bucket([]))
-            size = 0
-        buckets[-1].params.append(param)
-        size += param.nbytes
-    return buckets
-
-
 def _by_all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Finish:
     work = all_reduce(flat.div_(group.size()), group=group, async_op=True)
     return work.wait
@@ -178,7 +169,7 @@ def _by_all_gather(flat: Tensor, group: dist.ProcessGroup) -> Finish:
 def _by_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Finish:
     size = group.size()
     padded = torch.nn.functional.pad(flat.div_(size), (0, -flat.numel() % size))
-    work = reduce_scatter(padded, group=group, async_op=True)
+    work = reduce_scatter_single(padded, group=group, async_op=True)
     return lambda: torch.cat(all_gather(work.wait(), group=group))[: flat.numel()]
 
 

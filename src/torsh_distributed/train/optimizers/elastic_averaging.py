@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import SGD
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce, broadcast, resolve_group
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 

@@ -8,32 +8,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
 from torsh_distributed import events
 from torsh_distributed.comm.algorithms.auto import choice
-from torsh_distributed.comm.algorithms.auto.link_figures import measure_links
-from torsh_distributed.comm.algorithms.base import LinkFigures
+from torsh_distributed.comm.algorithms.auto.choice import shortlist
+from torsh_distributed.comm.algorithms.base import MeasuredCosts, MessageCost
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 
 BACKENDS = ["gloo", "shm"]
-
-
-def measured() -> LinkFigures:
-    return measure_links(dist.group.WORLD)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_links_are_measured_and_agreed(world: World, backend: str) -> None:
-    found = world.run(measured, num_ranks=3, backend=backend)
-    assert found[0] == found[1] == found[2]
-    assert found[0].num_ranks == 3
-    assert found[0].flat.latency_s > 0
-    assert found[0].flat.byte_s > 0
-    assert found[0].fold_byte_s > 0
-    assert found[0].near is None
 
 
 @quick_choice()
@@ -119,3 +106,45 @@ def alone() -> float:
 
 def test_a_world_of_one_has_nothing_to_measure(world: World) -> None:
     assert math.isclose(world.run(alone, num_ranks=1)[0], 3.0)
+
+
+SLOW, FAST = MessageCost(5e-4, 1e-4, 8e-9), MessageCost(5e-6, 2e-6, 2e-10)
+
+
+def costs(num_ranks: int = 8, **changes: object) -> MeasuredCosts:
+    return MeasuredCosts(num_ranks=num_ranks, flat=SLOW, fold_byte_s=1e-10, **changes)  # type: ignore[arg-type]
+
+
+def test_small_buffers_go_by_few_steps_and_large_ones_by_small_shards() -> None:
+    small, large = shortlist(64, costs(64)), shortlist(256 * 2**20, costs(64))
+    assert [*small][:2] == ["doubling", "tree"]
+    assert not {"doubling", "tree"} & set(large)
+    assert {"ring", "reduce_scatter_all_gather"} & large.keys()
+
+
+def test_a_slow_link_between_nodes_calls_for_hierarchy() -> None:
+    layered = costs(8, node_sizes=(4, 4), near=FAST, far=SLOW)
+    assert next(iter(shortlist(64 * 2**20, layered))) == "hierarchical"
+    assert "hierarchical" not in shortlist(64 * 2**20, costs(8))
+
+
+@given(num_ranks=st.integers(min_value=2, max_value=300), num_bytes=st.integers(min_value=1, max_value=2**32))
+def test_every_estimate_is_above_zero_and_grows_with_the_buffer(num_ranks: int, num_bytes: int) -> None:
+    known = costs(num_ranks, node_sizes=(num_ranks - 1, 1), near=FAST, far=SLOW)
+    for algorithm in ALGORITHMS.values():
+        once, twice = algorithm.estimated_s(num_bytes, known), algorithm.estimated_s(2 * num_bytes, known)
+        assert once is not None
+        assert twice is not None
+        assert 0 < once < twice
+
+
+@given(num_bytes=st.integers(min_value=1, max_value=2**32))
+def test_the_shortlist_is_short_and_deterministic_ones_keep_the_order(num_bytes: int) -> None:
+    estimates = shortlist(num_bytes, costs())
+    everything = {name for name, one in ALGORITHMS.items() if one.estimated_s(num_bytes, costs()) is not None}
+    if num_bytes < 2 * 2**20:
+        assert set(estimates) == everything
+    else:
+        assert 1 <= len(estimates) <= 4
+    assert list(estimates.values()) == sorted(estimates.values())
+    assert all(ALGORITHMS[name].keeps_rank_order for name in shortlist(num_bytes, costs(), deterministic=True))

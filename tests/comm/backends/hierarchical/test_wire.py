@@ -11,16 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from tests.comm.collectives.test_tensors import (
-    move_everything,
-    pass_values_around,
-    reduce_everything,
-    run_asynchronously,
-    send_in_a_ring,
-)
+from tests.comm.collectives.test_moves import move_everything
+from tests.comm.collectives.test_objects import pass_values_around
+from tests.comm.collectives.test_point_to_point import send_in_a_ring
+from tests.comm.collectives.test_reductions import reduce_everything
+from tests.comm.collectives.test_work import run_asynchronously
 from torsh_distributed.comm.backends.hierarchical import TorshOptions
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, TorshError
 from torsh_distributed.parallel.sharded.communication import gather, reduce_scatter

@@ -1,1 +1,1 @@
-"""`algorithm="auto"`: measure the links (`link_figures`), then try the best candidates (`choice`)."""
+"""`algorithm="auto"`: measure what messages cost (`measured_costs`), then try the best candidates (`choice`)."""

@@ -1,10 +1,10 @@
-"""`algorithm="auto"`: estimate by measured link figures, try the best few, keep the fastest.
+"""`algorithm="auto"`: estimate by measured costs, try the best few, keep the fastest.
 
-The model alone knows nothing of ranks that share cores or of a backend's tricks, so it only narrows the field: what it
+The model knows nothing of ranks that share cores or of a backend's optimisations, so it only narrows the field: what it
 puts within four times the best is tried for each size (in powers of two), together with the backend's own, in a race
-from which the slow drop out. Small buffers, where all it knows is a latency, are tried in every way there is, and the
-smallest, where there is nothing but latency, once for all of their sizes.
-Every number that decides was agreed by all ranks before: they all come to the same choice.
+from which slow candidates drop out. For small buffers, where the model knows latency only, every algorithm is tried;
+the smallest, where only latency counts, share one trial.
+All ranks agree on every number that decides, so they all make the same choice.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed import events
-from torsh_distributed.comm.algorithms.auto.link_figures import measure_links
-from torsh_distributed.comm.algorithms.base import Algorithm, LinkFigures
+from torsh_distributed.comm.algorithms.auto.measured_costs import measure_costs
+from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
+from torsh_distributed.comm.algorithms.execution import check_on_cpu, start_all_reduce
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
-from torsh_distributed.comm.algorithms.running import check_on_cpu, start_all_reduce
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 _BACKEND = "backend"
 _MAX_TRIED = 4
 _WORTH_TRYING = 4.0
 _TRUSTED_FROM_BYTES = 2 * 2**20
-"""Where bytes, of which the model knows most, outweigh latencies: below that every way is tried."""
+"""From here on bytes, which the model knows best, outweigh latencies; below, every algorithm is tried."""
 _SMALL_BYTES = 512 * 1024
 _LATENCY_BYTES = 16 * 1024
-"""What takes as long as nothing at all: one choice for all these sizes, tried at this one."""
+"""Up to here size does not matter: one choice for all these sizes, tried at this one."""
 _LARGEST_TRIED_BYTES = 64 * 2**20
 _TRIAL_S = 0.08
-"""About how long each candidate is tried in the first round, with large buffers."""
+"""About how long each candidate is tried in the first round with large buffers."""
 _SMALL_BLOCKS = 8
-"""Blocks of the first round with small ones."""
+"""Blocks of the first round with small buffers."""
 _STILL_IN = (2.5, 1.5, 1.25, 1.05)
-"""Who took no longer than this times the best, after each round, stays for the next one, of twice as many blocks."""
+"""A candidate stays for the next round, of twice as many blocks, if it took at most this times the best."""
 _MAX_ROUND_S = 1.0
-"""After a round in which the best took this long there is no other."""
+"""After a round in which the best took this long there is no other round."""
 _BLOCK, _SMALL_BLOCK = 5, 15
-"""Calls in a row, of large and of small buffers. Ranks that share cores fall into step and keep it while they go on:
-only many blocks show what to expect."""
+"""Calls in a row, with large and with small buffers. Ranks that share cores fall into a rhythm that lasts for a block,
+so only many blocks show what to expect."""
 _SERIES = 4
-"""Blocks of one candidate before it is the next one's turn."""
+"""Blocks of one candidate before the next candidate's turn."""
 _USUAL = 0.9
-"""The share of blocks that count; the slowest do not."""
+"""The share of blocks that count; the slowest are dropped."""
 _TIE = 1.03
-"""The backend's own is taken unless something else is faster by more than this."""
+"""The backend's own is chosen unless another is faster by more than this."""
 
 
-class Chooser:
-    """The choices of one group, made once for each size."""
+class AlgorithmChooser:
+    """The choices for one group, made once for each size."""
 
     def __init__(self) -> None:
-        self.figures: LinkFigures | None = None
+        self.costs: MeasuredCosts | None = None
         self._chosen: dict[tuple[int, bool], Algorithm | None] = {}
 
     def choose(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
@@ -70,9 +70,9 @@ class Chooser:
     def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
         if num_bytes == 0 or group.size() == 1:
             return DETERMINISTIC if deterministic else None
-        if self.figures is None:
-            self.figures = measure_links(group)
-        estimates = shortlist(num_bytes, self.figures, deterministic=deterministic)
+        if self.costs is None:
+            self.costs = measure_costs(group)
+        estimates = shortlist(num_bytes, self.costs, deterministic=deterministic)
         candidates: dict[str, Algorithm | None] = {name: ALGORITHMS[name] for name in estimates}
         if not deterministic:
             candidates[_BACKEND] = None
@@ -86,13 +86,13 @@ class Chooser:
         return candidates[fastest]
 
 
-def shortlist(num_bytes: int, figures: LinkFigures, *, deterministic: bool = False) -> dict[str, float]:
-    """Estimated seconds of what is worth trying, best first: at most four, within four times the best; all if small."""
+def shortlist(num_bytes: int, costs: MeasuredCosts, *, deterministic: bool = False) -> dict[str, float]:
+    """Estimated seconds of the candidates, best first: at most four, within four times the best; all if small."""
     known = {
         name: estimated_s
         for name, algorithm in ALGORITHMS.items()
         if (algorithm.keeps_rank_order or not deterministic)
-        and (estimated_s := algorithm.estimated_s(num_bytes, figures)) is not None
+        and (estimated_s := algorithm.estimated_s(num_bytes, costs)) is not None
     }
     ordered = sorted(known.items(), key=lambda item: item[1])
     if num_bytes < _TRUSTED_FROM_BYTES:
@@ -114,10 +114,10 @@ def _first_blocks(num_bytes: int, estimates: Mapping[str, float]) -> int:
 def _race(
     candidates: Mapping[str, Algorithm | None], num_bytes: int, group: dist.ProcessGroup, *, num_blocks: int
 ) -> tuple[dict[str, float], str]:
-    """Seconds of each, over all its tries, and the fastest: who falls behind drops out, the rest is tried longer.
+    """Seconds of each candidate, over all its trials, and the fastest: slow ones drop out, the rest is tried longer.
 
-    Why: how long a small call takes depends on where the kernel puts the threads. Few tries find out who is slow, but
-    not who is best.
+    Why: how long a small call takes depends on where the kernel puts the threads. A few trials show which candidates
+    are slow, but not which is best.
     """
     field, known = dict(candidates), dict[str, float]()
     for turn, still_in in enumerate(_STILL_IN):
@@ -139,8 +139,8 @@ def _try_all(
 ) -> dict[str, float]:
     """Seconds of each candidate on the slowest rank: means over blocks, in series of a few.
 
-    Not block by block: ranks hand their step on to what comes next, and in use nothing else comes in between. Nor all
-    of them in a row: a step that they fell into by chance may last for that long.
+    Not block by block: a candidate would inherit the rhythm of the one before, which does not happen in use. Nor all
+    blocks in a row: a rhythm that the ranks fell into by chance may last that long.
     """
     buffer, block = torch.zeros(max(1, num_bytes // 4)), _block(num_bytes)
     bodies = [_body(algorithm, buffer, group) for algorithm in candidates.values()]
@@ -156,7 +156,7 @@ def _try_all(
                 times.append((time.perf_counter() - started_s) / block)
     slowest = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    num_usual = max(1, round(num_blocks * _USUAL))  # without the moments that hit one alone
+    num_usual = max(1, round(num_blocks * _USUAL))  # without outliers that hit a single candidate
     usual = slowest.sort(dim=1).values[:, :num_usual]
     return dict(zip(candidates, usual.mean(dim=1).tolist(), strict=True))
 
@@ -173,26 +173,26 @@ def _body(algorithm: Algorithm | None, buffer: Tensor, group: dist.ProcessGroup)
     return lambda: start_all_reduce(buffer, ReduceOp.SUM, algorithm, group, is_async=False, timeout_s=None)
 
 
-_choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], Chooser]] = {}
-"""By the identity of groups that live: to look one up takes less than to make a weak reference."""
+_choosers: dict[int, tuple[weakref.ref[dist.ProcessGroup], AlgorithmChooser]] = {}
+"""By the id of living groups: looking it up is faster than making a weak reference."""
 _left_to_backend: set[tuple[int, int]] = set()
-"""Groups, and lengths in bits of sizes for which their choice is the backend's own: the quick look of every call."""
+"""(group id, bit length of the size) for which the choice is the backend's own: the quick check of every call."""
 
 
-def _new_chooser(group: dist.ProcessGroup) -> Chooser:
+def _new_chooser(group: dist.ProcessGroup) -> AlgorithmChooser:
     key = id(group)
 
     def forget(_: object) -> None:
         _choosers.pop(key, None)
         _left_to_backend.difference_update([known for known in list(_left_to_backend) if known[0] == key])
 
-    chooser = Chooser()
+    chooser = AlgorithmChooser()
     _choosers[key] = (weakref.ref(group, forget), chooser)
     return chooser
 
 
 def leaves_to_backend(wanted: str | Algorithm, num_bytes: int, group: dist.ProcessGroup) -> bool:
-    """Whether `auto` is wanted, and has found before that the backend's own is the fastest."""
+    """Whether `auto` is wanted and has already found the backend's own to be the fastest."""
     return (id(group), num_bytes.bit_length()) in _left_to_backend and wanted == AUTO
 
 
@@ -201,7 +201,7 @@ def choose_algorithm(
 ) -> Algorithm | None:
     """The algorithm to run, or None for the backend's own all-reduce.
 
-    The first use of "auto" for a size measures: every rank of the group is here at the same point of its program.
+    The first use of "auto" for a size measures, so every rank of the group calls this at the same point of its program.
     """
     if wanted == AUTO:
         return _choose_by_measurement(tensor, group, deterministic=deterministic)

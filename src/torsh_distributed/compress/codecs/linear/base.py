@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.errors import CompressionError

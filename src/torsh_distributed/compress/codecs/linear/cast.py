@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.kernels.base import compiled_kernels

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.linear.base import LinearCodec, all_reduce_bytes, require_floats
 from torsh_distributed.compress.codecs.sparse.draws import pieces_of

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_to_all
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 
 Stacks = dict[str, Tensor]
@@ -191,7 +191,7 @@ class _Lend(Function):
         rows = (
             torch.cat([stacks[0].new_empty(0), *weights]).to(dtype).view(-1, sum(stack[0].numel() for stack in stacks))
         )
-        arrived = all_to_all(rows, [len(some) for some in away], receive, group=group)
+        arrived = all_to_all_single(rows, [len(some) for some in away], receive, group=group)
         return *(stack.view_as(stack) for stack in stacks), arrived
 
     @staticmethod
@@ -199,7 +199,7 @@ class _Lend(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *own, flat = grads
-        home = all_to_all(flat.contiguous(), ctx.receive, [len(some) for some in ctx.away], group=ctx.group)
+        home = all_to_all_single(flat.contiguous(), ctx.receive, [len(some) for some in ctx.away], group=ctx.group)
         places = [place for some in ctx.away for place in some]
         for grad, part in zip(own, torch.split(home, [grad[0].numel() for grad in own], dim=1), strict=True):
             for place, row in zip(places, part, strict=True):

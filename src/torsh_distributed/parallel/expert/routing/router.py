@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_gather
+from torsh_distributed.comm.collectives.moves import all_gather
 from torsh_distributed.errors import TensorShapeMismatch
 from torsh_distributed.parallel.expert.routing.admission import Admission, admit, capacity_of, count_choices, settle
 from torsh_distributed.parallel.expert.routing.gate import Gate, Scores

@@ -6,13 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.errors import OperationTimeout
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Mover(ABC):
     """Starts copies between the store and the device, and owns the memory they go to."""
 
     def __init__(self) -> None:
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="torsh-offload")
+        self.worker = SerialThread("torsh-offload")
 
     @abstractmethod
     def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
@@ -66,7 +67,7 @@ class Mover(ABC):
 
     def close(self) -> None:
         """End the thread."""
-        self.worker.shutdown(wait=True)
+        self.worker.close(_DEADLINE_S)
 
 
 def finish_future(future: Future[T]) -> T:

@@ -1,8 +1,8 @@
-"""How long collectives take on the present group, measured the same way for every backend.
+"""How long collectives take on the world's group, measured the same way for every backend.
 
 Calls go through torch.distributed, as DDP and FSDP make them; those named `td.` are our own. A block of calls is timed
-as a whole, on every rank; the slowest rank counts, for a step waits for it. How many calls a block has is agreed by all
-ranks.
+as a whole, on every rank; the slowest rank counts, because a step waits for it. All ranks agree on the number of calls
+in a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import InvalidArgument
 
 _BLOCKS = 5
@@ -24,7 +24,7 @@ _MAX_CALLS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class CollectiveTiming:
     """One operation at one size: seconds per call in the median block and in the best one, on the slowest rank."""
 
     op: str
@@ -81,11 +81,11 @@ OPERATIONS: dict[str, Callable[[Tensor, int], Callable[[], object]]] = {
 }
 
 
-def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> Timing:
+def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> CollectiveTiming:
     """Time `op` on a float32 buffer of `num_bytes`, for about `duration_s`; every rank of the world calls this.
 
     `num_bytes` is the whole buffer: what all_gather fills, what reduce_scatter and all_to_all take in. Every block of
-    calls begins with normally distributed values, as gradients are: a backend may gain by what they have in common.
+    calls starts with normally distributed values, like gradients: a backend may be faster with equal values.
     """
     if op not in OPERATIONS:
         raise InvalidArgument("unknown operation", hint=f"use one of: {', '.join(OPERATIONS)}", op=op)
@@ -101,12 +101,12 @@ def time_collective(op: str, num_bytes: int, *, duration_s: float = 0.5) -> Timi
 
     calls = 1
     spent = block(calls)
-    # Double until a block is long enough to be timed; the time is the slowest rank's, so all ranks stop together.
+    # Double until a block is long enough to time; the time is the slowest rank's, so all ranks stop together.
     while spent < duration_s / _BLOCKS / 2 and calls < _MAX_CALLS:
         calls = min(_MAX_CALLS, max(calls * 2, int(calls * duration_s / _BLOCKS / 2 / spent)))
         spent = block(calls)
     per_call = [block(calls) / calls for _ in range(_BLOCKS)]
-    return Timing(
+    return CollectiveTiming(
         op=op,
         num_bytes=num_bytes,
         median_s=statistics.median(per_call),
