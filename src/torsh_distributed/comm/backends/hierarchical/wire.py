@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.backends.capabilities import BackendType, probe_capabilities
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.inter_node import Folding, Leg
 from torsh_distributed.comm.backends.hierarchical.nodes import Layout
+from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable
@@ -53,7 +53,7 @@ class HierarchicalWire(Wire):
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         folded = _without_mean(op)
-        return self._node.supports(folded, dtype) and probe_capabilities(BackendType.GLOO).supports(folded, dtype)
+        return self._node.supports(folded, dtype) and (folded, dtype) in gloo_reductions()
 
     @override
     def barrier(self, call: Call) -> None:
