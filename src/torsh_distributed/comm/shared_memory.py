@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment, SegmentAddress
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SegmentAddress, SharedSegment
 from torsh_distributed.comm.backends.shm.wire import ShmWire
-from torsh_distributed.comm.backends.wire import CommonUse, SharedBuffer
+from torsh_distributed.comm.backends.wire import BufferUse, SharedBuffer
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import TorshError
 
@@ -26,18 +26,18 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
     return isinstance(group, TorshProcessGroup) and isinstance(group.wire, ShmWire)
 
 
-def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:
+def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: BufferUse) -> Tensor | None:
     """A tensor for the next collective of that kind, which then copies less; None where there is none now.
 
-    `together`: all ranks have the same memory, as the output of all_gather; this rank writes its part of it, which is
-    also the source. `apart`: each has its own, as the source of reduce_scatter or the output of rows from all. Every
-    rank of the group asks in the same order, for `together` also for the same size. Whether it gets one may differ: the
+    `shared`: all ranks have the same memory, as the output of all_gather; this rank writes its part of it, which is
+    also the source. `per_rank`: each has its own, as the source of reduce_scatter or the output of rows from all. Every
+    rank of the group asks in the same order, for `shared` also for the same size. Whether it gets one may differ: the
     collective is correct in any case. What nothing refers to any more is used again.
     """
-    return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
+    return group.collective_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
 
 
-def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
+def allocate_shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
     """Memory that all ranks of the group have, for as long as something points into it; None where there is none.
 
     Every rank calls this with the same size, and all get it or none does. Who may write when is the callers' concern.
@@ -48,13 +48,13 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None
     try:
         if group.rank() == 0:
             size_bytes = PREAMBLE_BYTES + num_bytes
-            segment, address = Segment.create(size_bytes, backed_bytes=size_bytes)
+            segment, address = SharedSegment.create(size_bytes, backed_bytes=size_bytes)
     except (TorshError, OSError) as error:  # whatever it is, the others wait to hear of it
         problem = str(error)
     offered = all_gather_object(asdict(address) if address else None, group=group)[0]
     try:
         if offered is not None and segment is None:
-            segment = Segment.open(SegmentAddress(**offered))
+            segment = SharedSegment.open(SegmentAddress(**offered))
     except (TorshError, OSError) as error:
         problem = str(error)
     problems = [text for text in all_gather_object(problem, group=group) if text]

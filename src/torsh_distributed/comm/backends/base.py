@@ -23,7 +23,7 @@ from typing_extensions import override
 from torsh_distributed.comm.backends import operations
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
-from torsh_distributed.comm.backends.short_way import ShortWay
+from torsh_distributed.comm.backends.short_path import ShortPath
 from torsh_distributed.comm.backends.staging import (
     Staged,
     check_count,
@@ -33,14 +33,14 @@ from torsh_distributed.comm.backends.staging import (
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import Call, CommonUse, Rows
+from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
 _Options = TypeVar("_Options")
 _ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class TorshProcessGroup(ShortWay):
+class TorshProcessGroup(ShortPath):
     """A c10d process group whose bytes are moved by a wire.
 
     Collectives run in the order of the calls; sends and receives run beside them. With `asyncOp` the call returns at
@@ -306,13 +306,13 @@ class TorshProcessGroup(ShortWay):
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
-    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+    def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
 
         Every rank asks for the same sizes in the same order; whether it gets one may differ from rank to rank.
         """
         # A group that has ended has given back the file its memory is in.
-        return None if self._refusal is not None else self._wire.common_buffer(numel, dtype, use)
+        return None if self._refusal is not None else self._wire.collective_buffer(numel, dtype, use)
 
     def takes_rows(self, source: Tensor) -> bool:
         """Whether `exchange_rows` is for rows like these, (rows, …); the same on every rank."""

@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class GroupLifecycle(dist.ProcessGroup):
-    """Identity, numbering, execution and end of a group; `short_way.py` and `base.py` add the collectives."""
+    """Identity, numbering, execution and end of a group; `short_path.py` and `base.py` add the collectives."""
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
         # Torch lets Python derive from this constructor only; the store is kept here instead.

@@ -37,7 +37,7 @@ class Call:
         self.is_background = False
 
 
-CommonUse = Literal["together", "apart"]
+BufferUse = Literal["shared", "per_rank"]
 """Whose a common buffer is: all ranks have the same memory, as the output of an all_gather whose source is a part of
 it; or each has its own, as the source of a reduce_scatter, the output of rows from all or the source of rows to add."""
 
@@ -165,10 +165,10 @@ class Wire(ABC):
         outputs, sources = (torch.split(tensor.detach().view(-1), numel) for tensor in (output, source))
         self.all_to_all(outputs, sources, call)
 
-    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+    def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
         """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
 
-        Every rank asks in the same order, for `together` also for the same size. It lasts until nothing refers to it.
+        Every rank asks in the same order, for `shared` also for the same size. It lasts until nothing refers to it.
         """
         return None
 

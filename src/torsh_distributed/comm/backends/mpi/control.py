@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +27,7 @@ _MESSAGE_BYTES = 1024
 _MAX_REASON_CHARS = 120
 
 
-class Kind(StrEnum):
+class NoticeKind(StrEnum):
     """What a notice says."""
 
     ABORT = "abort"
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class GroupEnd:
     """Why a group does not work any more: the rank that ended it first, and its words."""
 
     origin: int
@@ -51,10 +51,10 @@ class _Departure:
     heard_s: float
 
 
-class Control:
+class ControlChannel:
     """One rank's side: tells all others, and keeps what they told."""
 
-    def __init__(self, library: Library, comm: MPI.Intracomm, *, tag: int, group_id: str) -> None:
+    def __init__(self, library: MpiLibrary, comm: MPI.Intracomm, *, tag: int, group_id: str) -> None:
         self._library = library
         self._comm = comm
         self._tag = tag
@@ -64,7 +64,7 @@ class Control:
         self._peers = [rank for rank in range(comm.Get_size()) if rank != self._rank]
         self.released = threading.Event()
         """Set when the group ends; whoever sleeps for the group sleeps on it."""
-        self.ending: Ending | None = None
+        self.ending: GroupEnd | None = None
         self._left: dict[int, _Departure] = {}
         self._waiting: dict[int, int] = {}
         self._sent: deque[tuple[MPI.Request, bytes]] = deque()
@@ -80,18 +80,18 @@ class Control:
         """End the group here and tell the others; the first reason stays. Takes no lock: a signal handler may call."""
         if self.ending is not None:
             return
-        self.ending = Ending(self._rank, reason)
+        self.ending = GroupEnd(self._rank, reason)
         self.released.set()
-        self._tell(self._peers, Kind.ABORT, reason=reason)
+        self._tell(self._peers, NoticeKind.ABORT, reason=reason)
 
     def leave(self, num_collectives: int) -> None:
         """Say goodbye to those who are still there."""
         self.look()
-        self._tell([rank for rank in self._peers if rank not in self._left], Kind.LEFT, sequence=num_collectives)
+        self._tell([rank for rank in self._peers if rank not in self._left], NoticeKind.LEFT, sequence=num_collectives)
 
     def say_waiting(self, sequence: int) -> None:
         """Let the others know that this rank has come to its collective number `sequence`."""
-        self._tell(self._peers, Kind.WAITING, sequence=sequence)
+        self._tell(self._peers, NoticeKind.WAITING, sequence=sequence)
 
     def absent(self, sequence: int) -> list[int]:
         """Ranks that did not say they wait in that collective or a later one."""
@@ -112,7 +112,7 @@ class Control:
     def _is_alone(self) -> bool:
         return 0 < len(self._peers) == len(self._left)
 
-    def _tell(self, ranks: Iterable[int], kind: Kind, *, sequence: int = 0, reason: str = "") -> None:
+    def _tell(self, ranks: Iterable[int], kind: NoticeKind, *, sequence: int = 0, reason: str = "") -> None:
         if not self._library.is_usable:
             return
         notice = {"group": self._group_id, "kind": kind, "sequence": sequence, "reason": reason[:_MAX_REASON_CHARS]}
@@ -150,14 +150,14 @@ class Control:
         notice = json.loads(message)
         if notice["group"] != self._group_id:
             return
-        match Kind(notice["kind"]):
-            case Kind.ABORT:
+        match NoticeKind(notice["kind"]):
+            case NoticeKind.ABORT:
                 if self.ending is None:
-                    self.ending = Ending(origin, notice["reason"])
+                    self.ending = GroupEnd(origin, notice["reason"])
                 self.released.set()
-            case Kind.LEFT:
+            case NoticeKind.LEFT:
                 self._left[origin] = _Departure(notice["sequence"], time.monotonic())
-            case Kind.WAITING:
+            case NoticeKind.WAITING:
                 self._waiting[origin] = notice["sequence"]
 
     def close(self) -> bool:

@@ -87,7 +87,7 @@ SUPPORTED = frozenset(
 """The reductions that need no help from the group."""
 
 
-class Datatypes:
+class MpiDatatypes:
     """Makes what the calls of MPI take out of tensors; nothing is copied."""
 
     def __init__(self, mpi: ModuleType) -> None:

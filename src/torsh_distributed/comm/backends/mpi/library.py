@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
-from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
+from torsh_distributed.comm.backends.mpi.datatypes import MpiDatatypes
 from torsh_distributed.errors import BackendError, ConfigurationError, FeatureNotAvailable, OperationTimeout
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Closable(Protocol):
         """Give back what MPI lent."""
 
 
-class Library:
+class MpiLibrary:
     """MPI in this process, loaded but not yet initialised; `library()` makes the only one."""
 
     def __init__(self, mpi: ModuleType) -> None:
@@ -69,9 +69,9 @@ class Library:
         return world
 
     @functools.cached_property
-    def datatypes(self) -> Datatypes:
+    def datatypes(self) -> MpiDatatypes:
         """MPI's words for tensors; MPI must have been started."""
-        return Datatypes(self.mpi)
+        return MpiDatatypes(self.mpi)
 
     @property
     def is_usable(self) -> bool:
@@ -182,7 +182,7 @@ class Library:
 
 
 @functools.cache
-def library() -> Library:
+def library() -> MpiLibrary:
     """The MPI library of this process; loading it initialises nothing. FeatureNotAvailable says what is missing."""
     if find_spec("mpi4py") is None:
         raise FeatureNotAvailable("mpi4py is not installed", hint=INSTALL, backend="mpi4py")
@@ -200,7 +200,7 @@ def library() -> Library:
             backend="mpi4py",
             MPI4PY_LIBMPI=os.environ.get("MPI4PY_LIBMPI"),
         ) from error
-    return Library(MPI)
+    return MpiLibrary(MPI)
 
 
 def missing_mpi() -> str:

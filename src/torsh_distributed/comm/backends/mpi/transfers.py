@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.mpi.control import Control
-from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
+from torsh_distributed.comm.backends.mpi.datatypes import MpiDatatypes
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.waiting import ASKS_PER_REST, Pacer
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.errors import TorshError
@@ -56,10 +56,10 @@ class Transfers:
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         comm: MPI.Intracomm,
-        datatypes: Datatypes,
-        control: Control,
+        datatypes: MpiDatatypes,
+        control: ControlChannel,
         failures: Failures,
         *,
         max_tag: int,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torsh_distributed.comm.backends.mpi.control import Control
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.wire import Call
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _ANNOUNCE_NS = 200_000_000
 class Pacer:
     """The rests between two questions to MPI."""
 
-    def __init__(self, control: Control, *, is_background: bool, num_bytes: int = 0) -> None:
+    def __init__(self, control: ControlChannel, *, is_background: bool, num_bytes: int = 0) -> None:
         self._control = control
         # The group's own thread does not spin: the program computes meanwhile.
         self._spin_ns = 0 if is_background else _SPIN_NS + num_bytes * _SPIN_NS_PER_BYTE
@@ -63,10 +63,10 @@ class Pacer:
         return True
 
 
-class Waits:
-    """Waits of one group for requests of collectives."""
+class RequestWaiter:
+    """RequestWaiter of one group for requests of collectives."""
 
-    def __init__(self, library: Library, control: Control, failures: Failures) -> None:
+    def __init__(self, library: MpiLibrary, control: ControlChannel, failures: Failures) -> None:
         self._library = library
         self._control = control
         self._failures = failures

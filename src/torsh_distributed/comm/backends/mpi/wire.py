@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.mpi.control import Control
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.datatypes import MAX_COUNT, SUPPORTED
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.transfers import Transfers
-from torsh_distributed.comm.backends.mpi.waiting import Waits
+from torsh_distributed.comm.backends.mpi.waiting import RequestWaiter
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
@@ -37,7 +37,7 @@ class MpiWire(Wire):
 
     name: ClassVar[str] = "mpi4py"
 
-    def __init__(self, library: Library, comm: MPI.Intracomm, *, group_id: str, timeout_s: float) -> None:
+    def __init__(self, library: MpiLibrary, comm: MPI.Intracomm, *, group_id: str, timeout_s: float) -> None:
         self.rank = comm.Get_rank()
         self.num_ranks = comm.Get_size()
         self._library = library
@@ -47,8 +47,8 @@ class MpiWire(Wire):
         self._exchange_tag = library.max_tag - 1
         self._num_collectives = 0
         self._failures = Failures(library.mpi, self.rank)
-        self._control = Control(library, comm, tag=library.max_tag, group_id=group_id)
-        self._waits = Waits(library, self._control, self._failures)
+        self._control = ControlChannel(library, comm, tag=library.max_tag, group_id=group_id)
+        self._waits = RequestWaiter(library, self._control, self._failures)
         self._transfers = Transfers(
             library, comm, self._datatypes, self._control, self._failures, max_tag=library.max_tag - _NUM_RESERVED_TAGS
         )

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.core import Core, load_native
-from torsh_distributed.comm.backends.shm.meeting import Meeting, Member
+from torsh_distributed.comm.backends.shm.meeting import ShmMeeting, ShmMember
 from torsh_distributed.comm.backends.shm.portable import PortableCore
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout
-from torsh_distributed.comm.backends.shm.segment import Segment, SegmentAddress
+from torsh_distributed.comm.backends.shm.segment import SegmentAddress, SharedSegment
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.errors import FeatureNotAvailable
 
@@ -58,9 +58,9 @@ def create_shm_wire(
     store: dist.Store, *, rank: int, num_ranks: int, timeout: timedelta, options: ShmOptions
 ) -> ShmWire:
     """Meet the other ranks in `store` and share memory with them; every rank calls it."""
-    meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout.total_seconds())
+    meeting = ShmMeeting(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout.total_seconds())
     native = load_native() if options.core != "portable" else None
-    members = meeting.members(Member.here(native.VERSION if native is not None else 0))
+    members = meeting.exchange(ShmMember.here(native.VERSION if native is not None else 0))
     builder = _choose(native, members, options)
     segment = meeting.share(builder.create)
     segment.touch(builder.backed_bytes)
@@ -77,10 +77,10 @@ class _NativeBuilder:
         self._ring_bytes = _ring_bytes(num_ranks)
         self._size_bytes, self.backed_bytes = native.segment_bytes(num_ranks, self._slot_bytes, self._ring_bytes)
 
-    def create(self) -> tuple[Segment, SegmentAddress]:
-        return Segment.create(self._size_bytes, backed_bytes=self.backed_bytes)
+    def create(self) -> tuple[SharedSegment, SegmentAddress]:
+        return SharedSegment.create(self._size_bytes, backed_bytes=self.backed_bytes)
 
-    def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
+    def attach(self, segment: SharedSegment, *, rank: int, spin_ns: int) -> Core:
         core: Core = self._native.Group(
             segment.memory, segment.fd, rank, self._num_ranks, self._slot_bytes, self._ring_bytes, spin_ns
         )
@@ -92,16 +92,16 @@ class _PortableBuilder:
         self._layout = PortableLayout(num_ranks, _slot_bytes(num_ranks), _ring_bytes(num_ranks))
         self.backed_bytes = self._layout.backed_bytes
 
-    def create(self) -> tuple[Segment, SegmentAddress]:
-        segment, address = Segment.create(self._layout.size_bytes, backed_bytes=self.backed_bytes)
+    def create(self) -> tuple[SharedSegment, SegmentAddress]:
+        segment, address = SharedSegment.create(self._layout.size_bytes, backed_bytes=self.backed_bytes)
         self._layout.prepare(segment)
         return segment, address
 
-    def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
+    def attach(self, segment: SharedSegment, *, rank: int, spin_ns: int) -> Core:
         return PortableCore(self._layout, segment, rank=rank, spin_ns=spin_ns)
 
 
-def _choose(native: Any, members: list[Member], options: ShmOptions) -> _NativeBuilder | _PortableBuilder:
+def _choose(native: Any, members: list[ShmMember], options: ShmOptions) -> _NativeBuilder | _PortableBuilder:
     """The core that all ranks have. A function of what all ranks read, so all choose the same."""
     versions = {member.native_version for member in members}
     if native is not None and versions == {native.VERSION}:
@@ -132,7 +132,7 @@ def _ring_bytes(num_ranks: int) -> int:
     return max(min(_MAX_RING_BYTES, share), _MIN_RING_BYTES)
 
 
-def _spin_ns(members: list[Member], num_ranks: int, options: ShmOptions) -> int:
+def _spin_ns(members: list[ShmMember], num_ranks: int, options: ShmOptions) -> int:
     """Spin only where every rank has a core of its own: otherwise the one waited for may need this very core."""
     world_size = dist.get_world_size() if dist.is_initialized() else 0
     num_local_ranks = options.num_local_ranks or max(num_ranks, world_size)

@@ -25,20 +25,20 @@ _PATIENCE_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
-class _Order:
+class _PendingOrder:
     work: PendingWork
     buffer: Tensor  # kept alive until the order is done
     call: Call
     peer: int
 
 
-class Mailroom:
+class MessagePump:
     """Pending sends and receives of one rank, and the thread that moves them when nobody waits."""
 
     def __init__(self, core: Core, failures: Failures) -> None:
         self._core = core
         self._failures = failures
-        self._orders: dict[int, _Order] = {}
+        self._orders: dict[int, _PendingOrder] = {}
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()
         self._calls: SimpleQueue[None] = SimpleQueue()
@@ -60,7 +60,7 @@ class Mailroom:
 
     def _new_order(self, buffer: Tensor, peer: int, work: PendingWork, call: Call) -> int:
         number = next(self._numbers)
-        self._orders[number] = _Order(work, buffer, call, peer)
+        self._orders[number] = _PendingOrder(work, buffer, call, peer)
         return number
 
     def _settle(self, number: int, outcome: Receipt | int | None) -> None:
@@ -73,7 +73,7 @@ class Mailroom:
                 self._fail_all(-outcome)
         else:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="torsh-shm-mail", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name="torsh-shm-messages", daemon=True)
                 self._thread.start()
             self._calls.put(None)
 

@@ -19,8 +19,8 @@ from torsh_distributed.comm.backends.shm import semaphores
 from torsh_distributed.comm.backends.shm.codes import DTYPES, OPERATIONS, REDUCTIONS, Status
 from torsh_distributed.comm.backends.shm.core import Receipt
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout, PortableView, Signature
-from torsh_distributed.comm.backends.shm.portable_mail import PortableMail
-from torsh_distributed.comm.backends.shm.segment import Segment
+from torsh_distributed.comm.backends.shm.portable_messages import PortableMessages
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 _SLICE_S = 0.04
@@ -46,7 +46,7 @@ class PortableCore:
 
     VERSION = 1
 
-    def __init__(self, layout: PortableLayout, segment: Segment, *, rank: int, spin_ns: int) -> None:
+    def __init__(self, layout: PortableLayout, segment: SharedSegment, *, rank: int, spin_ns: int) -> None:
         self._view = PortableView(layout, segment, rank)
         self._rank = rank
         self._num_ranks = layout.num_ranks
@@ -57,7 +57,7 @@ class PortableCore:
         self._deadline = 0.0
         self._subject = -1
         self._missing: list[int] = []
-        self._mail = PortableMail(self._view)
+        self._messages = PortableMessages(self._view)
 
     # --- meeting ----------------------------------------------------------------------------------------------
 
@@ -366,17 +366,17 @@ class PortableCore:
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
     ) -> Receipt | int | None:
         """Start a send."""
-        return self._mail.send(order, address, num_bytes, peer, tag, timeout_ns)
+        return self._messages.send(order, address, num_bytes, peer, tag, timeout_ns)
 
     def receive(
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
     ) -> Receipt | int | None:
         """Start a receive."""
-        return self._mail.receive(order, address, num_bytes, peer, tag, timeout_ns)
+        return self._messages.receive(order, address, num_bytes, peer, tag, timeout_ns)
 
     def progress(self, is_background: bool, patience_ns: int, /) -> list[Receipt] | int:
         """Move messages."""
-        return self._mail.progress(patience_ns)
+        return self._messages.progress(patience_ns)
 
     def join(self) -> None:
         """Show the others that this rank is here."""

@@ -8,7 +8,7 @@ import os
 import struct
 
 from torsh_distributed.comm.backends.shm import semaphores
-from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SharedSegment
 from torsh_distributed.comm.backends.shm.semaphores import SEMAPHORE_BYTES
 
 _PAGE_BYTES = 4096
@@ -42,7 +42,7 @@ class PortableLayout:
         self.size_bytes = self._rings + n * n * ring_bytes
         self.backed_bytes = self._rings
 
-    def prepare(self, segment: Segment) -> None:
+    def prepare(self, segment: SharedSegment) -> None:
         """Make the semaphores; on the rank that created the segment, before the others map it."""
         view = PortableView(self, segment, rank=0)
         for one in range(self.num_ranks):
@@ -60,7 +60,7 @@ def _round_up(value: int, unit: int) -> int:
 class PortableView:
     """A mapped segment: addresses for semaphores and data, flags by value."""
 
-    def __init__(self, layout: PortableLayout, segment: Segment, rank: int) -> None:
+    def __init__(self, layout: PortableLayout, segment: SharedSegment, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self._segment = segment

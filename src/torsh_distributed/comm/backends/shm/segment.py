@@ -34,7 +34,7 @@ class SegmentAddress:
     size_bytes: int
 
 
-class Segment:
+class SharedSegment:
     """A mapped segment; the mapping lives as long as something points into it, the rest until `close`."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:

@@ -34,17 +34,17 @@ class _TimedOptions(Protocol):
     def timeout(self) -> timedelta: ...
 
 
-class _Plain(NamedTuple):
+class _PlainOptions(NamedTuple):
     """The options of a plain call, at no cost."""
 
     asyncOp: bool = False  # noqa: N815 - c10d's name
     timeout: timedelta = UNSET_TIMEOUT
 
 
-_PLAIN = _Plain()
+_PLAIN = _PlainOptions()
 
 
-class ShortWay(GroupLifecycle):
+class ShortPath(GroupLifecycle):
     """Runs a collective at once, in the caller's thread; each method says whether it did."""
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:

@@ -60,7 +60,7 @@ class _Overflow(Exception):
     """Ends a call: too much was taken aside."""
 
 
-class PortableMail:
+class PortableMessages:
     """Orders of one rank and what moves them."""
 
     def __init__(self, view: PortableView) -> None:
