@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
-from torsh_distributed.comm.backends.operations import fold_into
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.folding import fold_into
 from torsh_distributed.comm.groups.connections import new_connections
 from torsh_distributed.comm.groups.gloo_threads import patient_threads
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
@@ -84,8 +84,7 @@ class InterNodeGroup:
             theirs = self._packing.unpack(theirs, pending.buffer, call)
         if theirs is not None:
             # Both fold in the order of nodes, so they get the same bits, NaNs and zeros included.
-            first, second = (pending.buffer, theirs) if self.index == 0 else (theirs, pending.buffer)
-            fold_into(pending.buffer, first, second, pending.op)
+            fold_into(pending.buffer, theirs, pending.op, is_incoming_first=self.index > 0)
 
     def timed(self, num_bytes: int, spent_s: float, call: Call) -> None:
         """Record how long a large all-reduce took, to decide whether to pack; every rank of the group calls it."""

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torsh_distributed.comm.backends.operations import fold
 from torsh_distributed.comm.backends.shm import semaphores
 from torsh_distributed.comm.backends.shm.codes import DTYPES, OPERATIONS, REDUCTIONS, Status
 from torsh_distributed.comm.backends.shm.core import Receipt
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout, PortableView, Signature
 from torsh_distributed.comm.backends.shm.portable_messages import PortableMessages
 from torsh_distributed.comm.backends.shm.segment import SharedSegment
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.folding import fold_all
 
 _SLICE_S = 0.04
 """How often a waiter looks whether the group was aborted or a peer died."""
@@ -168,7 +167,9 @@ class PortableCore:
                 _tensor(self._view.slot(rank, step) + first * size, last - first, dtype)
                 for rank in range(self._num_ranks)
             ]
-            _fold_into(_tensor(self._view.result_slot(step) + first * size, last - first, dtype), inputs, reduction)
+            _tensor(self._view.result_slot(step) + first * size, last - first, dtype).copy_(
+                fold_all(inputs, _REDUCTION_OF[reduction])
+            )
             self._meet()
             if root in (-1, self._rank):
                 ctypes.memmove(at, self._view.result_slot(step), count * size)
@@ -204,7 +205,7 @@ class PortableCore:
                     _tensor(self._view.slot(rank, step) + self._rank * chunk * size, count, dtype)
                     for rank in range(self._num_ranks)
                 ]
-                _fold_into(_tensor(out + start * size, count, dtype), inputs, reduction)
+                _tensor(out + start * size, count, dtype).copy_(fold_all(inputs, _REDUCTION_OF[reduction]))
 
         return self._run(timeout_ns, body)
 
@@ -418,23 +419,3 @@ def _tensor(address: int, numel: int, dtype: int) -> Tensor:
     if numel == 0:
         return torch.empty(0, dtype=kind)
     return torch.frombuffer((ctypes.c_char * (numel * kind.itemsize)).from_address(address), dtype=kind)
-
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _fold_into(out: Tensor, inputs: list[Tensor], reduction: int) -> None:
-    """Fold in the order of ranks; half precision in single, wide unsigned types, which torch cannot add, as signed."""
-    op = _REDUCTION_OF[reduction]
-    if out.dtype in (torch.float16, torch.bfloat16):
-        out.copy_(fold([tensor.float() for tensor in inputs], op))
-    elif out.dtype in _SIGNED:
-        signed = _SIGNED[out.dtype]
-        parts = [tensor.view(signed) for tensor in inputs]
-        if op in (ReduceOp.MIN, ReduceOp.MAX):  # with the top bit flipped, signed order is unsigned order
-            top = torch.iinfo(signed).min
-            out.view(signed).copy_(fold([part ^ top for part in parts], op) ^ top)
-        else:
-            out.view(signed).copy_(fold(parts, op))
-    else:
-        out.copy_(fold(inputs, op))
