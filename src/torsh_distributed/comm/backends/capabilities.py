@@ -1,4 +1,4 @@
-"""The backends by name: which exist, what each can do here, and which one `auto` means.
+"""The backends by name: which exist, what each can do on this machine, and which one `auto` chooses.
 
 Capabilities are probed, not declared: a one-rank group is made and every reduction is tried on every dtype.
 """
@@ -36,7 +36,7 @@ class BackendType(StrEnum):
 
     @classmethod
     def parse(cls, name: str) -> BackendType:
-        """The backend of that name, or InvalidArgument with the nearest one: never a silent stand-in."""
+        """The backend of that name, or InvalidArgument with the nearest one: never a silent substitute."""
         try:
             return cls(name.lower())
         except ValueError:
@@ -51,7 +51,7 @@ class BackendType(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendCapabilities:
-    """What a backend can do on this machine, as found by trying."""
+    """What a backend can do on this machine, found by trying."""
 
     backend: BackendType
     is_available: bool
@@ -72,7 +72,7 @@ def is_available() -> bool:
 
 
 def why_unavailable(backend: BackendType) -> str:
-    """What is missing for this backend, or an empty string: asked of torch and the devices now."""
+    """What is missing for this backend, or an empty string; checks torch and the devices."""
     if not dist.is_available():
         return "torch was built without distributed support"
     if backend is BackendType.NCCL:
@@ -86,7 +86,7 @@ def why_unavailable(backend: BackendType) -> str:
     if backend is BackendType.MPI:
         return missing_mpi()
     if backend in (BackendType.SHM, BackendType.TORSH):
-        return "" if sys.platform == "linux" else "shared memory between ranks is built for Linux alone"
+        return "" if sys.platform == "linux" else "shared memory between ranks works on Linux only"
     return ""
 
 

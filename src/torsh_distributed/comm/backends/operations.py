@@ -1,6 +1,6 @@
-"""Collectives on tensors of any kind, told to a wire: staging, complex numbers, sparse gradients, odd reductions.
+"""Collectives on any tensor in terms of a wire: staging, complex numbers, sparse gradients, unusual reductions.
 
-Each function is one rank's part of one collective and runs in whatever thread executes it.
+Each function is one rank's part of one collective and runs in the thread that executes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: ReduceOp, factor: Factor, call: C
 
 
 def all_reduce_sparse(wire: Wire, tensor: Tensor, call: Call) -> None:
-    """Sum a sparse tensor over all ranks in place: everybody gathers everybody's rows and adds them up."""
+    """Sum a sparse tensor over all ranks in place: every rank gathers all rows and adds them up."""
     mine = tensor.detach().coalesce()
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(wire.num_ranks)]
     wire.all_gather(counts, torch.tensor([mine._nnz()]), call)

@@ -1,8 +1,8 @@
-"""How ranks meet: open the store, arrive, and learn who else is there.
+"""How a world comes up: open the store, arrive, and learn who else is there.
 
-Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one
-verdict for all. So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the
-deadline and by name, where c10d alone would hang or time out without saying who.
+Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one verdict for all.
+So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the deadline and by
+name, where c10d alone would hang or time out without saying who.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ACK_GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What a rank says of itself when it joins."""
+    """What a rank publishes about itself when it joins."""
 
     rank: int
     world_size: int
     host: str
     pid: int
     node: str
-    """Identity of the machine as far as shared memory reaches; equal for ranks of one node."""
+    """Equal for ranks of one node; see `node_identity`."""
 
     @override
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Roster:
 def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> dist.Store:
     """Connect to the store of the job at host:port, hosting it first on the rank that should.
 
-    The listener is bound to `host` alone (loopback stays loopback). Connecting is tried quietly until the deadline.
+    The listener is bound to `host` alone (loopback stays loopback). Connecting is retried until the deadline.
     """
     limit = timedelta(seconds=timeout_s)
     if is_host:
@@ -116,7 +116,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return once host:port accepts connections. Polling: no event tells of a remote listener's birth."""
+    """Return once host:port accepts connections. Polls, because there is no event for a remote listener."""
     policy = RetryConfig(
         max_retries=1_000_000, initial_delay_s=0.02, multiplier=1.5, max_delay_s=0.5, total_timeout_s=timeout_s
     )
@@ -144,7 +144,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
     """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
 
     Raises ConfigurationError on every rank if two ranks have the same number or world sizes differ, and
-    OperationTimeout with the missing ranks if someone does not come within `timeout_s`.
+    OperationTimeout with the missing ranks if not all arrive within `timeout_s`.
     """
     me = Arrival(
         rank=rank,
@@ -221,7 +221,7 @@ def _await_verdict(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dic
     if verdict is None:
         return _verdict_without_leader(store, meeting, me)
     if "error" in verdict:
-        # Readers are told apart by order alone: duplicate ranks are one of the errors.
+        # Readers are numbered by order because duplicate ranks are one of the errors.
         meeting.publish("read", store.add("reads", 1) + 1, None)
     return verdict
 

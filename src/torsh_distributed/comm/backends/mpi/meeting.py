@@ -1,7 +1,7 @@
-"""How the ranks of a group meet before MPI is asked: who is there, and which process of the MPI job each one is.
+"""How the ranks of a group meet before they use MPI: who is there, and which process of the MPI job each one is.
 
-Every step is a value in the store that all ranks read, so all come to the same verdict, within the deadline: MPI itself
-would wait for an absent rank for ever.
+All ranks read the same records, so all reach the same conclusion within the deadline. MPI itself would wait for an
+absent rank forever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MpiProcess:
     mpi_size: int
     library: str
     rank: int | None
-    """The rank in the world, which must be that of MPI. None: another world was made of this job since it began."""
+    """The rank in the world, which must be MPI's. None: the world was rebuilt since the job began."""
     world_size: int | None
     group_id: str
     """Random; that of the first rank names the group."""

@@ -51,7 +51,7 @@ def meet_through_mpi(timeout: timedelta = default_pg_timeout) -> Found:
 
 
 def _check_launcher(ours: MpiLibrary, size: int) -> None:
-    """The launcher of one MPI and the library of another make of every process a job of its own."""
+    """Raise if launcher and library are of different MPIs: then every process is a job of its own."""
     started = next((int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ), size)
     if started != size:
         raise ConfigurationError(

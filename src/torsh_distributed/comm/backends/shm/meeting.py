@@ -1,7 +1,7 @@
 """How the ranks of a shm group meet in the store: who is where, who has which core, and where the segment is.
 
-Every step is a value in the store that all ranks read, so all reach the same verdict: if one rank cannot take
-part, the others raise the same error instead of waiting for it.
+All ranks read the same records, so all reach the same conclusion: if one rank cannot take part, the others raise an
+error instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torsh_distributed.errors import BackendError, InvalidArgument, TorshError
 
 @dataclass(frozen=True, kw_only=True)
 class ShmMember:
-    """What a rank says of itself."""
+    """What a rank publishes about itself."""
 
     pid: int
     node: str
@@ -28,7 +28,7 @@ class ShmMember:
     cores: list[int]
     """The cores it may run on."""
     native_version: int
-    """Of the compiled core; 0 where none was built or it is not wanted."""
+    """Version of the compiled core; 0 if none was built or it is not wanted."""
 
     @classmethod
     def here(cls, native_version: int) -> ShmMember:

@@ -1,7 +1,7 @@
 """The portable core: the same collectives in Python and torch, for installs without a compiler.
 
-Simpler than the compiled one, and several times slower on small tensors: chunks are not pipelined, and every meeting
-is a round of semaphores. The rule about steps and slots is the one noted in `native/core.h`.
+Simpler than the compiled one, and several times slower on small tensors: chunks are not pipelined, and every
+synchronisation is a round of semaphores. `native/core.h` has the note on steps and slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.comm.folding import fold_all
 
 _SLICE_S = 0.04
-"""How often a waiter looks whether the group was aborted or a peer died."""
+"""How often a waiter checks whether the group was aborted or a peer died."""
 _YIELD_NS = 100_000
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 _REDUCTION_OF = {code: op for op, code in REDUCTIONS.items()}
@@ -61,7 +61,7 @@ class PortableCore:
     # --- meeting ----------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Arrive, and wait until all ranks have."""
+        """Arrive, and wait until all ranks have arrived."""
         self._step += 1
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         for rank in others:
@@ -81,7 +81,7 @@ class PortableCore:
                 return
             obstacle = self._obstacle(rank)
             if obstacle is not None:
-                if semaphores.try_take(door):  # it came, and then went
+                if semaphores.try_take(door):  # it arrived before it left
                     return
                 if obstacle.status is not Status.POISONED:
                     self._view.poison(obstacle.status, obstacle.subject, "")
@@ -89,7 +89,7 @@ class PortableCore:
                 raise obstacle
 
     def _watch(self, door: int) -> bool:
-        """Look for a while before sleeping; where ranks share cores, let go of this one at every look."""
+        """Spin for a while before sleeping; where ranks share cores, yield the core each time."""
         end_ns = time.monotonic_ns() + (self._spin_ns or _YIELD_NS)
         while not semaphores.try_take(door):
             if time.monotonic_ns() >= end_ns:
@@ -111,7 +111,7 @@ class PortableCore:
         return _Stop(Status.TIMEOUT) if time.monotonic() >= self._deadline else None
 
     def _meet_as(self, name: str, dtype: int, reduction: int, root: int, num_bytes: int) -> None:
-        """The first meeting of a collective: every rank shows what it was called with, and all compare."""
+        """The first synchronisation of a collective: every rank writes what it was called with, and all compare."""
         self._sequence += 1
         mine: Signature = (_OPERATION[name], dtype, reduction, root, num_bytes)
         self._view.write_signature(self._sequence % 2, mine)
@@ -309,7 +309,7 @@ class PortableCore:
         is_background: bool,
         /,
     ) -> int:
-        """Copy from the root, to each its own: the root writes into everybody's slot."""
+        """Copy from the root, to each rank its own part: the root writes into every rank's slot."""
         chunk = self._slot_bytes
 
         def put(start: int, step: int) -> None:
@@ -335,7 +335,7 @@ class PortableCore:
         is_background: bool,
         /,
     ) -> int:
-        """Copy from each to each; a first meeting shows all sizes."""
+        """Copy from each to each; the first synchronisation exchanges all sizes."""
         chunk = self._slot_bytes // self._num_ranks
 
         def put(start: int, step: int) -> None:
@@ -380,15 +380,15 @@ class PortableCore:
         return self._messages.progress(patience_ns)
 
     def join(self) -> None:
-        """Show the others that this rank is here."""
+        """Mark this rank as present for the others."""
         self._view.join()
 
     def leave(self) -> None:
-        """Show the others that this rank will not come again; sleepers look within 40 ms."""
+        """Mark this rank as gone for good; sleeping ranks notice within 40 ms."""
         self._view.leave()
 
     def poison(self, status: int, subject: int, text: str, /) -> None:
-        """End the group for all; sleepers look within 40 ms."""
+        """End the group for all; sleeping ranks notice within 40 ms."""
         self._view.poison(status, subject, text)
 
     def failure(self) -> tuple[int, int, int, str] | None:
@@ -396,7 +396,7 @@ class PortableCore:
         return self._view.failure()
 
     def subject(self) -> int:
-        """The rank that the last failure of a call here speaks of, or -1."""
+        """The rank that the last failure of a call here concerns, or -1."""
         return self._subject
 
     def signature(self, rank: int, /) -> Signature:
@@ -404,12 +404,12 @@ class PortableCore:
         return self._view.signature(rank, self._sequence % 2)
 
     def missing(self) -> list[int]:
-        """The ranks that have not come to where this rank waits."""
+        """The ranks that have not arrived where this rank waits."""
         return self._missing
 
 
 def _share(count: int, size: int, rank: int, num_ranks: int) -> int:
-    """Where a rank's part of `count` elements starts: on whole lines, so that no two ranks write the same one."""
+    """Where a rank's part of `count` elements starts: on cache lines, so no two ranks write the same one."""
     line = max(_LINE_BYTES // size, 1)
     return min(-(-count // line) * rank // num_ranks * line, count)
 

@@ -1,4 +1,4 @@
-"""The wire of the shm backend: tensors to addresses, statuses to errors; the core does the rest."""
+"""The wire of the shm backend: turns tensors into addresses and statuses into errors; the core does the rest."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class ShmWire(Wire):
         self._exchange(outs, sizes, sources, sizes, _dtype(source), call)
 
     def _addresses_from(self, flat: Tensor, size: int) -> tuple[int, ...]:
-        """Of one part per rank, one after the other: less work than a tensor for each."""
+        """The addresses of one part per rank, one after the other: less work than a tensor for each."""
         first = flat.data_ptr()
         return tuple(range(first, first + size * self.num_ranks, size))
 
