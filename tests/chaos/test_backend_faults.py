@@ -215,7 +215,7 @@ MISMATCHES: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = 
     "splits": (
         lambda: dist.all_to_all([torch.empty(1), torch.empty(2)], [torch.empty(1), torch.empty(1)]),
         lambda: dist.all_to_all([torch.empty(1), torch.empty(1)], [torch.empty(1), torch.empty(1)]),
-        "rank 1 sends another number of bytes",
+        "rank 1 sends a different number of bytes",
     ),
 }
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import CommonUse
-from torsh_distributed.comm.shared_memory import common_buffer, shared_memory
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
+from torsh_distributed.comm.backends.wire import BufferUse
+from torsh_distributed.comm.shared_memory import allocate_shared_memory, collective_buffer
 from torsh_distributed.errors import BackendError, MemoryAllocationFailed
 from torsh_distributed.parallel.sharded.communication import gather, reduce_scatter
 
 NUMEL = 1000
-USES: tuple[CommonUse, ...] = ("together", "apart")
+USES: tuple[BufferUse, ...] = ("shared", "per_rank")
 
 
 def _value(rank: int, turn: int) -> Tensor:
@@ -31,7 +31,7 @@ def _value(rank: int, turn: int) -> Tensor:
 def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
     """The output, and whether it lies in common memory."""
     rank, num_ranks = group.rank(), group.size()
-    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "together") if use_common else None
+    shared = collective_buffer(NUMEL * num_ranks, torch.float32, group, "shared") if use_common else None
     output = torch.empty(NUMEL * num_ranks) if shared is None else shared
     part = output[NUMEL * rank : NUMEL * (rank + 1)]
     part.copy_(_value(rank, turn))
@@ -41,7 +41,7 @@ def _gather(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[T
 
 def _scatter(turn: int, group: dist.ProcessGroup, *, use_common: bool) -> tuple[Tensor, bool]:
     rank, num_ranks = group.rank(), group.size()
-    shared = common_buffer(NUMEL * num_ranks, torch.float32, group, "apart") if use_common else None
+    shared = collective_buffer(NUMEL * num_ranks, torch.float32, group, "per_rank") if use_common else None
     source = torch.empty(NUMEL * num_ranks) if shared is None else shared
     for owner in range(num_ranks):
         source[NUMEL * owner : NUMEL * (owner + 1)] = _value(rank, turn) * (owner + 1)
@@ -64,7 +64,7 @@ def gathers(kind: str) -> list[tuple[bool, bool]]:
         is_mine = kind != "one rank never" or rank != 1
         if kind == "counts differ" and rank == 0 and turn == 5:
             for use in USES:
-                common_buffer(NUMEL * num_ranks, torch.float32, group, use)  # asked for, and never used
+                collective_buffer(NUMEL * num_ranks, torch.float32, group, use)  # asked for, and never used
         output, was_common = _gather(turn, group, use_common=is_mine)
         is_right = torch.equal(output, expected_gather[turn])
         folded, was_scattered = _scatter(turn, group, use_common=is_mine)
@@ -119,12 +119,12 @@ def odd_requests() -> list[str]:
     assert isinstance(group, TorshProcessGroup)
     found = []
     for use in USES:
-        found += [str(common_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
-    kept = common_buffer(8, torch.float64, group, "together")
+        found += [str(collective_buffer(numel, torch.float32, group, use) is None) for numel in (0, 2**40)]
+    kept = collective_buffer(8, torch.float64, group, "shared")
     assert kept is not None
     kept.fill_(3.5)
     dist.destroy_process_group()
-    assert common_buffer(2**20, torch.float32, group, "together") is None, "the group has ended"
+    assert collective_buffer(2**20, torch.float32, group, "shared") is None, "the group has ended"
     return [*found, str(kept.sum().item())]  # its memory outlives the group
 
 
@@ -136,7 +136,7 @@ def test_nothing_and_too_much_are_refused_and_a_tensor_outlives_its_group(world:
 def without_common() -> bool:
     group = dist.group.WORLD
     assert group is not None
-    return common_buffer(8, torch.float32, group, "together") is None
+    return collective_buffer(8, torch.float32, group, "shared") is None
 
 
 def test_gloo_has_no_common_memory(world: World) -> None:
@@ -152,13 +152,13 @@ def _world() -> dist.ProcessGroup:
 def write_and_read() -> tuple[list[int], bool, bool]:
     """What each rank finds where all have written; whether nothing is nothing; whether tensors outlive the group."""
     group = _world()
-    memory = shared_memory(3 * group.size(), group)
+    memory = allocate_shared_memory(3 * group.size(), group)
     assert memory is not None
     view = torch.frombuffer(memory, dtype=torch.uint8)
     view[3 * group.rank() : 3 * group.rank() + 3] = group.rank() + 1
     dist.barrier()
     found = view.tolist()
-    is_none = shared_memory(0, group) is None
+    is_none = allocate_shared_memory(0, group) is None
     del memory
     dist.destroy_process_group()
     return found, is_none, view.tolist() == found
@@ -202,10 +202,10 @@ def fail_in_turn() -> list[tuple[bool, list[str]]]:
         records.clear()
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:
-                patch.setattr(Segment, name, fails)
-            is_none = shared_memory(64, _world()) is None
+                patch.setattr(SharedSegment, name, fails)
+            is_none = allocate_shared_memory(64, _world()) is None
         found.append((is_none, [f"{one.levelname} {one.getMessage()}" for one in records]))
-    assert shared_memory(64, _world()) is not None
+    assert allocate_shared_memory(64, _world()) is not None
     return found
 
 
@@ -220,7 +220,7 @@ def test_what_one_rank_cannot_have_no_rank_gets_and_all_say_why(world: World) ->
 
 
 def no_sharing() -> bool:
-    return shared_memory(64, _world()) is None
+    return allocate_shared_memory(64, _world()) is None
 
 
 def test_gloo_has_no_memory_to_share(world: World) -> None:

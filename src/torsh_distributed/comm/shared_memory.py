@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of a node have: written by one, read by the others where they lie."""
+"""Tensors in memory that all ranks of a node have mapped: written by one, read in place by the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment, SegmentAddress
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SegmentAddress, SharedSegment
 from torsh_distributed.comm.backends.shm.wire import ShmWire
-from torsh_distributed.comm.backends.wire import CommonUse, SharedBuffer
+from torsh_distributed.comm.backends.wire import BufferUse, SharedBuffer
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import TorshError
 
@@ -22,25 +22,25 @@ _log = logging.getLogger(__name__)
 
 
 def shares_memory(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of the group talk through memory alone; the same on every rank."""
+    """Whether the group communicates through shared memory alone; the same on every rank."""
     return isinstance(group, TorshProcessGroup) and isinstance(group.wire, ShmWire)
 
 
-def common_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: CommonUse) -> Tensor | None:
-    """A tensor for the next collective of that kind, which then copies less; None where there is none now.
+def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: BufferUse) -> Tensor | None:
+    """A tensor for the next collective of that kind, which then copies less; None if there is none now.
 
-    `together`: all ranks have the same memory, as the output of all_gather; this rank writes its part of it, which is
-    also the source. `apart`: each has its own, as the source of reduce_scatter or the output of rows from all. Every
-    rank of the group asks in the same order, for `together` also for the same size. Whether it gets one may differ: the
-    collective is correct in any case. What nothing refers to any more is used again.
+    `shared`: all ranks have the same memory, for the output of all_gather; this rank writes its part of it, which is
+    also the source. `per_rank`: each has its own, for the source of reduce_scatter or the output of rows from all.
+    Every rank of the group asks in the same order, for `shared` also for the same size. Some ranks may get None: the
+    collective is correct in any case. The memory is reused once nothing refers to it.
     """
-    return group.common_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
+    return group.collective_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
 
 
-def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
-    """Memory that all ranks of the group have, for as long as something points into it; None where there is none.
+def allocate_shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
+    """Memory that all ranks of the group have mapped, as long as something points into it; None if they cannot.
 
-    Every rank calls this with the same size, and all get it or none does. Who may write when is the callers' concern.
+    Every rank calls this with the same size, and all get it or none does. Callers synchronise their writes themselves.
     """
     if num_bytes == 0 or not shares_memory(group):
         return None
@@ -48,18 +48,18 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None
     try:
         if group.rank() == 0:
             size_bytes = PREAMBLE_BYTES + num_bytes
-            segment, address = Segment.create(size_bytes, backed_bytes=size_bytes)
-    except (TorshError, OSError) as error:  # whatever it is, the others wait to hear of it
+            segment, address = SharedSegment.create(size_bytes, backed_bytes=size_bytes)
+    except (TorshError, OSError) as error:  # the others wait to learn of any error
         problem = str(error)
     offered = all_gather_object(asdict(address) if address else None, group=group)[0]
     try:
         if offered is not None and segment is None:
-            segment = Segment.open(SegmentAddress(**offered))
+            segment = SharedSegment.open(SegmentAddress(**offered))
     except (TorshError, OSError) as error:
         problem = str(error)
     problems = [text for text in all_gather_object(problem, group=group) if text]
     if segment is not None:
-        segment.close()  # everybody has it mapped, or nobody will use it
+        segment.close()  # all have it mapped, or none will use it
     if problems or segment is None:
         _log.warning("the ranks of this node cannot share memory for parameters: %s", problems[0].splitlines()[0])
         return None
@@ -67,10 +67,10 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None
 
 
 def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | None:
-    """Move a tensor, and all its views, to where all ranks of the group see it; None where that cannot be.
+    """Move a tensor, and all its views, to memory that all ranks of the group have mapped; None if they cannot.
 
     Every rank calls this with a contiguous tensor of the same size, which fills its storage; all get it or none does.
-    For as long as what is returned lives, an all-reduce of the tensor reads and writes where the ranks' tensors lie.
+    As long as the result lives, an all-reduce of the tensor reads and writes the ranks' tensors in place.
     """
     if not isinstance(group, TorshProcessGroup) or not group.wire.takes_shared:
         return None
@@ -82,7 +82,7 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
     try:
         fd, _ = buffer.untyped_storage()._share_fd_cpu_()
         offer = f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino
-    except (RuntimeError, OSError) as error:  # whatever it is, the others wait to hear of it
+    except (RuntimeError, OSError) as error:  # the others wait to learn of any error
         problem = str(error)
     offers = all_gather_object(offer, group=group)
     try:
@@ -103,9 +103,9 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
 
 
 def _has_room(num_bytes: int) -> bool:
-    """Whether torch can share so much more: where it cannot, the kernel would end the process, not tell it."""
+    """Whether torch can share that much more: if it cannot, the kernel kills the process instead of raising."""
     try:
-        probe = torch.UntypedStorage._new_using_fd_cpu(1)  # shared from the start, where all that it shares will be
+        probe = torch.UntypedStorage._new_using_fd_cpu(1)  # where torch puts all that it shares
         place = os.fstatvfs(probe._share_fd_cpu_()[0])
     except (RuntimeError, OSError):
         return False

@@ -105,11 +105,11 @@ def refuse() -> None:
     assert not takes_rows(source.double(), group), "float32 alone"
     assert not takes_rows(torch.ones(1, 2**20), group), "longer than a slot"
     index = torch.tensor([0, 1, 2, 4])
-    with pytest.raises(TensorShapeMismatch, match="the rows of the source are not those that are named"):
+    with pytest.raises(TensorShapeMismatch, match="the rows of the source do not match"):
         gather_to_all(source, index, [2, 2], [2, 2], group=group)
-    with pytest.raises(TensorShapeMismatch, match="the rows of the output are not those that are named"):
+    with pytest.raises(TensorShapeMismatch, match="the rows of the output do not match"):
         sum_from_all(source, index, [2, 2], [2, 2], num_rows=4, group=group)
-    with pytest.raises(TensorShapeMismatch, match="not a weight for each row"):
+    with pytest.raises(TensorShapeMismatch, match="one weight for each received row"):
         sum_from_all(source, index % 4, [2, 2], [2, 2], num_rows=4, group=group, weights=torch.ones(3))
     portable = dist.new_group(pg_options=ShmOptions(core="portable"))
     assert isinstance(portable, dist.ProcessGroup)

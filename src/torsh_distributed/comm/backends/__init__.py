@@ -1,4 +1,8 @@
-"""Our backends as c10d process groups: `base` is what they share, `wire` what each must do."""
+"""Our backends as c10d process groups.
+
+Read `wire` (what each backend implements), `lifecycle`, `short_path` and `base` (what they share), then `shm`,
+`hierarchical` and `mpi`.
+"""
 
 from torsh_distributed.lazy import exports as _exports
 

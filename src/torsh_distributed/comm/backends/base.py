@@ -1,9 +1,9 @@
-"""The c10d process group that all backends of ours share: c10d's names and options in front of a wire.
+"""The c10d process group that all our backends share: c10d's names and options in front of a wire.
 
 Why so many names: torch calls a group under two generations of them (`_allgather_base` and `all_gather_single`,
 `alltoall_base` and `all_to_all_single`, …), from Python and from C++ (DDP's reducer, functional collectives). Each
-unpacks its options, checks its tensors on this rank, before anything is sent, and ends in `_start`; what is plain
-enough goes the short way.
+unpacks its options, checks its tensors on this rank before anything is sent, and ends in `_start`; plain calls take
+the short path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing_extensions import override
 from torsh_distributed.comm.backends import operations
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
-from torsh_distributed.comm.backends.short_way import ShortWay
+from torsh_distributed.comm.backends.short_path import ShortPath
 from torsh_distributed.comm.backends.staging import (
     Staged,
     check_count,
@@ -33,18 +33,18 @@ from torsh_distributed.comm.backends.staging import (
     check_splits,
     check_tensor,
 )
-from torsh_distributed.comm.backends.wire import Call, CommonUse, Rows
+from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
 _Options = TypeVar("_Options")
 _ReduceOpLike = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class TorshProcessGroup(ShortWay):
+class TorshProcessGroup(ShortPath):
     """A c10d process group whose bytes are moved by a wire.
 
     Collectives run in the order of the calls; sends and receives run beside them. With `asyncOp` the call returns at
-    once and the group's thread, or whoever waits, does the work; a failed or aborted group refuses further work.
+    once and the group's thread or the waiting one does the work; a failed or aborted group refuses further work.
     """
 
     # --- reductions -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class TorshProcessGroup(ShortWay):
         input_tensors: list[list[Tensor]],
         opts: dist.ReduceScatterOptions | _ReduceOpLike | None = None,
     ) -> dist.Work:
-        """Fold a list with one tensor per rank, and keep the fold of this rank's."""
+        """Fold a list with one tensor per rank and keep this rank's result."""
         options = _reduce_options(dist.ReduceScatterOptions, opts)
         output, sources = _only(output_tensors, "reduce_scatter"), _only(input_tensors, "reduce_scatter")
         call = self._new_call("reduce_scatter", options.timeout)
@@ -256,7 +256,7 @@ class TorshProcessGroup(ShortWay):
         input_tensors: list[list[Tensor]],
         opts: dist.ScatterOptions | int | None = None,
     ) -> dist.Work:
-        """Hand each rank its tensor of the root's list; the others pass no list."""
+        """Give each rank its tensor of the root's list; the others pass no list."""
         options = _rooted_options(dist.ScatterOptions, opts)
         output = _only(output_tensors, "scatter")
         call = self._new_call("scatter", options.timeout)
@@ -306,13 +306,13 @@ class TorshProcessGroup(ShortWay):
         )
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
-    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
-        """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
+    def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
+        """A tensor in the group's shared memory for the next call of that kind; None if there is none now.
 
         Every rank asks for the same sizes in the same order; whether it gets one may differ from rank to rank.
         """
-        # A group that has ended has given back the file its memory is in.
-        return None if self._refusal is not None else self._wire.common_buffer(numel, dtype, use)
+        # A group that has ended has closed the file its memory is in.
+        return None if self._refusal is not None else self._wire.collective_buffer(numel, dtype, use)
 
     def takes_rows(self, source: Tensor) -> bool:
         """Whether `exchange_rows` is for rows like these, (rows, …); the same on every rank."""
@@ -320,7 +320,7 @@ class TorshProcessGroup(ShortWay):
         return source.is_cpu and self._wire.takes_rows(row_bytes, source.dtype)
 
     def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows) -> dist.Work:
-        """All-to-all of rows in an order of one's own; c10d has no such call. Both are contiguous."""
+        """All-to-all of rows in any order; c10d has no such call. Both tensors are contiguous."""
         call = self._new_call("all_to_all_rows")
         self._check_pair(output, source, call.operation)
         check_rows(output, source, rows, self._wire.num_ranks, call.operation)
@@ -358,7 +358,7 @@ class TorshProcessGroup(ShortWay):
 
     @override
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """Start receiving a tensor from whichever rank sends first; the work's `_source_rank()` tells which."""
+        """Start receiving a tensor from the first rank that sends; the work's `_source_rank()` is that rank."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> dist.Work:

@@ -1,4 +1,4 @@
-"""The backends by name: which exist, what each can do here, and which one `auto` means.
+"""The backends by name: which exist, what each can do on this machine, and which one `auto` chooses.
 
 Capabilities are probed, not declared: a one-rank group is made and every reduction is tried on every dtype.
 """
@@ -11,28 +11,16 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torsh_distributed.comm.backends.base import TorshProcessGroup
+from torsh_distributed.comm.backends.mpi.library import missing_mpi
+from torsh_distributed.comm.backends.reduction_probe import Reductions, gloo_reductions, probe_reductions
+from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-
-_PROBED_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
 
 
 class BackendType(StrEnum):
@@ -48,7 +36,7 @@ class BackendType(StrEnum):
 
     @classmethod
     def parse(cls, name: str) -> BackendType:
-        """The backend of that name, or InvalidArgument with the nearest one: never a silent stand-in."""
+        """The backend of that name, or InvalidArgument with the nearest one: never a silent substitute."""
         try:
             return cls(name.lower())
         except ValueError:
@@ -63,14 +51,14 @@ class BackendType(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendCapabilities:
-    """What a backend can do on this machine, as found by trying."""
+    """What a backend can do on this machine, found by trying."""
 
     backend: BackendType
     is_available: bool
     reason: str
     """Why it is not available; empty if it is."""
     devices: tuple[str, ...] = ()
-    reductions: frozenset[tuple[ReduceOp, torch.dtype]] = frozenset()
+    reductions: Reductions = frozenset()
     """The pairs that all_reduce takes; empty where it could not be tried (no such device here)."""
 
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -84,7 +72,7 @@ def is_available() -> bool:
 
 
 def why_unavailable(backend: BackendType) -> str:
-    """What is missing for this backend, or an empty string: asked of torch and the devices now."""
+    """What is missing for this backend, or an empty string; checks torch and the devices."""
     if not dist.is_available():
         return "torch was built without distributed support"
     if backend is BackendType.NCCL:
@@ -96,12 +84,9 @@ def why_unavailable(backend: BackendType) -> str:
     if backend is BackendType.UCC:
         return "" if dist.is_ucc_available() else "this torch was built without UCC"
     if backend is BackendType.MPI:
-        # Imported here: the backends ask this module what gloo can do.
-        from torsh_distributed.comm.backends.mpi.library import missing_mpi
-
         return missing_mpi()
     if backend in (BackendType.SHM, BackendType.TORSH):
-        return "" if sys.platform == "linux" else "shared memory between ranks is built for Linux alone"
+        return "" if sys.platform == "linux" else "shared memory between ranks works on Linux only"
     return ""
 
 
@@ -133,40 +118,20 @@ def probe_capabilities(backend: BackendType) -> BackendCapabilities:
     if missing:
         return BackendCapabilities(backend=backend, is_available=False, reason=missing)
     devices = tuple(dist.Backend.backend_capability.get(backend.value, []))
-    device = "cuda" if backend is BackendType.NCCL else "cpu"
-    group = _lonely_group(backend)
-    if group is None:
-        return BackendCapabilities(backend=backend, is_available=True, reason="", devices=devices)
-    found = set()
-    for op in ReduceOp:
-        for dtype in _PROBED_DTYPES:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(op.to_torch())
-            try:
-                group.allreduce([torch.ones(2, device=device).to(dtype)], options).wait()
-            except (RuntimeError, TypeError, ValueError):
-                continue  # this pair is refused: that is the answer the probe is after
-            found.add((op, dtype))
     return BackendCapabilities(
-        backend=backend, is_available=True, reason="", devices=devices, reductions=frozenset(found)
+        backend=backend, is_available=True, reason="", devices=devices, reductions=_reductions(backend)
     )
 
 
-def _lonely_group(backend: BackendType) -> Any:
-    """A group of one rank outside torch's registry, so that probing leaves no trace; None if that has no meaning.
-
-    Any: torch's stubs do not derive these classes from ProcessGroup.
-    """
+def _reductions(backend: BackendType) -> Reductions:
+    """What a group of one rank takes, outside torch's registry; empty where that has no meaning."""
     if backend is BackendType.GLOO:
-        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+        return gloo_reductions()
     if backend in (BackendType.SHM, BackendType.TORSH):
-        # Imported here: the torsh backend asks this module what gloo can do.
-        from torsh_distributed.comm.backends import ShmOptions, TorshProcessGroup
-        from torsh_distributed.comm.backends.shm import create_shm_wire
-
         store, limit = dist.HashStore(), timedelta(seconds=30)
         wire = create_shm_wire(store, rank=0, num_ranks=1, timeout=limit, options=ShmOptions())
-        return TorshProcessGroup(store, wire, limit)
+        return probe_reductions(TorshProcessGroup(store, wire, limit))
     if backend is BackendType.NCCL:
-        return dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
-    return None
+        group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+        return probe_reductions(group, "cuda")
+    return frozenset()

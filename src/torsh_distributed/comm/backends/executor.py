@@ -1,9 +1,9 @@
-"""Collectives of one group, one after the other: at once in the caller's thread, or later in the group's own.
+"""Runs the collectives of one group in order: now in the caller's thread, or later in the group's own.
 
-Why not simply a thread with a queue: a hop to another thread costs tens of microseconds, a small collective one. A
-caller that wants its result now runs the work itself; a caller that asked for `async_op` leaves it to the group's
-thread, and if it comes back to wait before that thread got to it, it does the work itself after all. The order of
-collectives is the order of the calls in every case, as the other ranks expect.
+Why not just a thread with a queue: a hop to another thread costs tens of microseconds, a small collective one. A
+caller that wants its result now runs the work itself. A caller that asked for `async_op` leaves it to the group's
+thread; if it waits before that thread has started, it runs the work itself. Collectives always run in the order of the
+calls, as the other ranks expect.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class OrderedExecutor:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: deque[_Task] = deque()
-        # Held by whoever runs tasks; tasks leave the queue only under it.
+        # Held by the thread that runs tasks; tasks leave the queue only under it.
         self._turn = threading.Lock()
         self._calls: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        # The last body is done and those who wait are being told: the turn is still held, but nothing runs.
+        # The last body is done and its waiters are being notified: the turn is still held, but nothing runs.
         self._is_finishing = False
-        self.end = self._turn.release  # gives the turn back; bound once, for it is called in every collective
+        self.end = self._turn.release  # gives the turn back; bound once, because every collective calls it
 
     @property
     def is_busy(self) -> bool:
@@ -49,7 +49,7 @@ class OrderedExecutor:
         return bool(self._tasks) or (self._turn.locked() and not self._is_finishing)
 
     def begin(self) -> bool:
-        """Take the turn if nothing runs or waits; whoever got it runs one collective and calls `end`."""
+        """Take the turn if nothing runs or waits; the caller then runs one collective and calls `end`."""
         if self._tasks or not self._turn.acquire(False):
             return False
         if self._tasks:
@@ -99,7 +99,7 @@ class OrderedExecutor:
         error: BaseException | None = None
         try:
             task.body(task.call)
-        except BaseException as raised:  # it belongs to whoever waits for the work, not to this thread
+        except BaseException as raised:  # it is raised where the work is waited for, not in this thread
             error = raised
         self._is_finishing = not self._tasks  # until the next one begins
         task.work.complete(error)
@@ -109,7 +109,7 @@ class OrderedExecutor:
     def _serve(self) -> None:
         while True:
             self._calls.get()
-            if not self._tasks:  # whoever waited did the work itself
+            if not self._tasks:  # a waiter did the work itself
                 if self._is_closed:
                     return
                 continue

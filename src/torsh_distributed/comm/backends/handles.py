@@ -1,4 +1,4 @@
-"""The handles that operations return: finished ones, and ones still on their way."""
+"""The handles that operations return: finished or pending."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class FinishedWork(dist.Work):
 
 
 class PendingWork(dist.Work):
-    """An operation that somebody else completes: the group's thread, or whoever waits for it.
+    """An operation that the group's thread completes, or the thread that waits for it.
 
-    `help_with(work, timeout_s)` is called by a waiter: it does what it can towards completion and returns when the
-    work is complete or the time is over. So a caller that waits at once does the work itself, without a hop to
-    another thread. The outputs are worth something only after a wait that did not raise.
+    A waiter calls `help_with(work, timeout_s)`, which works towards completion and returns when the work is complete
+    or the time is over. So a caller that waits at once does the work itself, without a hop to another thread. The
+    outputs are valid only after a wait that did not raise.
     """
 
     def __init__(self, operation: str, outputs: Sequence[Tensor], help_with: HelpWith) -> None:
@@ -82,15 +82,15 @@ class PendingWork(dist.Work):
         self._done.acquire()
 
     def before_completion(self, finish: Callable[[], None]) -> None:
-        """Run `finish` when the data has come, before anybody is told: it copies from staging to the caller."""
+        """Run `finish` when the data has arrived, before waiters return: it copies from staging to the caller."""
         self._finish = finish
 
     def on_error(self, handler: Callable[[BaseException], None]) -> None:
-        """Call `handler` if the operation fails, before anybody is told."""
+        """Call `handler` if the operation fails, before waiters return."""
         self._on_error = handler
 
     def complete(self, error: BaseException | None = None, *, peer: int = -1) -> None:
-        """Say that the operation ended, well or with `error`. Once only."""
+        """Mark the operation as ended, with `error` if it failed. Called once."""
         if error is not None and self._on_error is not None:
             self._on_error(error)
         if error is None and self._finish is not None:
@@ -105,13 +105,13 @@ class PendingWork(dist.Work):
             trigger.set_result(None)
 
     def _outcome(self, done: Future[None]) -> list[Tensor]:
-        """The outputs, or what went wrong: the end of the future that others hold."""
+        """The outputs, or the error: what the future resolves to."""
         if self._error is not None:
             raise self._error
         return self._outputs
 
     def wait_for_completion(self, timeout_s: float | None) -> bool:
-        """Sleep until somebody completes the work; whether they did in time."""
+        """Sleep until another thread completes the work; whether it did in time."""
         if self._done.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
             self._done.release()
             return True
@@ -119,7 +119,7 @@ class PendingWork(dist.Work):
 
     @override
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when done, or raise what went wrong.
+        """Return True when done, or raise the error.
 
         A `timeout` ends the waiting, not the operation, which has the group's own deadline.
         """
@@ -129,7 +129,7 @@ class PendingWork(dist.Work):
             if not self._is_completed:
                 raise OperationTimeout(
                     f"{self.operation} was not done within the {timeout_s:g} s given to wait()",
-                    hint="the operation goes on: wait again, or abort the group",
+                    hint="the operation continues: wait again, or abort the group",
                     operation=self.operation,
                 )
         if self._error is not None:
@@ -187,7 +187,7 @@ class PendingWork(dist.Work):
 
 
 HelpWith = Callable[[PendingWork, float | None], None]
-"""What a waiter calls: it does what it can towards completion, and returns when the work is done or time is over."""
+"""What a waiter calls: it works towards completion and returns when the work is done or the time is over."""
 
 
 class CombinedWork(dist.Work):

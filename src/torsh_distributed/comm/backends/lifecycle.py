@@ -1,4 +1,4 @@
-"""What a process group of ours is before it does anything: its identity, its numbering of calls, its end."""
+"""The base of our process groups: identity, numbering and execution of calls, failure and shutdown."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _groups: weakref.WeakSet[GroupLifecycle] = weakref.WeakSet()
 
 
 def _close(wire: Wire, executor: OrderedExecutor, pid: int) -> None:
-    """Give back what a group holds. A module function: the group itself is gone when it runs at garbage collection."""
+    """Release what a group holds. A module function, because at garbage collection the group itself is gone."""
     if os.getpid() != pid:
-        return  # a forked child: everything belongs to its parent
+        return  # in a forked child everything belongs to the parent
     if executor.is_busy:
         wire.abort("the group was shut down while a collective was running")
     executor.close(_CLOSE_TIMEOUT_S)
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class GroupLifecycle(dist.ProcessGroup):
-    """Identity, numbering, execution and end of a group; `short_way.py` and `base.py` add the collectives."""
+    """Identity, numbering, execution and end of a group; `short_path.py` and `base.py` add the collectives."""
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
         # Torch lets Python derive from this constructor only; the store is kept here instead.
@@ -146,13 +146,13 @@ class GroupLifecycle(dist.ProcessGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _new_call(self, operation: str, timeout: timedelta = UNSET_TIMEOUT) -> Call:
-        """A call with its deadline, not yet numbered: it may still be refused. Raises if the group refuses all."""
+        """A call with its deadline, not yet numbered because it may be refused. Raises if the group has ended."""
         if self._refusal is not None:
             raise copy.copy(self._refusal)
         return Call(operation, self._timeout_ns if timeout == UNSET_TIMEOUT else _nanoseconds(timeout))
 
     def _number(self, call: Call) -> None:
-        """Give a call that will be made its number, the same on all ranks that make the same calls."""
+        """Number a call; the number is the same on all ranks that make the same calls."""
         self._sequence += 1
         call.sequence = self._sequence
 
@@ -177,7 +177,7 @@ class GroupLifecycle(dist.ProcessGroup):
         return self._track(work)
 
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
-        """A handle whose failure ends the group; whoever waits for it is timed, if somebody wants to know."""
+        """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""
         if events.wanted(events.WaitEvent):
             help_with = partial(_help_timed, help_with, call.operation, self._name)
         work = PendingWork(call.operation, tensors, help_with)
@@ -215,7 +215,7 @@ class GroupLifecycle(dist.ProcessGroup):
             self._refusal = error
 
     def _note_failure(self, error: BaseException) -> None:
-        """A collective that failed half-way leaves ranks out of step: the group ends, here and on the others."""
+        """End the group here and on the other ranks: a collective that failed half-way leaves them out of step."""
         reason = _first_line(error)
         self.refuse(
             CommunicationError(
@@ -231,7 +231,7 @@ class GroupLifecycle(dist.ProcessGroup):
     def abort(self, reason: str = "abort() was called") -> None:
         """Release every blocked call of this group, here and on the other ranks; then refuse work, naming the reason.
 
-        From any thread. The ranks' tensors are worth nothing after it.
+        From any thread. The tensors of pending calls are invalid afterwards.
         """
         self.refuse(
             CommunicationError(
@@ -246,7 +246,7 @@ class GroupLifecycle(dist.ProcessGroup):
 
     @override
     def shutdown(self) -> None:
-        """Leave the group and give back its memory, files and threads. Doing it twice does nothing."""
+        """Leave the group and release its memory, files and threads. A second call does nothing."""
         self.refuse(
             BackendNotInitialized(
                 "the group was shut down",

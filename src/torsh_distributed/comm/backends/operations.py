@@ -1,11 +1,11 @@
-"""Collectives on tensors of any kind, told to a wire: staging, complex numbers, sparse gradients, odd reductions.
+"""Collectives on any tensor in terms of a wire: staging, complex numbers, sparse gradients, unusual reductions.
 
-Each function is one rank's part of one collective and runs in whatever thread executes it.
+Each function is one rank's part of one collective and runs in the thread that executes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,36 +13,9 @@ from torch import Tensor
 from torsh_distributed.comm.backends.staging import Staged
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.folding import fold_all
 
 Factor = float | Tensor | None
-
-_FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MEAN: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-
-
-def fold(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """Reduce equal-shaped tensors of one dtype, in their order, with torch's own arithmetic."""
-    step = _FOLDS[op]
-    result = tensors[0].clone()
-    for tensor in tensors[1:]:
-        result = step(result, tensor)
-    return result / len(tensors) if op is ReduceOp.MEAN else result
-
-
-def fold_into(target: Tensor, first: Tensor, second: Tensor, op: ReduceOp) -> None:
-    """Reduce two tensors into `target`, which may be one of them; a mean is not divided.
-
-    The order is seen in NaNs and in zeros of both signs alone.
-    """
-    _FOLDS[op](first, second, out=target)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -59,7 +32,7 @@ def _folds_as_real(wire: Wire, op: ReduceOp, dtype: torch.dtype) -> bool:
 def _gather_and_fold(wire: Wire, tensor: Tensor, op: ReduceOp, call: Call) -> Tensor:
     parts = [torch.empty_like(tensor) for _ in range(wire.num_ranks)]
     wire.all_gather(parts, tensor, call)
-    return fold(parts, op)
+    return fold_all(parts, op)
 
 
 def all_reduce(wire: Wire, tensor: Tensor, op: ReduceOp, factor: Factor, call: Call) -> None:
@@ -77,7 +50,7 @@ def all_reduce(wire: Wire, tensor: Tensor, op: ReduceOp, factor: Factor, call: C
 
 
 def all_reduce_sparse(wire: Wire, tensor: Tensor, call: Call) -> None:
-    """Sum a sparse tensor over all ranks in place: everybody gathers everybody's rows and adds them up."""
+    """Sum a sparse tensor over all ranks in place: every rank gathers all rows and adds them up."""
     mine = tensor.detach().coalesce()
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(wire.num_ranks)]
     wire.all_gather(counts, torch.tensor([mine._nnz()]), call)
@@ -162,7 +135,7 @@ def reduce_scatter(
         else:
             parts = [torch.empty_like(staged.tensors[0]) for _ in sent]
             wire.all_to_all(parts, sent, call)
-            staged.tensors[0].copy_(fold(parts, op))
+            staged.tensors[0].copy_(fold_all(parts, op))
     staged.give_back()
 
 

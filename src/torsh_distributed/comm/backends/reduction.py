@@ -37,7 +37,7 @@ _checked: dict[tuple[int, torch.dtype], ReduceOp] = {}
 def parse_reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype) -> ReduceOp:
     """The op that a wire has to do for this c10d op and dtype; InvalidArgument if the pair has no meaning.
 
-    PREMUL_SUM becomes a sum: the caller multiplies first, see `factor_of`. Bools reduce bit by bit.
+    PREMUL_SUM becomes a sum: the caller multiplies first, see `factor_of`. Bools reduce bitwise.
     """
     number = hash(op)
     known = _checked.get((number, dtype))

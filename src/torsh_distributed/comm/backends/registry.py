@@ -1,6 +1,6 @@
-"""Our backends by name, and how torch learns of them: at once, or as soon as `torch.distributed` is imported.
+"""Registers our backends with torch: now, or as soon as `torch.distributed` is imported.
 
-Imports neither torch nor a backend: a command that starts no group does not pay for them.
+Imports neither torch nor a backend, so a command that starts no group does not pay for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def announce_backends() -> None:
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Registers the backends once torch's module of process groups has been imported, by whomever."""
+    """Registers the backends once torch's module of process groups has been imported."""
 
     @override
     def find_spec(
@@ -81,9 +81,8 @@ def _register_mpi_rendezvous(torch_rendezvous: Any) -> None:
     """Let `env://` find the place of a process that mpiexec started.
 
     torch's handler needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which mpiexec leaves out, and a backend cannot
-    say where they come from. So the handler is wrapped: where RANK is missing and an MPI launcher started the process,
-    MPI is asked; in every other case torch's own handler answers. This can go once torch lets a backend name its own
-    rendezvous.
+    say where they come from. So the handler is wrapped: if RANK is missing and an MPI launcher started the process, MPI
+    answers; in every other case torch's own handler does. This can go once torch lets a backend name its rendezvous.
     """
     handlers = torch_rendezvous._rendezvous_handlers
     torch_handler = handlers["env"]
@@ -98,11 +97,11 @@ def _register_mpi_rendezvous(torch_rendezvous: Any) -> None:
 
         yield meet_through_mpi(timeout) if timeout else meet_through_mpi()
 
-    find.knows_mpi = True  # type: ignore[attr-defined]  # so that registering twice wraps once
+    find.knows_mpi = True  # type: ignore[attr-defined]  # so registering twice wraps once
     handlers["env"] = find
 
 
 def _is_left_to_mpi(url: str) -> bool:
-    """Whether nobody says the rank, and an MPI launcher started this process."""
+    """Whether the rank is not given and an MPI launcher started this process."""
     is_given = "RANK" in os.environ or "rank=" in urlparse(url).query
     return not is_given and any(name in os.environ for name in MPI_RANK_VARIABLES)

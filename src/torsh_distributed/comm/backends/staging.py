@@ -12,7 +12,7 @@ from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 
 
 def check_tensor(tensor: Tensor, backend: str, operation: str) -> None:
-    """Raise InvalidArgument for a tensor that the backends of ours cannot read where it lies."""
+    """Raise InvalidArgument for a tensor that our backends cannot read in place."""
     if tensor.is_cpu and tensor.layout == torch.strided:
         return
     what = f"on {tensor.device}" if not tensor.is_cpu else f"in layout {tensor.layout}"
@@ -63,7 +63,7 @@ def check_count(tensors: Sequence[Tensor], num_ranks: int, operation: str) -> No
 
 
 def check_splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, operation: str, role: str) -> None:
-    """Raise TensorShapeMismatch unless the first dimension is cut into one part per rank without rest.
+    """Raise TensorShapeMismatch unless the first dimension divides into one part per rank.
 
     No sizes means equal parts.
     """
@@ -81,7 +81,7 @@ def check_splits(tensor: Tensor, sizes: Sequence[int], num_ranks: int, operation
 
 
 def check_rows(output: Tensor, source: Tensor, rows: Rows, num_ranks: int, operation: str) -> None:
-    """Raise TensorShapeMismatch unless every row that is named lies inside its tensor, and all are contiguous."""
+    """Raise TensorShapeMismatch unless all tensors are contiguous and every row index is inside its tensor."""
     named = [
         ("source", source, rows.sent, rows.send),
         ("output", output, rows.received, rows.receive),
@@ -96,8 +96,8 @@ def check_rows(output: Tensor, source: Tensor, rows: Rows, num_ranks: int, opera
             fits = fits and index.is_contiguous() and len(index) == total and int(low) >= 0 and int(high) < length
         if not fits:
             raise TensorShapeMismatch(
-                f"the rows of the {role} are not those that are named",
-                hint="contiguous tensors, a count for each rank, and as many indices as the counts add up to",
+                f"the rows of the {role} do not match the counts and indices",
+                hint="pass contiguous tensors, a count for each rank, and as many indices as the counts add up to",
                 operation=operation,
                 shape=tuple(tensor.shape),
                 counts=list(counts),
@@ -105,14 +105,14 @@ def check_rows(output: Tensor, source: Tensor, rows: Rows, num_ranks: int, opera
             )
     if rows.weights is not None and (len(rows.weights) != sum(rows.receive) or not rows.weights.is_contiguous()):
         raise TensorShapeMismatch(
-            "there is not a weight for each row that comes", operation=operation, weights=len(rows.weights)
+            "there must be one weight for each received row", operation=operation, weights=len(rows.weights)
         )
 
 
 class Staged:
-    """Contiguous stand-ins for a list of tensors; `give_back` copies to those that needed one.
+    """Contiguous copies of a list of tensors; `give_back` copies back to those that needed one.
 
-    A tensor that is contiguous already stands for itself: nothing is copied.
+    A tensor that is contiguous already is used as it is.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, is_filled: bool) -> None:
@@ -130,7 +130,7 @@ class Staged:
             self._pairs.append((tensor, staged))
 
     def give_back(self) -> None:
-        """Copy the stand-ins to the tensors they stand for."""
+        """Copy back to the original tensors."""
         if self._pairs:
             with torch.inference_mode():
                 for tensor, staged in self._pairs:

@@ -1,6 +1,6 @@
-"""What a backend of ours has to do: a handful of operations on contiguous tensors in host memory.
+"""What each of our backends implements: a few operations on contiguous tensors in host memory.
 
-`base.py` puts c10d's many names, options and kinds of tensor in front of it; a wire only moves bytes.
+`base.py` handles c10d's many names, options and kinds of tensor; a wire only moves bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
-# c10d's mark for "no timeout given": the group's own then holds.
+# c10d's value for "no timeout given": the group's own then applies.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 
 class Call:
-    """One operation as it was asked for: what errors speak of, and how to wait.
+    """One operation: its name and number for errors, and how to wait.
 
-    Why a plain class with slots: one is made for every collective, and a small one takes microseconds.
+    Why a plain class with slots: every collective creates one, and a small collective takes microseconds.
     """
 
     __slots__ = ("is_background", "operation", "sequence", "timeout_ns")
@@ -33,42 +33,42 @@ class Call:
         self.operation = operation
         self.timeout_ns = timeout_ns
         self.sequence = sequence
-        # Set by the group's own thread: it must not spin, the caller computes meanwhile.
+        # Set by the group's own thread, which must not spin while the caller computes.
         self.is_background = False
 
 
-CommonUse = Literal["together", "apart"]
-"""Whose a common buffer is: all ranks have the same memory, as the output of an all_gather whose source is a part of
-it; or each has its own, as the source of a reduce_scatter, the output of rows from all or the source of rows to add."""
+BufferUse = Literal["shared", "per_rank"]
+"""Which memory `collective_buffer` gives: `shared` is the same for all ranks, for the output of an all_gather whose
+source is a part of it; with `per_rank` each has its own, for the source of a reduce_scatter or for `exchange_rows`."""
 
 Folder = Callable[[Tensor, Call], None]
-"""An all-reduce of which reduction and dtype are settled."""
+"""An all-reduce for a fixed reduction and dtype."""
 
 ScatterFolder = Callable[[Tensor, Tensor, Call], None]
-"""A reduce-scatter of which they are: the output, and the sources for all ranks in one tensor."""
+"""A reduce-scatter for a fixed reduction and dtype: the output, and the sources for all ranks in one tensor."""
 
 
 @dataclass(eq=False)
 class SharedBuffer:
-    """A tensor of this rank that all ranks of the group see, as this rank sees theirs of the same size.
+    """A tensor of this rank that all ranks of the group have mapped, as this rank has theirs of the same size.
 
-    It is one for as long as this lives.
+    It stays shared as long as this object lives.
     """
 
     tensor: Tensor
     addresses: tuple[int, ...]
-    """Where the tensor of each rank lies in this process."""
+    """The address of each rank's tensor in this process."""
 
     memory: tuple[object, ...]
-    """What holds the memory of the others."""
+    """Keeps the mappings of the other ranks' memory alive."""
 
     number: int = 0
-    """The same on all ranks, for this buffer alone."""
+    """Identifies this buffer; the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a tensor go to which rank, and where those that come belong. Indices are int64, contiguous."""
+    """Which rows of a tensor go to which rank, and where received rows belong. Indices are int64, contiguous."""
 
     send: Sequence[int]
     """Rows for each rank."""
@@ -79,13 +79,13 @@ class Rows:
     row_numel: int
 
     sent: Tensor | None = None
-    """(sum of send,): the row of the source that goes out, for rank after rank; None: all in order."""
+    """(sum of send,): the source row of each row sent, rank after rank; None: all in order."""
 
     received: Tensor | None = None
-    """(sum of receive,): the row of the output that each is added to; None: stored in the order they come."""
+    """(sum of receive,): the output row that each received row is added to; None: stored in order of arrival."""
 
     weights: Tensor | None = None
-    """(sum of receive,) float32: what each that comes counts for in the sum; None: 1."""
+    """(sum of receive,) float32: the factor of each received row in the sum; None: 1."""
 
 
 class Wire(ABC):
@@ -116,7 +116,7 @@ class Wire(ABC):
         """Fold `buffer` over all ranks, in place, with the same bits on every rank."""
 
     def folder(self, op: ReduceOp, dtype: torch.dtype) -> Folder:
-        """`all_reduce` for one reduction and dtype that it `supports`: what can be looked up once is not again."""
+        """`all_reduce` for one reduction and dtype that it `supports`, with all lookups done once."""
         return lambda buffer, call: self.all_reduce(buffer, op, call)
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Wire(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
-        """Fill `output` with the fold of everybody's sources[this rank]; sizes may differ from rank to rank."""
+        """Fill `output` with the fold of every rank's sources[this rank]; sizes may differ from rank to rank."""
 
     def all_gather_flat(self, output: Tensor, source: Tensor, call: Call) -> None:
         """`all_gather` of equal sizes into one tensor, one after the other; neither is empty."""
@@ -165,29 +165,29 @@ class Wire(ABC):
         outputs, sources = (torch.split(tensor.detach().view(-1), numel) for tensor in (output, source))
         self.all_to_all(outputs, sources, call)
 
-    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
-        """A tensor in memory that all ranks have, for the next call of that kind; None where there is none now.
+    def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
+        """A tensor in the group's shared memory for the next call of that kind; None if there is none now.
 
-        Every rank asks in the same order, for `together` also for the same size. It lasts until nothing refers to it.
+        Every rank asks in the same order, for `shared` also for the same size. It is reused once nothing refers to it.
         """
         return None
 
     @property
     def takes_shared(self) -> bool:
-        """Whether `share` is of use; the same on every rank."""
+        """Whether `share` is supported; the same on every rank."""
         return False
 
     def share(self, buffer: SharedBuffer) -> None:
-        """From now on an all-reduce of this buffer may read and write those of all ranks; they share in one order."""
-        raise AssertionError(f"{self.name} takes no shared buffers, and says so")
+        """Let an all-reduce of this buffer read and write those of all ranks, which share buffers in the same order."""
+        raise AssertionError(f"{self.name} takes no shared buffers: check takes_shared")
 
     def takes_rows(self, row_bytes: int, dtype: torch.dtype) -> bool:
-        """Whether `exchange_rows` is for rows like these; the same on every rank."""
+        """Whether `exchange_rows` supports such rows; the same on every rank."""
         return False
 
     def exchange_rows(self, output: Tensor, source: Tensor, rows: Rows, call: Call) -> None:
-        """All-to-all of rows, gathered as they are sent and added up as they come; asked for by `takes_rows`."""
-        raise AssertionError(f"{self.name} takes no rows, and says so")
+        """All-to-all of rows, gathered when sent and added up when received; check `takes_rows` first."""
+        raise AssertionError(f"{self.name} takes no rows: check takes_rows")
 
     @abstractmethod
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
@@ -198,7 +198,7 @@ class Wire(ABC):
         """Start receiving, from any rank if `peer` is None; `work` is completed when `buffer` is filled."""
 
     def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
-        """Called by whoever waits for a send or receive: move messages until it is complete, or just sleep."""
+        """Called while waiting for a send or receive: move messages until it is complete, or just sleep."""
         work.wait_for_completion(timeout_s)
 
     @abstractmethod
@@ -207,4 +207,4 @@ class Wire(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back memory, files and threads. No call is running any more, or it was aborted."""
+        """Release memory, files and threads. No call is running any more, or it was aborted."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.wire import Rows
 from torsh_distributed.comm.collectives.call import num_bytes, run
-from torsh_distributed.comm.shared_memory import common_buffer
+from torsh_distributed.comm.shared_memory import collective_buffer
 
 
 def takes_rows(source: Tensor, group: dist.ProcessGroup) -> bool:
@@ -27,7 +27,7 @@ def new_rows(num_rows: int, dim: int, like: Tensor, group: dist.ProcessGroup) ->
     For the output of `gather_to_all`, which allocates it itself, and the source of `sum_from_all`. Every rank of the
     group calls this at the same points of its program.
     """
-    shared = common_buffer(num_rows * dim, like.dtype, group, "apart")
+    shared = collective_buffer(num_rows * dim, like.dtype, group, "per_rank")
     return like.new_empty((num_rows, dim)) if shared is None else shared.view(num_rows, dim)
 
 

@@ -1,1 +1,5 @@
-"""Where ranks meet in a store: `rendezvous` brings up a world, `key_wait` waits, `roll_call` says who is missing."""
+"""How ranks meet in a store.
+
+Read `store_meeting` (the mechanism), `rendezvous` (a world comes up), `node_identity` (which ranks share a node),
+`roll_call` (who is missing after a failure).
+"""

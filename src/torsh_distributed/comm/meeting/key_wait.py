@@ -1,4 +1,4 @@
-"""Wait for keys of any c10d store, and know a time-out when one is seen."""
+"""Waits for keys of any c10d store and recognises a timeout."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys were set within the time. A store that is gone raises DistNetworkError.
+    """Whether all keys were set in time. A store that is gone raises DistNetworkError.
 
-    Each store says "too late" in its own way: TCPStore with DistStoreError, ours with TimeoutError, and torch's
-    FileStore with a bare RuntimeError, which leaves no choice but to take that for a time-out too.
+    Each store reports a timeout in its own way: TCPStore with DistStoreError, ours with TimeoutError, and torch's
+    FileStore with a bare RuntimeError, so that has to count as a timeout too.
     """
     try:
         store.wait(list(keys), timedelta(seconds=max(timeout_s, 0.001)))

@@ -1,27 +1,26 @@
-"""How ranks meet: open the store, arrive, and learn who else is there.
+"""How a world comes up: open the store, arrive, and learn who else is there.
 
-Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one
-verdict for all. So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the
-deadline and by name, where c10d alone would hang or time out without saying who.
+Every rank appends its arrival to a log in the store; rank 0 reads the log, checks it and publishes one verdict for all.
+So a duplicate rank, a differing world size or an absent rank is an error on every rank, within the deadline and by
+name, where c10d alone would hang or time out without saying who.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
-import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.node_identity import node_identity
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,
@@ -39,14 +38,14 @@ _ACK_GRACE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What a rank says of itself when it joins."""
+    """What a rank publishes about itself when it joins."""
 
     rank: int
     world_size: int
     host: str
     pid: int
     node: str
-    """Identity of the machine as far as shared memory reaches; equal for ranks of one node."""
+    """Equal for ranks of one node; see `node_identity`."""
 
     @override
     def __str__(self) -> str:
@@ -77,24 +76,10 @@ class Roster:
         return self.node_ranks(rank).index(rank)
 
 
-def node_identity() -> str:
-    """A name that two processes share exactly if they can share memory and a loopback: kernel, network, /dev/shm."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    network = Path("/proc/self/ns/net")
-    shm = Path("/dev/shm")  # noqa: S108 - only asked for the identity of its file system
-    parts = [
-        kernel,
-        str(network.stat().st_ino) if network.exists() else "",
-        str(shm.stat().st_dev) if shm.exists() else "",
-    ]
-    return ":".join(parts)
-
-
 def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> dist.Store:
     """Connect to the store of the job at host:port, hosting it first on the rank that should.
 
-    The listener is bound to `host` alone (loopback stays loopback). Connecting is tried quietly until the deadline.
+    The listener is bound to `host` alone (loopback stays loopback). Connecting is retried until the deadline.
     """
     limit = timedelta(seconds=timeout_s)
     if is_host:
@@ -131,7 +116,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Return once host:port accepts connections. Polling: no event tells of a remote listener's birth."""
+    """Return once host:port accepts connections. Polls, because there is no event for a remote listener."""
     policy = RetryConfig(
         max_retries=1_000_000, initial_delay_s=0.02, multiplier=1.5, max_delay_s=0.5, total_timeout_s=timeout_s
     )
@@ -159,7 +144,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
     """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
 
     Raises ConfigurationError on every rank if two ranks have the same number or world sizes differ, and
-    OperationTimeout with the missing ranks if someone does not come within `timeout_s`.
+    OperationTimeout with the missing ranks if not all arrive within `timeout_s`.
     """
     me = Arrival(
         rank=rank,
@@ -168,29 +153,28 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         pid=os.getpid(),
         node=node or node_identity(),
     )
-    deadline = time.monotonic() + timeout_s
-    index = store.add("arrivals", 1)
-    store.set(f"arrival/{index}", json.dumps(asdict(me)))
+    meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
+    # Arrivals are numbered in order, not by rank: two processes may claim one rank.
+    meeting.publish("arrival", store.add("arrivals", 1), asdict(me))
     if rank == 0 and store.add("leader", 1) == 1:
-        verdict = _decide(store, me, deadline)
-        store.set("verdict", json.dumps(verdict))
+        verdict = _decide(meeting, me)
+        meeting.publish("verdict", 0, verdict)
         if "error" in verdict:
             _await_acknowledgements(store)
     else:
-        verdict = _await_verdict(store, me, deadline)
+        verdict = _await_verdict(store, meeting, me)
     if "error" in verdict:
         raise _to_error(verdict)
     return Roster(tuple(verdict["nodes"]))
 
 
-def _decide(store: dist.Store, me: Arrival, deadline: float) -> dict[str, Any]:
+def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
     """On rank 0: read arrivals until the world is complete, wrong, or late."""
     present: dict[int, Arrival] = {}
     index = 0
     while len(present) < me.world_size:
         index += 1
-        remaining = deadline - time.monotonic()
-        arrival = _read_arrival(store, index, max(remaining, 0.001))
+        arrival = _read_arrival(meeting, index)
         if arrival is None:
             return _absent(present, me.world_size)
         if arrival.world_size != me.world_size:
@@ -220,12 +204,10 @@ def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:
     }
 
 
-def _read_arrival(store: dist.Store, index: int, timeout_s: float) -> Arrival | None:
-    key = f"arrival/{index}"
-    if not wait_for_keys(store, [key], timeout_s):
-        return None
+def _read_arrival(meeting: StoreMeeting, index: int, timeout_s: float | None = None) -> Arrival | None:
     try:
-        return Arrival(**json.loads(store.get(key)))
+        record = meeting.poll("arrival", index, timeout_s)
+        return None if record is None else Arrival(**record)
     except (TypeError, ValueError) as error:
         raise SerializationError(
             "an arrival in the store cannot be read",
@@ -234,39 +216,30 @@ def _read_arrival(store: dist.Store, index: int, timeout_s: float) -> Arrival | 
         ) from error
 
 
-def _await_verdict(store: dist.Store, me: Arrival, deadline: float) -> dict[str, Any]:
-    remaining = max(deadline - time.monotonic(), 0.0) + _VERDICT_GRACE_S
-    try:
-        if not wait_for_keys(store, ["verdict"], remaining):
-            return _verdict_without_leader(store, me)
-        verdict: dict[str, Any] = json.loads(store.get("verdict"))
-        if "error" in verdict:
-            # Readers are told apart by order alone: duplicate ranks are one of the errors.
-            store.set(f"read/{store.add('reads', 1) + 1}", "")
-    except dist.DistNetworkError as error:
-        raise CommunicationError(
-            "the store of the job went away while the ranks were meeting",
-            hint="look at the output of rank 0, which hosts it, or of the launcher",
-            operation="rendezvous",
-            rank=me.rank,
-        ) from error
+def _await_verdict(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
+    verdict: dict[str, Any] | None = meeting.poll("verdict", 0, meeting.remaining_s + _VERDICT_GRACE_S)
+    if verdict is None:
+        return _verdict_without_leader(store, meeting, me)
+    if "error" in verdict:
+        # Readers are numbered by order because duplicate ranks are one of the errors.
+        meeting.publish("read", store.add("reads", 1) + 1, None)
     return verdict
 
 
-def _verdict_without_leader(store: dist.Store, me: Arrival) -> dict[str, Any]:
+def _verdict_without_leader(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
     """Rank 0 never decided: say who is there, from the log."""
     present: dict[int, Arrival] = {}
     for index in range(1, store.add("arrivals", 0) + 1):
-        arrival = _read_arrival(store, index, 1.0)
+        arrival = _read_arrival(meeting, index, 1.0)
         if arrival is not None:
             present[arrival.rank] = arrival
     return _absent(present, me.world_size)
 
 
 def _await_acknowledgements(store: dist.Store) -> None:
-    """Rank 0 hosts the store: stay until all who arrived have read the verdict, or a moment has passed."""
+    """Rank 0 may host the store: stay until all who arrived have read the verdict, or the grace time is over."""
     others = [f"read/{index}" for index in range(2, store.add("arrivals", 0) + 1)]
-    # A process that died after arriving never reads: whether all did in time changes nothing any more.
+    # A process that died after arriving never reads the verdict, so the result of the wait does not matter.
     wait_for_keys(store, others, _ACK_GRACE_S)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.moves import barrier
-from torsh_distributed.comm.shared_memory import shared_memory
+from torsh_distributed.comm.shared_memory import allocate_shared_memory
 from torsh_distributed.errors import InvalidArgument, TorshError
 
 _LINE_BYTES = 64
@@ -68,7 +68,7 @@ class DividedUpdate:
         if group.size() == 1:
             return None
         dividable = _dividable(list(params))
-        memory = shared_memory(sum(map(_whole_lines, dividable)) * (group.size() + len(state)), group)
+        memory = allocate_shared_memory(sum(map(_whole_lines, dividable)) * (group.size() + len(state)), group)
         return None if memory is None else cls(dividable, state, group, memory)
 
     @contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.shared_memory import common_buffer
+from torsh_distributed.comm.shared_memory import collective_buffer
 
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,7 +84,7 @@ class TalliedAllGather(Empty, AllGather):
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "together") if device == _CPU else None
+        shared = collective_buffer(math.prod(map(int, size)), dtype, self._group, "shared") if device == _CPU else None
         return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override
@@ -112,7 +112,7 @@ class TalliedReduceScatter(Empty, ReduceScatter):
         is_source, self._has_source = not self._has_source, not self._has_source
         shared = None
         if is_source and device == _CPU:
-            shared = common_buffer(math.prod(map(int, size)), dtype, self._group, "apart")
+            shared = collective_buffer(math.prod(map(int, size)), dtype, self._group, "per_rank")
         return super().allocate(size, dtype=dtype, device=device) if shared is None else shared
 
     @override

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torsh_distributed.comm.collectives.moves import barrier
-from torsh_distributed.comm.shared_memory import shared_memory
+from torsh_distributed.comm.shared_memory import allocate_shared_memory
 from torsh_distributed.errors import InvalidArgument
 
 _ALIGNMENT = 64
@@ -39,7 +39,7 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
         name: param for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_even(param, group)
     }
     sizes = [-(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT for param in params.values()]
-    memory = shared_memory(sum(sizes), group)
+    memory = allocate_shared_memory(sum(sizes), group)
     if memory is None:
         return False
     start, shards = 0, []

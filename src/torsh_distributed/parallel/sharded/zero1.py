@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from torsh_distributed.comm.shared_memory import common_buffer
+from torsh_distributed.comm.shared_memory import collective_buffer
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.data_strategy import DataParallel, GradientOptions
 from torsh_distributed.parallel.data.replicated_params import batches
@@ -102,7 +102,7 @@ class ShardedOptimizerState:
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
         """In memory that the ranks of a node share, where there is some: nothing is copied on the way then."""
-        shared = common_buffer(numel, like.dtype, self._mesh.get_group(), "together") if like.is_cpu else None
+        shared = collective_buffer(numel, like.dtype, self._mesh.get_group(), "shared") if like.is_cpu else None
         return like.new_empty(numel) if shared is None else shared
 
     @staticmethod

@@ -136,9 +136,9 @@ def reduce_packed(nodes: str) -> tuple[list[tuple[str, str]], int]:
 def test_packed_sums_have_the_bits_of_plain_ones(world: World, nodes: str) -> None:
     results = world.run(reduce_packed, nodes, num_ranks=len(nodes), backend=None, timeout_s=60)
     for rank, (decisions, num_packed) in enumerate(results):
-        in_lane = nodes != "abb" or rank < 2
-        assert decisions == ([("packing between nodes", "on")] if in_lane else [])
-        assert (num_packed > 0) is in_lane
+        carries_a_shard = nodes != "abb" or rank < 2
+        assert decisions == ([("packing between nodes", "on")] if carries_a_shard else [])
+        assert (num_packed > 0) is carries_a_shard
 
 
 def reduce_unpacked() -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from tests.comm.collectives.test_point_to_point import send_in_a_ring
 from tests.comm.collectives.test_reductions import reduce_everything
 from tests.comm.collectives.test_work import run_asynchronously
 from torsh_distributed.comm.backends.hierarchical import TorshOptions
-from torsh_distributed.comm.backends.hierarchical.nodes import Layout
+from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, TorshError
@@ -53,7 +53,7 @@ def test_every_operation_gives_what_it_must(world: World, nodes: str) -> None:
 
 
 def reduce_sizes(nodes: str) -> None:
-    """Around the borders: leader or lanes, one piece or several, sizes that divide and that do not."""
+    """Around the borders: leader or shards, one piece or several, sizes that divide and that do not."""
     start(nodes)
     size, rank = len(nodes), dist.get_rank()
     for numel in (0, 1, 2, 3, 8191, 8192, 8193, 2**20 - 1, 2**20 + 5, 3 * 2**20 + 1):
@@ -146,7 +146,7 @@ def test_abort_releases_ranks_on_both_levels(world: World) -> None:
         assert is_lost or released_s < 2.0, "a peer's abort, or one's own, ends the wait long before the deadline"
 
 
-def test_lanes_are_as_many_as_the_smallest_node_has_ranks() -> None:
-    layout = Layout(((0, 3, 4), (1, 2)), rank=4)
-    assert (layout.node_index, layout.position, layout.num_lanes) == (0, 2, 2)
+def test_shards_are_as_many_as_the_smallest_node_has_ranks() -> None:
+    layout = NodeLayout(((0, 3, 4), (1, 2)), rank=4)
+    assert (layout.node_index, layout.position, layout.num_shards) == (0, 2, 2)
     assert layout.node_of(2) == 1

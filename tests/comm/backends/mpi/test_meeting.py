@@ -15,36 +15,38 @@ from tests.comm.backends.mpi.world import MpiWorld, on_mpi
 from torsh_distributed.comm.backends import announce_backends
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend
 from torsh_distributed.comm.backends.mpi.library import library
-from torsh_distributed.comm.backends.mpi.meeting import Seat, check_seats
+from torsh_distributed.comm.backends.mpi.meeting import MpiProcess, check_processes
 from torsh_distributed.errors import BackendError, ConfigurationError, FeatureNotAvailable, OperationTimeout
 from torsh_distributed.launch.mpi.pmi_worker import connect
 
 
-def seat(mpi_rank: int, *, mpi_size: int = 2, rank: int | None = None, world_size: int | None = None) -> Seat:
-    return Seat(mpi_rank=mpi_rank, mpi_size=mpi_size, library="MPICH", rank=rank, world_size=world_size, group_id="abc")
+def process(mpi_rank: int, *, mpi_size: int = 2, rank: int | None = None, world_size: int | None = None) -> MpiProcess:
+    return MpiProcess(
+        mpi_rank=mpi_rank, mpi_size=mpi_size, library="MPICH", rank=rank, world_size=world_size, group_id="abc"
+    )
 
 
-def test_the_seats_of_one_job_are_accepted() -> None:
-    check_seats([seat(0, rank=0, world_size=2), seat(1, rank=1, world_size=2)])
+def test_the_processes_of_one_job_are_accepted() -> None:
+    check_processes([process(0, rank=0, world_size=2), process(1, rank=1, world_size=2)])
 
 
 def test_a_world_made_anew_may_be_smaller_and_in_another_order() -> None:
-    check_seats([seat(3, mpi_size=4), seat(0, mpi_size=4)])
+    check_processes([process(3, mpi_size=4), process(0, mpi_size=4)])
 
 
 def test_another_world_size_is_refused_with_both() -> None:
     with pytest.raises(ConfigurationError, match="the MPI job has 2 processes, but the world has 4 ranks"):
-        check_seats([seat(0, rank=0, world_size=4), seat(1, rank=1, world_size=4)])
+        check_processes([process(0, rank=0, world_size=4), process(1, rank=1, world_size=4)])
 
 
 def test_another_rank_is_refused_with_both() -> None:
     with pytest.raises(ConfigurationError, match="rank 0 is process 1 of the MPI job"):
-        check_seats([seat(1, rank=0, world_size=2), seat(0, rank=1, world_size=2)])
+        check_processes([process(1, rank=0, world_size=2), process(0, rank=1, world_size=2)])
 
 
 def test_one_process_cannot_be_two_ranks() -> None:
     with pytest.raises(ConfigurationError, match="not processes of one MPI job"):
-        check_seats([seat(0), seat(0)])
+        check_processes([process(0), process(0)])
 
 
 def join_without_a_job(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""The `torsh` backend: shared memory inside each node, gloo between nodes."""
+"""The `torsh` backend: shared memory inside each node, gloo between nodes.
+
+Read `nodes`, `wire`, `inter_node`, `packing`, then `group`, which puts them together.
+"""
 
 from torsh_distributed.comm.backends.hierarchical.group import TorshOptions, create_torsh_group
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.hierarchical.inter_node import Leg
+from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup
 from torsh_distributed.comm.backends.hierarchical.nodes import find_layout
 from torsh_distributed.comm.backends.hierarchical.wire import HierarchicalWire
 from torsh_distributed.comm.backends.shm.core import load_native
@@ -50,11 +50,12 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
         options=chosen.shm,
     )
     if len(layout.nodes) > 1:
-        lane = None
-        if layout.position < layout.num_lanes:
+        shard_group = None
+        if layout.position < layout.num_shards:
             members = [ranks[layout.position] for ranks in layout.nodes]
             native = load_native() if chosen.shm.core != "portable" else None
-            lane = Leg(dist.PrefixStore(f"lane/{layout.position}", store), members, rank, timeout, native)
-        across = Leg(dist.PrefixStore("across", store), range(options.group_size), rank, timeout)
-        wire = HierarchicalWire(layout, wire, lane, across)
+            shard_store = dist.PrefixStore(f"shard/{layout.position}", store)
+            shard_group = InterNodeGroup(shard_store, members, rank, timeout, native)
+        all_ranks = InterNodeGroup(dist.PrefixStore("all", store), range(options.group_size), rank, timeout)
+        wire = HierarchicalWire(layout, wire, shard_group, all_ranks)
     return TorshProcessGroup(store, wire, timeout)

@@ -1,4 +1,4 @@
-"""The leg between nodes: a gloo group over some ranks, with deadlines and errors as ours."""
+"""A gloo group between nodes, with the deadlines and errors of our backends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
-from torsh_distributed.comm.backends.operations import fold_into
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.folding import fold_into
 from torsh_distributed.comm.groups.connections import new_connections
 from torsh_distributed.comm.groups.gloo_threads import patient_threads
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
@@ -25,69 +25,69 @@ from torsh_distributed.errors import CommunicationError, OperationTimeout, Torsh
 _making = threading.Lock()
 
 
-_SWAP_TAG = 0  # of a leg's own messages: users' go over other legs
+_SWAP_TAG = 0  # of the group's own messages; users' messages go over another gloo group
 
 
-class Folding(NamedTuple):
+class PendingAllReduce(NamedTuple):
     """An all-reduce under way between nodes."""
 
     works: tuple[dist.Work, ...]
     buffer: Tensor
     theirs: Tensor | None
-    """What the other of two nodes has, once it is here; None where gloo folds."""
+    """The values of the other of two nodes, once received; None where gloo folds."""
     op: ReduceOp
     is_packed: bool = False
-    """Whether `theirs` is a packed message, not yet the values."""
+    """Whether `theirs` is a packed message instead of values."""
 
 
-class Leg:
+class InterNodeGroup:
     """gloo between `ranks` of a group; ranks and roots in the calls below are indices into `ranks`."""
 
     def __init__(
         self, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, native: Any | None = None
     ) -> None:
-        """`native`: the compiled core, if what crosses the leg may be packed. Any: see `load_native`."""
+        """`native`: the compiled core, if messages may be packed. Any: see `load_native`."""
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
         self._packing = Packing(native) if len(self.ranks) == 2 else None
         self._reason: str | None = None
         # Any: torch's stubs do not declare the methods of this class.
-        # One at a time in a process: the connections that come up meanwhile are taken for this group's.
+        # One at a time in a process: connections that come up meanwhile are counted as this group's.
         with _making, patient_threads(), new_connections() as self._connections:
             self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
 
-    def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> Folding:
-        """Start folding `buffer` over the leg, in place; `finish` ends it. `is_alone`: nothing else is on its way.
+    def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> PendingAllReduce:
+        """Start folding `buffer` over the group, in place; `finish` waits for it. `is_alone`: no other one is pending.
 
-        Two nodes then swap their values and each folds them: as many bytes as by gloo's way, which is to fold a half
-        each and to swap the halves, but one journey instead of two. Where many pieces are on their way, others fill the
-        time between the journeys, and gloo's threads fold beside the caller; where the link is slow, they too are
-        swapped, packed.
+        Alone, two nodes swap their values and each folds them: as many bytes as gloo's algorithm (each folds one half,
+        then they swap the halves), but one round trip instead of two. With many pieces in flight, the others fill the
+        time between the round trips and gloo's threads fold beside the caller. On a slow link all are swapped, packed.
         """
         if self._packing is not None and self._packing.packs(buffer):
             theirs = self._packing.room_for(buffer)
-            return Folding(self._swap(self._packing.pack(buffer), theirs, call), buffer, theirs, op, is_packed=True)
+            return PendingAllReduce(
+                self._swap(self._packing.pack(buffer), theirs, call), buffer, theirs, op, is_packed=True
+            )
         if is_alone and len(self.ranks) == 2:
             theirs = torch.empty_like(buffer)
-            return Folding(self._swap(buffer, theirs, call), buffer, theirs, op)
+            return PendingAllReduce(self._swap(buffer, theirs, call), buffer, theirs, op)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op.to_torch())
-        return Folding((self._group.allreduce([buffer], options),), buffer, None, op)
+        return PendingAllReduce((self._group.allreduce([buffer], options),), buffer, None, op)
 
-    def finish(self, folding: Folding, call: Call) -> None:
-        """Wait for it until the call's deadline; its buffer then has the fold."""
-        for work in folding.works:
+    def finish(self, pending: PendingAllReduce, call: Call) -> None:
+        """Wait until the call's deadline; the buffer then holds the result."""
+        for work in pending.works:
             self.wait(work, call)
-        theirs = folding.theirs
-        if theirs is not None and self._packing is not None and folding.is_packed:
-            theirs = self._packing.unpack(theirs, folding.buffer, call)
+        theirs = pending.theirs
+        if theirs is not None and self._packing is not None and pending.is_packed:
+            theirs = self._packing.unpack(theirs, pending.buffer, call)
         if theirs is not None:
-            # In the order of nodes on both: they get the same bits, NaNs and zeros included.
-            first, second = (folding.buffer, theirs) if self.index == 0 else (theirs, folding.buffer)
-            fold_into(folding.buffer, first, second, folding.op)
+            # Both fold in the order of nodes, so they get the same bits, NaNs and zeros included.
+            fold_into(pending.buffer, theirs, pending.op, is_incoming_first=self.index > 0)
 
     def timed(self, num_bytes: int, spent_s: float, call: Call) -> None:
-        """Learn how long a large all-reduce took here, to choose whether to pack; every rank of the leg calls it."""
+        """Record how long a large all-reduce took, to decide whether to pack; every rank of the group calls it."""
         if self._packing is not None and self._packing.timed(num_bytes, spent_s):
             mine = self._packing.seen()
             theirs = torch.empty_like(mine)
@@ -98,7 +98,7 @@ class Leg:
     def _swap(self, mine: Tensor, theirs: Tensor, call: Call) -> tuple[dist.Work, dist.Work]:
         """Start sending to the other of two nodes and receiving from it.
 
-        What comes may be shorter than the room for it: gloo only sees to it that it is not longer.
+        The message may be shorter than the memory for it: gloo only checks that it is not longer.
         """
         with self._explained(call):
             arriving = self._group.recv([theirs], 1 - self.index, _SWAP_TAG)
@@ -130,7 +130,7 @@ class Leg:
         self.wait(self._group.barrier(), call)
 
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
-        """Start sending; a thread of its own waits for gloo, which has no other way to tell."""
+        """Start sending; a separate thread waits, because gloo has no callback."""
         with self._explained(call):
             pending = self._group.send([buffer], peer, tag)
         self._complete_later(pending, work, call)
@@ -142,12 +142,12 @@ class Leg:
         self._complete_later(pending, work, call)
 
     def wait(self, work: dist.Work, call: Call) -> None:
-        """Wait until the call's deadline; what goes wrong is an error of ours that names the operation."""
+        """Wait until the call's deadline; gloo's errors become ours, which name the operation."""
         with self._explained(call):
             work.wait(timedelta(seconds=call.timeout_ns / 1e9))
 
     def abort(self, reason: str) -> None:
-        """Cut the connections: every call blocked on them returns with an error, which names the first reason."""
+        """Cut the connections: every call blocked on them raises an error with the first reason."""
         self._reason = self._reason or reason
         self._connections.cut()
 
@@ -160,11 +160,11 @@ class Leg:
                 error = raised
             work.complete(error)
 
-        threading.Thread(target=complete, name="torsh-leg", daemon=True).start()
+        threading.Thread(target=complete, name="torsh-inter-node", daemon=True).start()
 
     @contextmanager
     def _explained(self, call: Call) -> Iterator[None]:
-        """Around calls of gloo, which refuses even to start on a connection that is gone."""
+        """Translate gloo's errors; it may also refuse to start on a closed connection."""
         started = time.monotonic()
         try:
             yield
@@ -185,7 +185,7 @@ class Leg:
             )
         return CommunicationError(
             f"{call.operation} failed between the nodes: {str(error).splitlines()[0]}",
-            hint="a rank on another node is gone, or the network between them: look at the first rank that failed",
+            hint="a rank on another node or the network between them failed: look at the first rank that failed",
             peers=self.ranks,
             **facts,
         )

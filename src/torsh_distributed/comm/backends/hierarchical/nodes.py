@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.meeting.key_wait import wait_for_keys
-from torsh_distributed.comm.meeting.rendezvous import node_identity
-from torsh_distributed.errors import OperationTimeout
+from torsh_distributed.comm.meeting.node_identity import node_identity
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 
 
 @dataclass(frozen=True)
-class Layout:
+class NodeLayout:
     """The nodes of a group, in order of their lowest rank, each with its ranks in order; and this rank's place.
 
-    A *lane* joins the ranks at one position of every node. There are as many lanes as the smallest node has ranks, so
-    that every node is in every lane; on larger nodes the ranks beyond are in none.
+    Data travels between nodes in shards. The ranks at one position of every node carry one shard, so there are as many
+    shards as the smallest node has ranks; on larger nodes the ranks beyond carry none.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -38,8 +37,8 @@ class Layout:
         return self.local_ranks.index(self.rank)
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes, and so shards in which data travels between nodes."""
+    def num_shards(self) -> int:
+        """The number of shards in which data travels between nodes."""
         return min(map(len, self.nodes))
 
     def node_of(self, rank: int) -> int:
@@ -47,20 +46,15 @@ class Layout:
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
 
-def find_layout(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float, node: str | None) -> Layout:
-    """Say where this rank is and learn where the others are; every rank of the group calls it."""
-    store.set(f"node/{rank}", node_identity() if node is None else node)
-    keys = [f"node/{other}" for other in range(num_ranks)]
-    if not wait_for_keys(store, keys, timeout_s):
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise OperationTimeout(
-            f"the ranks of the group did not all say where they are within {timeout_s:g} s",
-            hint="every member must create the group; look at the output of the missing ranks",
-            operation="create group",
-            missing_ranks=missing,
-        )
-    identities = [bytes(value) for value in store.multi_get(keys)]
-    members: dict[bytes, list[int]] = {}
-    for other, identity in enumerate(identities):
-        members.setdefault(identity, []).append(other)
-    return Layout(tuple(tuple(ranks) for ranks in members.values()), rank)
+def find_layout(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float, node: str | None) -> NodeLayout:
+    """Publish where this rank is and learn where the others are; every rank of the group calls it.
+
+    Ranks are on one node if they give the same name and can share memory.
+    """
+    meeting = StoreMeeting(
+        store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, operation="create the torsh group"
+    )
+    members: dict[tuple[str | None, str], list[int]] = {}
+    for other, (name, identity) in enumerate(meeting.exchange("node", (node, node_identity()))):
+        members.setdefault((name, identity), []).append(other)
+    return NodeLayout(tuple(tuple(ranks) for ranks in members.values()), rank)

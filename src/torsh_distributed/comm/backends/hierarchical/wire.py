@@ -1,7 +1,7 @@
-"""The wire of the `torsh` backend: what stays on a node goes through memory, what leaves it goes once.
+"""The wire of the `torsh` backend: shared memory inside a node, and every byte crosses between nodes once.
 
-Why: the link between nodes is the slow one. A flat ring sends nearly two buffers per node over it and crosses loopback
-sockets inside the node besides; here a node folds its ranks' data in memory first and sends one shard per lane.
+Why: the link between nodes is the slow one. A flat ring sends nearly two buffers per node over it and also uses
+loopback sockets inside the node; here a node first folds its ranks' data in memory and then sends it in shards.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.backends.capabilities import BackendType, probe_capabilities
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.hierarchical.inter_node import Folding, Leg
-from torsh_distributed.comm.backends.hierarchical.nodes import Layout
+from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup, PendingAllReduce
+from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
+from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable
 
-# Below this, one message of a leader is quicker than a shard of every lane.
+# Below this, one message of the leader is faster than several shards.
 _SMALL_BYTES = 32 * 1024
-# Pieces in which large buffers travel: while one is between the nodes, the next is folded in memory. The first and the
-# last are small: nothing is on the link while the first is folded and while the last is gathered.
+# Large buffers travel in pieces: while one is between the nodes, the next is folded in memory. The first and the last
+# are small because the link is idle while the first is folded and while the last is gathered.
 _PIECE_BYTES = 4 * 1024 * 1024
 _EDGE_BYTES = 256 * 1024
 # Up to this, a buffer travels in one piece.
@@ -34,31 +34,33 @@ _ALONE_BYTES = 1024 * 1024
 
 
 class HierarchicalWire(Wire):
-    """Ranks on several nodes: `node` joins those of this one, `lane` those at this position of every node.
+    """Ranks on several nodes: `node` joins those of this node, `shard_group` those at this position of every node.
 
-    `lane` is None on ranks beyond the smallest node's size; `across` joins all ranks, for what has no hierarchy.
+    `shard_group` is None on ranks beyond the smallest node's size; `all_ranks` is for operations without a hierarchy.
     """
 
     name: ClassVar[str] = "torsh"
 
-    def __init__(self, layout: Layout, node: Wire, lane: Leg | None, across: Leg) -> None:
+    def __init__(
+        self, layout: NodeLayout, node: Wire, shard_group: InterNodeGroup | None, all_ranks: InterNodeGroup
+    ) -> None:
         self.rank = layout.rank
         self.num_ranks = sum(map(len, layout.nodes))
         self._layout = layout
         self._node = node
-        self._lane = lane
-        self._across = across
+        self._shard_group = shard_group
+        self._all_ranks = all_ranks
         self._is_leader = layout.position == 0
 
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         folded = _without_mean(op)
-        return self._node.supports(folded, dtype) and probe_capabilities(BackendType.GLOO).supports(folded, dtype)
+        return self._node.supports(folded, dtype) and (folded, dtype) in gloo_reductions()
 
     @override
     def barrier(self, call: Call) -> None:
         self._node.barrier(call)
-        self._led(lambda lane: lane.barrier(call))
+        self._led(lambda group: group.barrier(call))
         self._node.barrier(call)
 
     @override
@@ -68,46 +70,46 @@ class HierarchicalWire(Wire):
             self._fold_to_leaders(flat, folded, call)
             self._node.broadcast(flat, 0, call)
         else:
-            self._all_reduce_in_lanes(flat, folded, call)
+            self._all_reduce_in_shards(flat, folded, call)
         if op is ReduceOp.MEAN:
             buffer.div_(self.num_ranks)
 
     def _fold_to_leaders(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """The fold over all ranks, in the buffer of each node's first rank."""
         self._node.reduce(flat, op, 0, call)
-        self._led(lambda lane: lane.finish(lane.start_all_reduce(flat, op, call, is_alone=True), call))
+        self._led(lambda group: group.finish(group.start_all_reduce(flat, op, call, is_alone=True), call))
 
-    def _all_reduce_in_lanes(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
-        """Piece by piece: fold on the node into a shard per lane, fold each between nodes, gather the shards again."""
-        under_way: list[tuple[list[Tensor], Tensor, Folding | None]] = []
+    def _all_reduce_in_shards(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
+        """For each piece: reduce-scatter on the node, fold the shards between nodes, all-gather on the node."""
+        pending: list[tuple[list[Tensor], Tensor, PendingAllReduce | None]] = []
         is_alone, started_s, link_bytes = flat.nbytes <= _ALONE_BYTES, 0.0, 0
         for piece in [flat] if is_alone else torch.split(flat, _piece_numels(flat)):
             shards = self._shards(piece)
             mine = torch.empty_like(shards[self._layout.position])
             self._node.reduce_scatter(mine, shards, op, call)
-            # From here on, for before it the ranks of the node wait for each other.
+            # The clock starts here: before, the ranks of the node wait for each other.
             started_s, link_bytes = started_s or time.monotonic(), link_bytes + mine.nbytes
-            folding = None
-            if self._lane is not None and mine.numel():
-                folding = self._lane.start_all_reduce(mine, op, call, is_alone=is_alone)
-            under_way.append((shards, mine, folding))
-        for shards, mine, folding in under_way:
-            if folding is not None and self._lane is not None:
-                self._lane.finish(folding, call)
+            started = None
+            if self._shard_group is not None and mine.numel():
+                started = self._shard_group.start_all_reduce(mine, op, call, is_alone=is_alone)
+            pending.append((shards, mine, started))
+        for shards, mine, started in pending:
+            if started is not None and self._shard_group is not None:
+                self._shard_group.finish(started, call)
             self._node.all_gather(shards, mine, call)
-        if self._lane is not None and not is_alone:
-            self._lane.timed(link_bytes, time.monotonic() - started_s, call)
+        if self._shard_group is not None and not is_alone:
+            self._shard_group.timed(link_bytes, time.monotonic() - started_s, call)
 
     def _shards(self, piece: Tensor) -> list[Tensor]:
-        """One shard for each rank of this node, cut alike on all nodes; empty beyond the lanes."""
-        num_lanes = self._layout.num_lanes
-        edges = [lane * piece.numel() // num_lanes for lane in range(num_lanes + 1)]
+        """One shard for each rank of this node, cut the same way on all nodes; empty for ranks beyond `num_shards`."""
+        num_shards = self._layout.num_shards
+        edges = [index * piece.numel() // num_shards for index in range(num_shards + 1)]
         shards = [piece[start:stop] for start, stop in itertools.pairwise(edges)]
-        return shards + [piece[:0]] * (len(self._layout.local_ranks) - num_lanes)
+        return shards + [piece[:0]] * (len(self._layout.local_ranks) - num_shards)
 
     @override
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
-        # The others keep their values, so the fold happens in a copy.
+        # The other ranks keep their values, so fold in a copy.
         copy = buffer.clone().view(-1)
         self._fold_to_leaders(copy, _without_mean(op), call)
         if self._layout.node_of(root) == self._layout.node_index:
@@ -122,7 +124,7 @@ class HierarchicalWire(Wire):
         home = self._layout.node_of(root)
         if self._layout.node_index == home:
             self._node.broadcast(buffer, self._layout.local_ranks.index(root), call)
-        self._led(lambda lane: lane.broadcast(buffer.view(-1), home, call))
+        self._led(lambda group: group.broadcast(buffer.view(-1), home, call))
         if self._layout.node_index != home:
             self._node.broadcast(buffer, 0, call)
 
@@ -136,7 +138,7 @@ class HierarchicalWire(Wire):
         if self._is_leader:
             mine = rows[self._layout.node_index].clone()
             torch.cat([part.view(-1) for part in local], out=mine[: sizes[self._layout.node_index]])
-            self._led(lambda lane: lane.all_gather(list(rows.unbind()), mine, call))
+            self._led(lambda group: group.all_gather(list(rows.unbind()), mine, call))
         self._node.broadcast(rows, 0, call)
         for row, ranks in zip(rows, self._layout.nodes, strict=True):
             if self.rank not in ranks:
@@ -145,7 +147,7 @@ class HierarchicalWire(Wire):
     @override
     def reduce_scatter(self, output: Tensor, sources: Sequence[Tensor], op: ReduceOp, call: Call) -> None:
         folded = _without_mean(op)
-        # What each node is to get, cut into a shard per lane: every lane folds its shard of every block.
+        # One block per node: what that node receives, cut into shards. Each shard group folds its shard of every block.
         blocks = [torch.cat([sources[rank].view(-1) for rank in ranks]) for ranks in self._layout.nodes]
         cut = [self._shards(block) for block in blocks]
         by_local_rank = [torch.cat(parts) for parts in zip(*cut, strict=True)]
@@ -154,23 +156,23 @@ class HierarchicalWire(Wire):
         block = blocks[self._layout.node_index]
         shards = self._shards(block)
         shard = shards[self._layout.position].clone()
-        if self._lane is not None:
+        if self._shard_group is not None:
             sizes = [shards_of[self._layout.position].numel() for shards_of in cut]
-            self._reduce_scatter_in_lane(shard, list(torch.split(mine, sizes)), folded, call)
+            self._reduce_scatter_shard(shard, list(torch.split(mine, sizes)), folded, call)
         self._node.all_gather(shards, shard, call)
         start = sum(sources[rank].numel() for rank in self._layout.local_ranks[: self._layout.position])
         output.view(-1).copy_(block[start : start + output.numel()])
         if op is ReduceOp.MEAN:
             output.div_(self.num_ranks)
 
-    def _reduce_scatter_in_lane(self, shard: Tensor, parts: list[Tensor], op: ReduceOp, call: Call) -> None:
+    def _reduce_scatter_shard(self, shard: Tensor, parts: list[Tensor], op: ReduceOp, call: Call) -> None:
         """gloo scatters equal sizes: pad to the largest."""
-        assert self._lane is not None
+        assert self._shard_group is not None
         longest = max(part.numel() for part in parts)
         padded = [torch.nn.functional.pad(part, (0, longest - part.numel())) for part in parts]
         result = padded[0].new_empty(longest)
         if longest:
-            self._lane.reduce_scatter(result, padded, op, call)
+            self._shard_group.reduce_scatter(result, padded, op, call)
         shard.copy_(result[: shard.numel()])
 
     @override
@@ -194,7 +196,7 @@ class HierarchicalWire(Wire):
         remote = [part.view(-1) for rank, part in enumerate(sources) if rank not in local]
         outgoing = torch.cat(remote)
         incoming = outgoing.new_empty(sum(taken))
-        self._across.all_to_all(incoming, outgoing, taken, given, call)
+        self._all_ranks.all_to_all(incoming, outgoing, taken, given, call)
         _fill([part for rank, part in enumerate(outputs) if rank not in local], incoming)
 
     @override
@@ -202,7 +204,7 @@ class HierarchicalWire(Wire):
         if peer in self._layout.local_ranks:
             self._node.send(buffer, self._layout.local_ranks.index(peer), tag, work, call)
         else:
-            self._across.send(buffer, peer, tag, work, call)
+            self._all_ranks.send(buffer, peer, tag, work, call)
 
     @override
     def receive(self, buffer: Tensor, peer: int | None, tag: int, work: PendingWork, call: Call) -> None:
@@ -215,7 +217,7 @@ class HierarchicalWire(Wire):
         if peer in self._layout.local_ranks:
             self._node.receive(buffer, self._layout.local_ranks.index(peer), tag, work, call)
         else:
-            self._across.receive(buffer, peer, tag, work, call)
+            self._all_ranks.receive(buffer, peer, tag, work, call)
 
     @override
     def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
@@ -224,23 +226,23 @@ class HierarchicalWire(Wire):
     @override
     def abort(self, reason: str) -> None:
         self._node.abort(reason)
-        for leg in (self._lane, self._across):
-            if leg is not None:
-                leg.abort(reason)
+        for group in (self._shard_group, self._all_ranks):
+            if group is not None:
+                group.abort(reason)
 
     @override
     def close(self) -> None:
         self._node.close()
 
-    def _led(self, act: Callable[[Leg], None]) -> None:
-        """Between nodes, one rank of each speaks: the leader, in the first lane."""
+    def _led(self, act: Callable[[InterNodeGroup], None]) -> None:
+        """Run `act` on the leader of each node, in the group of the first shard."""
         if self._is_leader:
-            assert self._lane is not None, "position 0 is in a lane of every layout"
-            act(self._lane)
+            assert self._shard_group is not None, "position 0 carries a shard in every layout"
+            act(self._shard_group)
 
 
 def _piece_numels(flat: Tensor) -> list[int]:
-    """Pieces that grow from the beginning of a buffer and shrink towards its end."""
+    """The sizes of the pieces: they grow from the beginning of a buffer and shrink towards its end."""
     edge, most = _EDGE_BYTES // flat.element_size(), _PIECE_BYTES // flat.element_size()
     numels, left = [], flat.numel()
     while left:
@@ -251,7 +253,7 @@ def _piece_numels(flat: Tensor) -> list[int]:
 
 
 def _without_mean(op: ReduceOp) -> ReduceOp:
-    """A mean is a sum, divided once at the end: dividing on every level would round more often."""
+    """A mean is a sum divided once at the end: dividing on every level would round more often."""
     return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 

@@ -1,4 +1,8 @@
-"""The mpi4py backend: a c10d process group over real MPI."""
+"""The mpi4py backend: a c10d process group over real MPI.
+
+Read `library` (MPI in this process), `group` and `meeting` (how a group is made), `wire`, `waiting`, `transfers`,
+`control`.
+"""
 
 from torsh_distributed.comm.backends.mpi.group import create_mpi_group, create_mpi_wire
 from torsh_distributed.comm.backends.mpi.wire import MpiWire

@@ -1,8 +1,7 @@
-"""What the ranks of a group tell each other beside the data: that one gives up, leaves, or has waited for long.
+"""Control messages between the ranks of a group: one aborts, leaves, or has waited for long.
 
-Why: MPI knows no abort of one group, and a rank that waits in vain cannot tell a slow peer from an absent one. Such
-notices are small messages under a tag of their own; they are read by ranks that have waited for a while, never on
-the fast path.
+Why: MPI cannot abort a single group, and a waiting rank cannot tell a slow peer from an absent one. Notices are small
+messages under their own tag; ranks read them after waiting for a while, never on the fast path.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +26,7 @@ _MESSAGE_BYTES = 1024
 _MAX_REASON_CHARS = 120
 
 
-class Kind(StrEnum):
+class NoticeKind(StrEnum):
     """What a notice says."""
 
     ABORT = "abort"
@@ -36,8 +35,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a group does not work any more: the rank that ended it first, and its words."""
+class GroupEnd:
+    """Why a group does not work any more: the rank that ended it first, and its reason."""
 
     origin: int
     reason: str
@@ -45,26 +44,26 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class _Departure:
-    """A rank that left: how many collectives it had done, and when this rank heard of it."""
+    """A rank that left: how many collectives it had done, and when this rank learned of it."""
 
     num_collectives: int
     heard_s: float
 
 
-class Control:
-    """One rank's side: tells all others, and keeps what they told."""
+class ControlChannel:
+    """One rank's side: sends notices to all others and keeps theirs."""
 
-    def __init__(self, library: Library, comm: MPI.Intracomm, *, tag: int, group_id: str) -> None:
+    def __init__(self, library: MpiLibrary, comm: MPI.Intracomm, *, tag: int, group_id: str) -> None:
         self._library = library
         self._comm = comm
         self._tag = tag
-        # A communicator's number is used again once freed: a late notice of an older group must not count.
+        # A communicator's number is reused once freed: a late notice of an older group must not count.
         self._group_id = group_id
         self._rank = comm.Get_rank()
         self._peers = [rank for rank in range(comm.Get_size()) if rank != self._rank]
         self.released = threading.Event()
-        """Set when the group ends; whoever sleeps for the group sleeps on it."""
-        self.ending: Ending | None = None
+        """Set when the group ends; threads that sleep for the group wait on it."""
+        self.ending: GroupEnd | None = None
         self._left: dict[int, _Departure] = {}
         self._waiting: dict[int, int] = {}
         self._sent: deque[tuple[MPI.Request, bytes]] = deque()
@@ -77,28 +76,28 @@ class Control:
         return self._comm.Irecv((self._inbox, self._library.mpi.BYTE), source=any_source, tag=self._tag)
 
     def abort(self, reason: str) -> None:
-        """End the group here and tell the others; the first reason stays. Takes no lock: a signal handler may call."""
+        """End the group here and notify the others; the first reason stays. Lock-free, for signal handlers."""
         if self.ending is not None:
             return
-        self.ending = Ending(self._rank, reason)
+        self.ending = GroupEnd(self._rank, reason)
         self.released.set()
-        self._tell(self._peers, Kind.ABORT, reason=reason)
+        self._tell(self._peers, NoticeKind.ABORT, reason=reason)
 
     def leave(self, num_collectives: int) -> None:
-        """Say goodbye to those who are still there."""
+        """Notify the ranks that are still in the group."""
         self.look()
-        self._tell([rank for rank in self._peers if rank not in self._left], Kind.LEFT, sequence=num_collectives)
+        self._tell([rank for rank in self._peers if rank not in self._left], NoticeKind.LEFT, sequence=num_collectives)
 
     def say_waiting(self, sequence: int) -> None:
-        """Let the others know that this rank has come to its collective number `sequence`."""
-        self._tell(self._peers, Kind.WAITING, sequence=sequence)
+        """Notify the others that this rank waits in its collective number `sequence`."""
+        self._tell(self._peers, NoticeKind.WAITING, sequence=sequence)
 
     def absent(self, sequence: int) -> list[int]:
-        """Ranks that did not say they wait in that collective or a later one."""
+        """Ranks that have not announced that collective or a later one."""
         return [rank for rank in self._peers if self._waiting.get(rank, -1) < sequence]
 
     def gone_before(self, sequence: int) -> int | None:
-        """A rank that left without coming to that collective."""
+        """A rank that left before that collective."""
         return next((rank for rank, gone in self._left.items() if gone.num_collectives < sequence), None)
 
     def gone_for(self, peer: int | None, time_s: float) -> int | None:
@@ -112,7 +111,7 @@ class Control:
     def _is_alone(self) -> bool:
         return 0 < len(self._peers) == len(self._left)
 
-    def _tell(self, ranks: Iterable[int], kind: Kind, *, sequence: int = 0, reason: str = "") -> None:
+    def _tell(self, ranks: Iterable[int], kind: NoticeKind, *, sequence: int = 0, reason: str = "") -> None:
         if not self._library.is_usable:
             return
         notice = {"group": self._group_id, "kind": kind, "sequence": sequence, "reason": reason[:_MAX_REASON_CHARS]}
@@ -121,15 +120,15 @@ class Control:
             try:
                 request = self._comm.Isend((message, self._library.mpi.BYTE), dest=rank, tag=self._tag)
             except self._library.mpi.Exception as error:
-                # The peer may be gone. This rank goes its way all the same; the peer has its own deadline.
-                _log.warning("rank %d cannot be told that this rank says %s: %s", rank, kind, error)
+                # The peer may be gone. This rank continues regardless; the peer has its own deadline.
+                _log.warning("cannot send the notice to rank %d that this rank says %s: %s", rank, kind, error)
                 continue
             self._sent.append((request, message))
 
     def look(self) -> None:
-        """Take in what the others told."""
+        """Read the notices that have arrived."""
         if not self._turn.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread does this already
         try:
             status = self._library.mpi.Status()
             while self._request is not None and self._request.Test(status):
@@ -150,18 +149,18 @@ class Control:
         notice = json.loads(message)
         if notice["group"] != self._group_id:
             return
-        match Kind(notice["kind"]):
-            case Kind.ABORT:
+        match NoticeKind(notice["kind"]):
+            case NoticeKind.ABORT:
                 if self.ending is None:
-                    self.ending = Ending(origin, notice["reason"])
+                    self.ending = GroupEnd(origin, notice["reason"])
                 self.released.set()
-            case Kind.LEFT:
+            case NoticeKind.LEFT:
                 self._left[origin] = _Departure(notice["sequence"], time.monotonic())
-            case Kind.WAITING:
+            case NoticeKind.WAITING:
                 self._waiting[origin] = notice["sequence"]
 
     def close(self) -> bool:
-        """Listen no more; whether nothing of ours is still on its way."""
+        """Stop listening; whether all notices of this rank were delivered."""
         self.released.set()
         with self._turn:
             if self._request is not None:

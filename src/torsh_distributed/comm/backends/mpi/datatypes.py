@@ -1,8 +1,8 @@
 """Tensors and reductions as MPI knows them.
 
 Why some reductions are ours: no MPI has bfloat16, few have half precision, and MPI's minimum of a number and NaN
-depends on their order, so that ranks could disagree. An operation of our own, which MPI calls and torch carries out,
-has none of this. For bfloat16 it was the fastest way too (measured; see the decision record).
+depends on their order, so ranks could disagree. A user-defined operation, which MPI calls and torch computes, has none
+of these problems. For bfloat16 it was also the fastest way (measured; see the decision record).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Spec = tuple[MPI.buffer, int, MPI.Datatype]
 
 MAX_COUNT = 2**31 - 1
-"""The most elements one call takes in every MPI: counts are C ints before MPI 4."""
+"""The most elements per call in every MPI: counts are C ints before MPI 4."""
 _BLOCK_BYTES = 2**20
 
 _INTEGERS = {
@@ -72,7 +72,7 @@ def _is_native(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 
 def _is_ours(op: ReduceOp, dtype: torch.dtype) -> bool:
-    """Whether the reduction is done by torch inside MPI's algorithm."""
+    """Whether torch does the reduction inside MPI's algorithm."""
     if dtype in _HALVES:
         return op in _ARITHMETIC or op in _ORDER
     return dtype in _FLOATS and op in _ORDER
@@ -84,17 +84,17 @@ SUPPORTED = frozenset(
     for dtype in (*_INTEGERS, *_FLOATS, *_HALVES, torch.bool)
     if _is_native(op, dtype) or _is_ours(op, dtype)
 )
-"""The reductions that need no help from the group."""
+"""The reductions that MPI does itself or with our operation."""
 
 
-class Datatypes:
-    """Makes what the calls of MPI take out of tensors; nothing is copied."""
+class MpiDatatypes:
+    """Describes tensors as MPI's calls take them; nothing is copied."""
 
     def __init__(self, mpi: ModuleType) -> None:
         self._mpi = mpi
         names = {**_INTEGERS, **_FLOATS, torch.bool: "UINT8_T"}
         self._types: dict[torch.dtype, MPI.Datatype] = {dtype: getattr(mpi, name) for dtype, name in names.items()}
-        # Types of their own, though the bytes are those of an integer: by the type an operation knows its dtype.
+        # Separate types, though the bytes are those of an integer: the operation finds its dtype by the type.
         self._types |= {dtype: mpi.UINT16_T.Dup() for dtype in _HALVES}
         self._dtypes = {self._types[dtype].handle: dtype for dtype in (*_FLOATS, *_HALVES)}
         self._ours: dict[str, MPI.Op] = {}
@@ -119,7 +119,7 @@ class Datatypes:
         return memory, 1, self._large_type(num_bytes)
 
     def _large_type(self, num_bytes: int) -> MPI.Datatype:
-        """One element as large as the message: whole blocks, then the rest. It stays committed for the next time."""
+        """One element as large as the message: whole blocks, then the rest. It stays committed for reuse."""
         if num_bytes not in self._large:
             num_blocks, rest = divmod(num_bytes, _BLOCK_BYTES)
             block = self._mpi.BYTE.Create_contiguous(_BLOCK_BYTES)
@@ -145,9 +145,9 @@ class Datatypes:
     def _fold(
         self, fold: Callable[[Tensor, Tensor], object], other: MPI.buffer, mine: MPI.buffer, datatype: MPI.Datatype
     ) -> None:
-        """Called by MPI, in whatever thread makes progress, with parts of two ranks' tensors; the second is changed.
+        """Called by MPI, in any thread that makes progress, with parts of two ranks' tensors; changes the second.
 
-        It waits for Python's lock inside MPI. This cannot lock up: mpi4py gives it back in every call that may wait.
+        It waits for the GIL inside MPI. This cannot deadlock: mpi4py releases it in every call that may wait.
         """
         dtype = self._dtypes[datatype.handle]
         fold(torch.frombuffer(other, dtype=dtype), torch.frombuffer(mine, dtype=dtype))

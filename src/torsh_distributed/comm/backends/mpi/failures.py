@@ -1,4 +1,4 @@
-"""From what went wrong to the error a user reads: which operation, who is missing, who left, what MPI says."""
+"""Builds the errors a user reads: which operation, who is missing, who left, what MPI says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failures:
         return {"operation": call.operation, "sequence": call.sequence, "rank": self._rank, "backend": "mpi4py"}
 
     def late(self, call: Call, missing: Sequence[int]) -> TorshError:
-        """The deadline passed; `missing` are the ranks that did not say they wait here too."""
+        """The deadline passed; `missing` are the ranks that have not announced this collective."""
         who = ", ".join(f"rank {rank}" for rank in missing)
         return OperationTimeout(
             f"{call.operation} number {call.sequence} was not done within {call.timeout_ns / 1e9:g} s"
@@ -53,7 +53,7 @@ class Failures:
         )
 
     def left(self, call: Call, peer: int) -> TorshError:
-        """A rank destroyed the group, or its process ended in order, before this operation."""
+        """A rank destroyed the group, or its process ended normally, before this operation."""
         return CommunicationError(
             f"rank {peer} left the group while this rank still needed it",
             hint="let all ranks run the same operations before destroy_process_group()",
@@ -81,7 +81,7 @@ class Failures:
         )
 
     def reserved_tag(self, call: Call, tag: int, most: int) -> TorshError:
-        """A tag that this MPI, or the group's own messages, leave no room for."""
+        """A tag beyond this MPI's limit, or reserved for the group's own messages."""
         return InvalidArgument(
             f"a tag must lie between 0 and {most} with this MPI",
             hint="use small tags; MPI promises no more than 32767",

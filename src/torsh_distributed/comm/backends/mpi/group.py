@@ -1,4 +1,4 @@
-"""Making an mpi4py group: meet in the store, start MPI, check who is who, get a communicator."""
+"""Creates an mpi4py group: the ranks meet in the store, start MPI, check their numbers, get a communicator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.mpi.library import Library, library, missing_mpi
-from torsh_distributed.comm.backends.mpi.meeting import Meeting, Seat, check_seats
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary, library, missing_mpi
+from torsh_distributed.comm.backends.mpi.meeting import MpiMeeting, MpiProcess, check_processes
 from torsh_distributed.comm.backends.mpi.wire import MpiWire
 from torsh_distributed.errors import OperationTimeout
 
@@ -47,16 +47,16 @@ def create_mpi_wire(
     """Meet the other ranks in `store` and get a communicator with them; every rank of the group calls it.
 
     `members` are the group's ranks in the world of `world_size`. In the first group of a process they must be those of
-    the MPI job; a world that was made anew of the survivors has its own numbers, and any process keeps its seat.
+    the MPI job; a world rebuilt from the survivors has its own numbers, and each process keeps its MPI rank.
     """
     timeout_s = timeout.total_seconds()
-    meeting = Meeting(store, rank=rank, num_ranks=len(members), timeout_s=timeout_s)
+    meeting = MpiMeeting(store, rank=rank, num_ranks=len(members), timeout_s=timeout_s)
     meeting.arrive(missing_mpi())
     ours = library()
     ours.start(meeting.remaining_s)
     is_first = not ours.has_groups
-    seats = meeting.sit(
-        Seat(
+    processes = meeting.exchange(
+        MpiProcess(
             mpi_rank=ours.world.Get_rank(),
             mpi_size=ours.world.Get_size(),
             library=ours.version,
@@ -66,13 +66,13 @@ def create_mpi_wire(
         )
     )
     ours.forget_segment_names()
-    check_seats(seats)
-    comm = _communicator(ours, [seat.mpi_rank for seat in seats], name, meeting.remaining_s)
-    return MpiWire(ours, comm, group_id=seats[0].group_id, timeout_s=timeout_s)
+    check_processes(processes)
+    comm = _communicator(ours, [process.mpi_rank for process in processes], name, meeting.remaining_s)
+    return MpiWire(ours, comm, group_id=processes[0].group_id, timeout_s=timeout_s)
 
 
-def _communicator(ours: Library, mpi_ranks: list[int], name: str, timeout_s: float) -> MPI.Intracomm:
-    """A communicator of these processes, in this order. Only they call; the tag keeps groups made at once apart."""
+def _communicator(ours: MpiLibrary, mpi_ranks: list[int], name: str, timeout_s: float) -> MPI.Intracomm:
+    """A communicator of these processes, in this order. Only they call it; the tag tells concurrent groups apart."""
     found: list[MPI.Intracomm] = []
     tag = zlib.crc32(name.encode()) % ours.max_tag
 
@@ -88,7 +88,7 @@ def _communicator(ours: Library, mpi_ranks: list[int], name: str, timeout_s: flo
     if not ours.call_within(create, timeout_s):
         ours.abandon(create)
         raise OperationTimeout(
-            f"MPI did not make a communicator within {timeout_s:.1f} s, though every rank was there",
+            f"MPI did not create a communicator within {timeout_s:.1f} s, though every rank was there",
             hint="a rank ended meanwhile, or MPI cannot reach it: look at the output of mpiexec",
             operation="create the mpi4py group",
             mpi_ranks=mpi_ranks,

@@ -1,6 +1,6 @@
-"""MPI itself: found and loaded when somebody asks, initialised for the first group, finalised at exit.
+"""MPI in this process: loaded on first use, initialised for the first group, finalised at exit.
 
-MPI is one per process and cannot be started twice, so its state is kept here, in one object.
+A process has one MPI and cannot start it twice, so one object here keeps its state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
-from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
+from torsh_distributed.comm.backends.mpi.datatypes import MpiDatatypes
 from torsh_distributed.errors import BackendError, ConfigurationError, FeatureNotAvailable, OperationTimeout
 
 if TYPE_CHECKING:
@@ -34,26 +34,26 @@ _MIN_TAG_UB = 32767
 
 
 class Closable(Protocol):
-    """What is closed before MPI ends."""
+    """Something to close before MPI is finalised."""
 
     def close(self) -> None:
-        """Give back what MPI lent."""
+        """Release MPI's resources."""
 
 
-class Library:
+class MpiLibrary:
     """MPI in this process, loaded but not yet initialised; `library()` makes the only one."""
 
     def __init__(self, mpi: ModuleType) -> None:
         self.mpi = mpi
         self.has_groups = False
-        """Whether a group was made in this process before."""
+        """Whether this process has created a group before."""
         self._wires: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._abandoned: list[object] = []
         self._exit_timeout_s = 0.0
 
     @functools.cached_property
     def version(self) -> str:
-        """The first line of what the MPI library says of itself."""
+        """The first line of the MPI library's version text."""
         return str(self.mpi.Get_library_version()).splitlines()[0].strip(" \0")
 
     @functools.cached_property
@@ -69,9 +69,9 @@ class Library:
         return world
 
     @functools.cached_property
-    def datatypes(self) -> Datatypes:
-        """MPI's words for tensors; MPI must have been started."""
-        return Datatypes(self.mpi)
+    def datatypes(self) -> MpiDatatypes:
+        """MPI's description of tensors; MPI must have been started."""
+        return MpiDatatypes(self.mpi)
 
     @property
     def is_usable(self) -> bool:
@@ -79,7 +79,7 @@ class Library:
         return bool(self.mpi.Is_initialized() and not self.mpi.Is_finalized())
 
     def start(self, timeout_s: float) -> None:
-        """Initialise MPI unless somebody has. Every process of the MPI job must, within `timeout_s`."""
+        """Initialise MPI unless that is done. Every process of the MPI job must, within `timeout_s`."""
         if self.mpi.Is_finalized():
             raise BackendError(
                 "MPI was finalised in this process, and it cannot be started twice",
@@ -107,8 +107,8 @@ class Library:
     def forget_segment_names(self) -> None:
         """Remove the names of the shared memory that this process has mapped for MPI; the memory itself stays.
 
-        MPICH keeps them in /dev/shm until `MPI_Finalize`, so a killed job would leave them there for ever. To be called
-        when all ranks are known to be out of `MPI_Init`: from then on nobody needs them.
+        MPICH keeps them in /dev/shm until `MPI_Finalize`, so a killed job would leave them there forever. Call it when
+        all ranks are known to have left `MPI_Init`: from then on the names are not needed.
         """
         for line in Path("/proc/self/maps").read_text().splitlines():
             _, _, path = line.partition(_SEGMENT_PREFIX)
@@ -122,7 +122,7 @@ class Library:
         self._exit_timeout_s = max(self._exit_timeout_s, timeout_s)
 
     def abandon(self, *things: object) -> None:
-        """Keep requests and the memory they use for ever: MPI may still write there, and cannot be told not to."""
+        """Keep requests and their memory forever: MPI may still write there, and that cannot be cancelled."""
         self._abandoned.append(things)
 
     def wait_asleep(self, request: MPI.Request, timeout_s: float) -> bool:
@@ -138,14 +138,14 @@ class Library:
     def call_within(self, function: Callable[[], object], timeout_s: float) -> bool:
         """Run a call of MPI that blocks and knows no deadline; whether it returned in time. Its error is raised.
 
-        The thread is left to itself when the time is over: nothing can take a call of MPI back.
+        When the time is over the thread is left running: a call of MPI cannot be cancelled.
         """
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 function()
-            except BaseException as error:  # it belongs to the caller, who waits below
+            except BaseException as error:  # raised by the caller, which waits below
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="torsh-mpi-call", daemon=True)
@@ -158,9 +158,9 @@ class Library:
     def _end(self, pid: int) -> None:
         """At interpreter exit: finalise MPI, unless this process failed or the others do not come.
 
-        Why with care: `MPI_Finalize` waits for every rank, for ever; but a process that exits without it is taken for
-        a crash by mpiexec, which then ends the whole job. So a rank that raised does not finalise, to end the job at
-        once; a rank that ended well waits for the others asleep, and finalises when all are there.
+        `MPI_Finalize` waits for every rank, forever; but mpiexec treats a process that exits without it as a crash and
+        ends the whole job. So a rank that raised does not finalise, which ends the job at once; a rank that succeeded
+        waits for the others without spinning, and finalises when all have arrived.
         """
         if os.getpid() != pid or not self.is_usable:
             return
@@ -182,7 +182,7 @@ class Library:
 
 
 @functools.cache
-def library() -> Library:
+def library() -> MpiLibrary:
     """The MPI library of this process; loading it initialises nothing. FeatureNotAvailable says what is missing."""
     if find_spec("mpi4py") is None:
         raise FeatureNotAvailable("mpi4py is not installed", hint=INSTALL, backend="mpi4py")
@@ -200,7 +200,7 @@ def library() -> Library:
             backend="mpi4py",
             MPI4PY_LIBMPI=os.environ.get("MPI4PY_LIBMPI"),
         ) from error
-    return Library(MPI)
+    return MpiLibrary(MPI)
 
 
 def missing_mpi() -> str:

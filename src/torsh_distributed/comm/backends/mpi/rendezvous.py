@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from torsh_distributed.comm.backends.mpi.library import Library, library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary, library
 from torsh_distributed.comm.meeting.rendezvous import open_store
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, TorshError
 
@@ -50,8 +50,8 @@ def meet_through_mpi(timeout: timedelta = default_pg_timeout) -> Found:
     return store or open_store(host, port, is_host=False, timeout_s=timeout_s), rank, size
 
 
-def _check_launcher(ours: Library, size: int) -> None:
-    """The launcher of one MPI and the library of another make of every process a job of its own."""
+def _check_launcher(ours: MpiLibrary, size: int) -> None:
+    """Raise if launcher and library are of different MPIs: then every process is a job of its own."""
     started = next((int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ), size)
     if started != size:
         raise ConfigurationError(
@@ -78,7 +78,7 @@ def _master_addr(size: int) -> str:
     return _LOOPBACK
 
 
-def _broadcast_port(ours: Library, port: int, timeout_s: float) -> int:
+def _broadcast_port(ours: MpiLibrary, port: int, timeout_s: float) -> int:
     """Rank 0's port on every rank."""
     message = bytearray(port.to_bytes(_PORT_BYTES))
     if not ours.wait_asleep(ours.world.Ibcast((message, ours.mpi.BYTE), 0), timeout_s):

@@ -1,8 +1,8 @@
-"""Sends and receives of one group: who asks MPI about them, and who is told when one is done.
+"""Polls MPI for the sends and receives of one group and completes their works.
 
-A message that is done when the call returns needs nobody. For the rest, a thread that waits for one asks MPI about
-all of them; while nobody waits, the group's own thread does, at a slow pace, so that messages flow while the program
-computes and a work that is never waited for ends all the same.
+A message may be done when the call returns. For the others, a thread that waits for one polls MPI for all of them;
+while none waits, the group's own thread does, at a slow pace, so messages flow while the program computes and a work
+that is never waited for still ends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.mpi.control import Control
-from torsh_distributed.comm.backends.mpi.datatypes import Datatypes
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
+from torsh_distributed.comm.backends.mpi.datatypes import MpiDatatypes
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.waiting import ASKS_PER_REST, Pacer
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.errors import TorshError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _CLOSE_TIMEOUT_S = 5.0
 _LAST_MESSAGES_S = 1.0
-"""How long what a rank sent before it left may still be on its way."""
+"""How long messages of a rank that left may still be in transit."""
 
 
 @dataclass(slots=True)
@@ -56,10 +56,10 @@ class Transfers:
 
     def __init__(
         self,
-        library: Library,
+        library: MpiLibrary,
         comm: MPI.Intracomm,
-        datatypes: Datatypes,
-        control: Control,
+        datatypes: MpiDatatypes,
+        control: ControlChannel,
         failures: Failures,
         *,
         max_tag: int,
@@ -71,7 +71,7 @@ class Transfers:
         self._failures = failures
         self._max_tag = max_tag
         self._pending: list[_Transfer] = []
-        # MPI forbids two threads to ask about one request at a time.
+        # MPI forbids two threads to test one request at the same time.
         self._turn = threading.Lock()
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
@@ -115,7 +115,7 @@ class Transfers:
             self._wanted.set()
 
     def _look_at(self, transfer: _Transfer) -> _Outcome | None:
-        """How a transfer ended, or None while it has not. The caller has the turn."""
+        """How a transfer ended, or None while it is pending. The caller holds the turn."""
         status = self._library.mpi.Status()
         try:
             if not transfer.request.Test(status):
@@ -131,7 +131,7 @@ class Transfers:
         return _Outcome(transfer, None, peer=origin)
 
     def _give_up(self, transfer: _Transfer) -> _Outcome | None:
-        """The error of a transfer that cannot be done any more; it is taken back from MPI as far as that goes."""
+        """The error of a transfer that cannot complete any more; it is cancelled if MPI can."""
         error: TorshError | None = None
         ending = self._control.ending
         if ending is not None:
@@ -151,7 +151,7 @@ class Transfers:
         return _Outcome(transfer, error)
 
     def _look(self) -> None:
-        """Ask MPI about every pending transfer, and tell whoever waits for those that ended."""
+        """Test every pending transfer and complete the works of those that ended."""
         with self._turn:
             outcomes = [outcome for transfer in self._pending if (outcome := self._look_at(transfer)) is not None]
             ended = {id(outcome.transfer) for outcome in outcomes}
@@ -160,7 +160,7 @@ class Transfers:
             outcome.transfer.work.complete(outcome.error, peer=outcome.peer)
 
     def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
-        """Ask MPI until `work` is complete or the time is over."""
+        """Poll MPI until `work` is complete or the time is over."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pacer = Pacer(self._control, is_background=False)
         while not work.is_completed() and (deadline is None or time.monotonic() < deadline):
@@ -175,7 +175,7 @@ class Transfers:
         while not self._is_closed:
             self._wanted.wait()
             pacer = Pacer(self._control, is_background=True)
-            # Rest first: whoever started the transfer most often waits for it right away.
+            # Rest first: most callers wait for their transfer right away.
             while self._pending and not self._is_closed:
                 pacer.rest()
                 self._control.look()

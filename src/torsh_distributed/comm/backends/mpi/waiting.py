@@ -1,10 +1,10 @@
 """Waiting for MPI with a deadline and a way out.
 
-Note on waiting. MPI's own waits cannot be left: no deadline, no abort, and they keep a core busy. So nothing here
-blocks in MPI: every operation is a non-blocking one that is asked again and again whether it is done, and MPI moves
-data only while it is asked. At first the asking is only interrupted by giving the core to others; then by sleeps that
-grow with the time spent waiting, to 5 ms: a rank that waits for long uses a few hundredths of a core. The sleeps end
-at once when the group is aborted here. When MPI has moved data since the last sleep, the pace is fast again.
+Note on waiting. MPI's own waits have no deadline and no abort, and they keep a core busy. So nothing here blocks in
+MPI: every operation is non-blocking and is polled until it is done, and MPI moves data only while it is polled. At
+first, polls only yield the core in between; then they sleep, for times that grow with the time spent waiting, up to
+5 ms: a rank that waits for long uses a few hundredths of a core. An abort here ends a sleep at once. When MPI has
+moved data since the last sleep, polling is fast again.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torsh_distributed.comm.backends.mpi.control import Control
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.wire import Call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ASKS_PER_REST = 8
-"""One question moves a small part of a message only; giving the core away after each would cost a turn per part."""
+"""A poll moves only a small part of a message; yielding after each would cost a time slice per part."""
 _SPIN_NS = 200_000
 _SPIN_NS_PER_BYTE = 1
 """A large message is not late before it could have been moved at 1 GB/s."""
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 5e-3
 _SLEEP_SHARE = 0.05
-"""How long to sleep, as a part of the time waited so far: what a sleep can add to it."""
+"""How long to sleep, as a fraction of the time waited so far: the most that a sleep can add to it."""
 _WORK_NS = 100_000
-"""More processor time than this since the last sleep is not asking: MPI has moved data."""
+"""More processor time than this since the last sleep is not polling: MPI has moved data."""
 _ANNOUNCE_NS = 200_000_000
 
 
 class Pacer:
-    """The rests between two questions to MPI."""
+    """The pauses between two polls of MPI."""
 
-    def __init__(self, control: Control, *, is_background: bool, num_bytes: int = 0) -> None:
+    def __init__(self, control: ControlChannel, *, is_background: bool, num_bytes: int = 0) -> None:
         self._control = control
         # The group's own thread does not spin: the program computes meanwhile.
         self._spin_ns = 0 if is_background else _SPIN_NS + num_bytes * _SPIN_NS_PER_BYTE
@@ -49,7 +49,7 @@ class Pacer:
         self._cpu_ns: int | None = None
 
     def rest(self) -> bool:
-        """Give the core away for a moment, or sleep; whether it slept."""
+        """Yield the core, or sleep; whether it slept."""
         now_ns = time.monotonic_ns()
         if now_ns - self._idle_since_ns < self._spin_ns:
             os.sched_yield()
@@ -63,10 +63,10 @@ class Pacer:
         return True
 
 
-class Waits:
-    """Waits of one group for requests of collectives."""
+class RequestWaiter:
+    """RequestWaiter of one group for requests of collectives."""
 
-    def __init__(self, library: Library, control: Control, failures: Failures) -> None:
+    def __init__(self, library: MpiLibrary, control: ControlChannel, failures: Failures) -> None:
         self._library = library
         self._control = control
         self._failures = failures
@@ -85,7 +85,7 @@ class Waits:
         """Return when `request` is done; raise when it cannot be any more, or at the call's deadline.
 
         `sequence` counts the group's collectives. `kept` is the memory that MPI reads and writes: after a failure
-        it must never be given to anybody else, for MPI may still write to it.
+        it must never be reused, because MPI may still write to it.
         """
         try:
             if not _is_done(request, status):
@@ -129,7 +129,7 @@ class Waits:
 
 
 def _is_done(request: MPI.Request, status: MPI.Status | None) -> bool:
-    for _ in range(ASKS_PER_REST):  # noqa: SIM110 - a generator would cost as much as the questions
+    for _ in range(ASKS_PER_REST):  # noqa: SIM110 - a generator would cost as much as the polls
         if request.Test(status):
             return True
     return False

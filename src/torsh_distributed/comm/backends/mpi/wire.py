@@ -1,4 +1,4 @@
-"""The wire of the mpi4py backend: operations as non-blocking calls of MPI on the tensors' own memory."""
+"""The wire of the mpi4py backend: non-blocking calls of MPI on the tensors' own memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.mpi.control import Control
+from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.datatypes import MAX_COUNT, SUPPORTED
 from torsh_distributed.comm.backends.mpi.failures import Failures
-from torsh_distributed.comm.backends.mpi.library import Library
+from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.transfers import Transfers
-from torsh_distributed.comm.backends.mpi.waiting import Waits
+from torsh_distributed.comm.backends.mpi.waiting import RequestWaiter
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CHUNK_NUMEL = 2**24
-"""Elements reduced by one call. Far below MPI's limit: a single question to MPI may fold a whole chunk, and nobody can
-abort it meanwhile. All-reduce of 128 MB is no slower for it."""
+"""Elements reduced by one call. Far below MPI's limit, because a single poll may fold a whole chunk and cannot be
+aborted meanwhile. An all-reduce of 128 MB is no slower."""
 _NUM_RESERVED_TAGS = 2
 
 
@@ -37,7 +37,7 @@ class MpiWire(Wire):
 
     name: ClassVar[str] = "mpi4py"
 
-    def __init__(self, library: Library, comm: MPI.Intracomm, *, group_id: str, timeout_s: float) -> None:
+    def __init__(self, library: MpiLibrary, comm: MPI.Intracomm, *, group_id: str, timeout_s: float) -> None:
         self.rank = comm.Get_rank()
         self.num_ranks = comm.Get_size()
         self._library = library
@@ -47,8 +47,8 @@ class MpiWire(Wire):
         self._exchange_tag = library.max_tag - 1
         self._num_collectives = 0
         self._failures = Failures(library.mpi, self.rank)
-        self._control = Control(library, comm, tag=library.max_tag, group_id=group_id)
-        self._waits = Waits(library, self._control, self._failures)
+        self._control = ControlChannel(library, comm, tag=library.max_tag, group_id=group_id)
+        self._waits = RequestWaiter(library, self._control, self._failures)
         self._transfers = Transfers(
             library, comm, self._datatypes, self._control, self._failures, max_tag=library.max_tag - _NUM_RESERVED_TAGS
         )
@@ -60,7 +60,7 @@ class MpiWire(Wire):
         return (op, dtype) in SUPPORTED
 
     def _begin(self, call: Call) -> None:
-        """Count a collective; raises if this rank knows that it cannot be done."""
+        """Count a collective; raises if it is known that it cannot complete."""
         self._num_collectives += 1
         self._waits.check(call, self._num_collectives)
 
@@ -159,7 +159,7 @@ class MpiWire(Wire):
             _copy(output, part)
 
     def _all_gather_single(self, whole: Tensor, size: int, call: Call) -> None:
-        """This rank's part is in its place already."""
+        """This rank's part is already in place."""
         parts = self._datatypes.raw_at(whole.data_ptr(), size, times=self.num_ranks)
         self._run(partial(self._comm.Iallgather, self._in_place, parts), call, (whole,))
 
@@ -194,8 +194,8 @@ class MpiWire(Wire):
     def _exchange(self, outputs: dict[int, Tensor], sources: dict[int, Tensor], call: Call) -> None:
         """Receive from and send to the ranks named, all at once; every size is checked on arrival.
 
-        Why not MPI's own collectives for these: they want to know all sizes on every rank, take tensors from one block
-        of memory only, and say nothing when two ranks disagree on a size.
+        Why not MPI's own collectives for these: they need all sizes on every rank, take tensors from one block of
+        memory only, and do not report when two ranks disagree on a size.
         """
         tag, raw = self._exchange_tag, self._datatypes.raw
         kept = (*outputs.values(), *sources.values())
@@ -240,7 +240,7 @@ class MpiWire(Wire):
 
     @override
     def abort(self, reason: str) -> None:
-        # Whoever waits for this group sleeps on the control's event, and finds the reason there.
+        # Waiting threads sleep on the control channel's event and find the reason there.
         self._control.abort(reason)
 
     @override

@@ -1,4 +1,4 @@
-"""The numbers that the shared-memory cores know operations, dtypes, reductions and outcomes by."""
+"""The codes of operations, dtypes, reductions and outcomes in the shared-memory cores."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ DTYPES = {
     torch.float8_e4m3fnuz: 18,
     torch.float8_e5m2fnuz: 19,
 }
-"""Every dtype that travels; those from 12 on are copied but never folded under their own number."""
+"""Every dtype with a code; those from 12 on are copied but never folded under their own code."""
 
 OTHER_DTYPE = 255
-"""Any dtype without a number: it travels too, and only its size is compared across ranks."""
+"""Any dtype without a code: it is sent too, and only its size is compared across ranks."""
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
@@ -93,11 +93,11 @@ FOLDS: dict[tuple[ReduceOp, torch.dtype], tuple[int, int]] = {
     },
     **{(op, torch.bool): (_INTEGER[torch.uint8], REDUCTIONS[op]) for op in _BITWISE},
 }
-"""What the cores fold, by reduction and dtype: the numbers of both. Bools fold as bytes, bit by bit."""
+"""What the cores fold: the codes of dtype and reduction. Bools fold as bytes, bitwise."""
 
 
 def describe_signature(signature: tuple[int, int, int, int, int]) -> str:
-    """What a rank was called with, for people: `all_reduce of 1024 bytes of float32, sum`."""
+    """What a rank was called with, as text: `all_reduce of 1024 bytes of float32, sum`."""
     operation, dtype, reduction, root, num_bytes = signature
     text = OPERATIONS.get(operation, f"operation {operation}")
     if text == "barrier":

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 from torsh_distributed.native import SHM_CORE, load
 
 Receipt = tuple[int, int, int, int]
-"""An order of point-to-point that ended: id, status, peer, bytes of the message."""
+"""A send or receive that ended: id, status, peer, bytes of the message."""
 
 
 class Core(Protocol):
     """One rank's view of a segment; addresses and counts in, a status out (see `codes.Status`).
 
-    Why addresses and not tensors: the compiled core knows no torch. The caller keeps the tensors alive. `is_background`
-    says that the calling thread must not burn its core while it waits.
+    Why addresses and not tensors: the compiled core does not use torch. The caller keeps the tensors alive.
+    `is_background`: the calling thread must not spin while it waits.
     """
 
     def barrier(self, timeout_ns: int, is_background: bool, /) -> int:
@@ -84,7 +84,7 @@ class Core(Protocol):
         is_background: bool,
         /,
     ) -> int:
-        """Copy from the root, to each its own."""
+        """Copy from the root, to each rank its own part."""
 
     def all_to_all(
         self,
@@ -102,7 +102,7 @@ class Core(Protocol):
     def send(
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
     ) -> Receipt | int | None:
-        """Start a send: its receipt if it is done at once, None if it is pending, -status if it failed."""
+        """Start a send: its receipt if it is done already, None if it is pending, -status if it failed."""
 
     def receive(
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
@@ -110,32 +110,32 @@ class Core(Protocol):
         """Start a receive, from any rank if `peer` is -1; returns as `send`."""
 
     def progress(self, is_background: bool, patience_ns: int, /) -> list[Receipt] | int:
-        """Move messages until some order is done or the patience is over; -status on failure. One thread at a time."""
+        """Move messages until one is done or `patience_ns` is over; -status on failure. One thread at a time."""
 
     def join(self) -> None:
-        """Show the others that this rank is here."""
+        """Mark this rank as present for the others."""
 
     def leave(self) -> None:
-        """Show the others that this rank will not come again, and wake all that sleep."""
+        """Mark this rank as gone for good and wake all sleeping ranks."""
 
     def poison(self, status: int, subject: int, text: str, /) -> None:
-        """End the group for all ranks and wake all that sleep; the first call counts."""
+        """End the group for all ranks and wake the sleeping ones; the first call counts."""
 
     def failure(self) -> tuple[int, int, int, str] | None:
-        """What ended the group: status, the rank that saw it, the rank it speaks of, words. None while it lives."""
+        """What ended the group: status, rank that saw it, rank it concerns, text. None while the group works."""
 
     def subject(self) -> int:
-        """The rank that the last failure of a call here speaks of, or -1."""
+        """The rank that the last failure of a call here concerns, or -1."""
 
     def signature(self, rank: int, /) -> tuple[int, int, int, int, int]:
         """What a rank was called with in the current collective: operation, dtype, reduction, root, bytes."""
 
     def missing(self) -> list[int]:
-        """The ranks that have not come to where this rank waits."""
+        """The ranks that have not arrived where this rank waits."""
 
 
 class NativeCore(Core, Protocol):
-    """The compiled core alone: rows gathered and added up on their way, tensors that lie where all ranks see them."""
+    """What only the compiled core does: exchange of rows, and tensors in memory that all ranks have mapped."""
 
     def all_reduce_shared(
         self,
@@ -148,10 +148,10 @@ class NativeCore(Core, Protocol):
         is_background: bool,
         /,
     ) -> int:
-        """Fold tensors of all ranks, which this rank sees at these addresses, in place; `number` is theirs alone."""
+        """Fold in place the tensors of all ranks, mapped here at these addresses; `number` identifies them."""
 
     def common(self, use: int, num_bytes: int, /) -> Any | None:
-        """A writable buffer in the segment, given back when nothing refers to it; None if there is no room now."""
+        """A writable buffer in the segment, freed when nothing refers to it; None if there is no room now."""
 
     def exchange_rows(
         self,
@@ -170,12 +170,12 @@ class NativeCore(Core, Protocol):
         is_background: bool,
         /,
     ) -> int:
-        """Copy rows from each to each: gathered by the index at `sent`, added up by that at `received`; 0 is none."""
+        """All-to-all of rows: gathered by the index at `sent`, added up by the one at `received`; 0 means none."""
 
     def max_row_bytes(self) -> int:
         """The longest row that `exchange_rows` takes."""
 
 
 def load_native() -> Any | None:
-    """The compiled core, if there is one; `Core` says what its `Group` does."""
+    """The compiled core, if there is one; its `Group` is a `NativeCore`."""
     return load(SHM_CORE)

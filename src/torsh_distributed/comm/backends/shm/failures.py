@@ -1,4 +1,4 @@
-"""From a core's status to the error a user reads: which operation, which group, who is missing, who died."""
+"""Turns a core's status into the error a user reads: which operation, who is missing, who died."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failures:
     def error(
         self, status: int, call: Call, *, subject: int, missing: list[int] | None = None, num_bytes: int | None = None
     ) -> TorshError:
-        """The error for a status of this rank's own, or of the rank that failed first."""
+        """The error for a status of this rank, or of the rank that failed first."""
         facts: dict[str, Any] = {"operation": call.operation, "sequence": call.sequence, "rank": self._rank}
         if status == Status.POISONED:
             return self._of_the_first_failure(facts)
@@ -66,7 +66,7 @@ class Failures:
         ours, theirs = self._core.signature(self._rank), self._core.signature(subject)
         if ours == theirs:  # only all_to_all compares more than signatures
             return TensorShapeMismatch(
-                f"rank {subject} sends another number of bytes than this rank expects from it",
+                f"rank {subject} sends a different number of bytes than this rank expects from it",
                 hint="the output split for a rank must be that rank's input split for this one",
                 peer=subject,
                 **facts,

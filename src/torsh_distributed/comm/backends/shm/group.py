@@ -1,4 +1,4 @@
-"""Making a shm group: meet, share a segment, put a core on it."""
+"""Creates a shm group: the ranks meet, share a segment and attach a core to it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.core import Core, load_native
-from torsh_distributed.comm.backends.shm.meeting import Meeting, Member
+from torsh_distributed.comm.backends.shm.meeting import ShmMeeting, ShmMember
 from torsh_distributed.comm.backends.shm.portable import PortableCore
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout
-from torsh_distributed.comm.backends.shm.segment import Segment, SegmentAddress
+from torsh_distributed.comm.backends.shm.segment import SegmentAddress, SharedSegment
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.errors import FeatureNotAvailable
 
-# The chunk of a collective. On an idle machine speed is flat between 128 KB and 4 MB; larger chunks meet less often,
-# which counts where cores are shared, smaller ones keep the segments of many ranks small: each rank has two.
+# The chunk of a collective. On an idle machine speed is flat between 128 KB and 4 MB. Larger chunks synchronise less
+# often, which counts where ranks share cores; smaller ones keep the segments of many ranks small: each rank has two.
 _MAX_SLOT_BYTES = 1024 * 1024
 _MIN_SLOT_BYTES = 256 * 1024
 _ALL_SLOTS_BYTES = 16 * 1024 * 1024
 _MAX_RING_BYTES = 256 * 1024
 _MIN_RING_BYTES = 16 * 1024
-# All rings together: address space, not memory, until a pair talks.
+# All rings together: address space, not memory, until a pair exchanges messages.
 _ALL_RINGS_BYTES = 256 * 1024 * 1024
-# How long a caller with a core of its own looks before it sleeps: to wake a sleeper costs about as much.
+# How long a caller with a core of its own spins before it sleeps: waking it costs about as much.
 _SPIN_NS = 100_000
 
 
@@ -58,9 +58,9 @@ def create_shm_wire(
     store: dist.Store, *, rank: int, num_ranks: int, timeout: timedelta, options: ShmOptions
 ) -> ShmWire:
     """Meet the other ranks in `store` and share memory with them; every rank calls it."""
-    meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout.total_seconds())
+    meeting = ShmMeeting(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout.total_seconds())
     native = load_native() if options.core != "portable" else None
-    members = meeting.members(Member.here(native.VERSION if native is not None else 0))
+    members = meeting.exchange(ShmMember.here(native.VERSION if native is not None else 0))
     builder = _choose(native, members, options)
     segment = meeting.share(builder.create)
     segment.touch(builder.backed_bytes)
@@ -77,10 +77,10 @@ class _NativeBuilder:
         self._ring_bytes = _ring_bytes(num_ranks)
         self._size_bytes, self.backed_bytes = native.segment_bytes(num_ranks, self._slot_bytes, self._ring_bytes)
 
-    def create(self) -> tuple[Segment, SegmentAddress]:
-        return Segment.create(self._size_bytes, backed_bytes=self.backed_bytes)
+    def create(self) -> tuple[SharedSegment, SegmentAddress]:
+        return SharedSegment.create(self._size_bytes, backed_bytes=self.backed_bytes)
 
-    def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
+    def attach(self, segment: SharedSegment, *, rank: int, spin_ns: int) -> Core:
         core: Core = self._native.Group(
             segment.memory, segment.fd, rank, self._num_ranks, self._slot_bytes, self._ring_bytes, spin_ns
         )
@@ -92,17 +92,17 @@ class _PortableBuilder:
         self._layout = PortableLayout(num_ranks, _slot_bytes(num_ranks), _ring_bytes(num_ranks))
         self.backed_bytes = self._layout.backed_bytes
 
-    def create(self) -> tuple[Segment, SegmentAddress]:
-        segment, address = Segment.create(self._layout.size_bytes, backed_bytes=self.backed_bytes)
+    def create(self) -> tuple[SharedSegment, SegmentAddress]:
+        segment, address = SharedSegment.create(self._layout.size_bytes, backed_bytes=self.backed_bytes)
         self._layout.prepare(segment)
         return segment, address
 
-    def attach(self, segment: Segment, *, rank: int, spin_ns: int) -> Core:
+    def attach(self, segment: SharedSegment, *, rank: int, spin_ns: int) -> Core:
         return PortableCore(self._layout, segment, rank=rank, spin_ns=spin_ns)
 
 
-def _choose(native: Any, members: list[Member], options: ShmOptions) -> _NativeBuilder | _PortableBuilder:
-    """The core that all ranks have. A function of what all ranks read, so all choose the same."""
+def _choose(native: Any, members: list[ShmMember], options: ShmOptions) -> _NativeBuilder | _PortableBuilder:
+    """The core that all ranks have. All ranks read the same records, so all choose the same."""
     versions = {member.native_version for member in members}
     if native is not None and versions == {native.VERSION}:
         return _NativeBuilder(native, len(members))
@@ -121,19 +121,19 @@ def _choose(native: Any, members: list[Member], options: ShmOptions) -> _NativeB
 
 
 def _slot_bytes(num_ranks: int) -> int:
-    """The room of a rank for its part of a chunk; less for many ranks."""
+    """The bytes of a rank's slot for its part of a chunk; smaller for many ranks."""
     share = _ALL_SLOTS_BYTES // (2 * num_ranks + 2) // 4096 * 4096
     return max(min(_MAX_SLOT_BYTES, share), _MIN_SLOT_BYTES)
 
 
 def _ring_bytes(num_ranks: int) -> int:
-    """The room of a pair for messages on their way; less for many ranks, for there is a ring per pair."""
+    """The bytes of a pair's message ring; smaller for many ranks because there is one per pair."""
     share = _ALL_RINGS_BYTES // num_ranks**2 // 4096 * 4096
     return max(min(_MAX_RING_BYTES, share), _MIN_RING_BYTES)
 
 
-def _spin_ns(members: list[Member], num_ranks: int, options: ShmOptions) -> int:
-    """Spin only where every rank has a core of its own: otherwise the one waited for may need this very core."""
+def _spin_ns(members: list[ShmMember], num_ranks: int, options: ShmOptions) -> int:
+    """Spin only where every rank has a core of its own: otherwise the rank waited for may need this core."""
     world_size = dist.get_world_size() if dist.is_initialized() else 0
     num_local_ranks = options.num_local_ranks or max(num_ranks, world_size)
     cores = {core for member in members for core in member.cores}

@@ -1,8 +1,7 @@
-"""Sends and receives of one group: who moves the messages, and who is told when one has arrived.
+"""Moves the sends and receives of one group and completes their works.
 
-A message that can be moved at once is done when the call returns. For the rest somebody has to call the core's
-`progress`: a thread that waits for one of them does, else the group's own thread, so that messages flow while the
-program computes.
+A message that can be moved at once is done when the call returns. For the others some thread has to call the core's
+`progress`: one that waits for a message, or else the group's own thread, so messages flow while the program computes.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from torsh_distributed.comm.backends.shm.core import Core, Receipt
 from torsh_distributed.comm.backends.shm.failures import Failures
 from torsh_distributed.comm.backends.wire import Call
 
-# `progress` returns at the first order done; this only bounds how long it stays when nothing happens.
+# `progress` returns when a message is done; this only bounds how long it stays when nothing happens.
 _PATIENCE_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
-class _Order:
+class _PendingOrder:
     work: PendingWork
-    buffer: Tensor  # kept alive until the order is done
+    buffer: Tensor  # kept alive until the message is done
     call: Call
     peer: int
 
 
-class Mailroom:
-    """Pending sends and receives of one rank, and the thread that moves them when nobody waits."""
+class MessagePump:
+    """Pending sends and receives of one rank, and the thread that moves them when no other thread waits."""
 
     def __init__(self, core: Core, failures: Failures) -> None:
         self._core = core
         self._failures = failures
-        self._orders: dict[int, _Order] = {}
+        self._orders: dict[int, _PendingOrder] = {}
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()
         self._calls: SimpleQueue[None] = SimpleQueue()
@@ -60,20 +59,20 @@ class Mailroom:
 
     def _new_order(self, buffer: Tensor, peer: int, work: PendingWork, call: Call) -> int:
         number = next(self._numbers)
-        self._orders[number] = _Order(work, buffer, call, peer)
+        self._orders[number] = _PendingOrder(work, buffer, call, peer)
         return number
 
     def _settle(self, number: int, outcome: Receipt | int | None) -> None:
-        """After an order was placed: it is done, it failed, or somebody has to move it."""
+        """After a start: the message is done, it failed, or a thread has to move it."""
         if isinstance(outcome, tuple):
             self._deliver(outcome)
         elif outcome is not None:
             self._core.poison(-outcome, self._orders[number].peer, "")
-            with self._turn:  # nobody is inside the core with these tensors any more
+            with self._turn:  # no thread uses these tensors in the core any more
                 self._fail_all(-outcome)
         else:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="torsh-shm-mail", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name="torsh-shm-messages", daemon=True)
                 self._thread.start()
             self._calls.put(None)
 
@@ -81,7 +80,7 @@ class Mailroom:
         number, status, peer, num_bytes = receipt
         order = self._orders.pop(number, None)
         if order is None:
-            return  # failed meanwhile together with the group
+            return  # failed with the group in the meantime
         if status == Status.OK:
             order.work.complete(peer=peer)
         else:
@@ -89,7 +88,7 @@ class Mailroom:
             order.work.complete(self._failures.error(status, order.call, subject=peer, num_bytes=size))
 
     def _fail_all(self, status: int) -> None:
-        """The group cannot go on: every pending order ends with the reason."""
+        """End every pending message with the reason why the group failed."""
         while self._orders:
             _, order = self._orders.popitem()
             failure = self._core.failure()
@@ -105,7 +104,7 @@ class Mailroom:
                 self._deliver(receipt)
 
     def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
-        """Move messages in the waiting thread, unless another one is at it already."""
+        """Move messages in the waiting thread, unless another one does already."""
         patience_ns = _PATIENCE_NS if timeout_s is None else int(timeout_s * 1e9)
         while not work.is_completed():
             if not self._turn.acquire(blocking=False):
@@ -128,7 +127,7 @@ class Mailroom:
                         self._move(is_background=True, patience_ns=_PATIENCE_NS)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; the core has been told to leave, so nobody sleeps in it."""
+        """End the thread; the core has left the group, so no thread sleeps in it."""
         self._is_closed = True
         self._calls.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():

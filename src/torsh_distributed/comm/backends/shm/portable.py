@@ -1,7 +1,7 @@
 """The portable core: the same collectives in Python and torch, for installs without a compiler.
 
-Simpler than the compiled one, and several times slower on small tensors: chunks are not pipelined, and every meeting
-is a round of semaphores. The rule about steps and slots is the one noted in `native/core.h`.
+Simpler than the compiled one, and several times slower on small tensors: chunks are not pipelined, and every
+synchronisation is a round of semaphores. `native/core.h` has the note on steps and slots.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torsh_distributed.comm.backends.operations import fold
 from torsh_distributed.comm.backends.shm import semaphores
 from torsh_distributed.comm.backends.shm.codes import DTYPES, OPERATIONS, REDUCTIONS, Status
 from torsh_distributed.comm.backends.shm.core import Receipt
 from torsh_distributed.comm.backends.shm.portable_layout import PortableLayout, PortableView, Signature
-from torsh_distributed.comm.backends.shm.portable_mail import PortableMail
-from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.backends.shm.portable_messages import PortableMessages
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
+from torsh_distributed.comm.folding import fold_all
 
 _SLICE_S = 0.04
-"""How often a waiter looks whether the group was aborted or a peer died."""
+"""How often a waiter checks whether the group was aborted or a peer died."""
 _YIELD_NS = 100_000
 _DTYPE_OF = {code: dtype for dtype, code in DTYPES.items()}
 _REDUCTION_OF = {code: op for op, code in REDUCTIONS.items()}
@@ -46,7 +45,7 @@ class PortableCore:
 
     VERSION = 1
 
-    def __init__(self, layout: PortableLayout, segment: Segment, *, rank: int, spin_ns: int) -> None:
+    def __init__(self, layout: PortableLayout, segment: SharedSegment, *, rank: int, spin_ns: int) -> None:
         self._view = PortableView(layout, segment, rank)
         self._rank = rank
         self._num_ranks = layout.num_ranks
@@ -57,12 +56,12 @@ class PortableCore:
         self._deadline = 0.0
         self._subject = -1
         self._missing: list[int] = []
-        self._mail = PortableMail(self._view)
+        self._messages = PortableMessages(self._view)
 
     # --- meeting ----------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        """Arrive, and wait until all ranks have."""
+        """Arrive, and wait until all ranks have arrived."""
         self._step += 1
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         for rank in others:
@@ -82,7 +81,7 @@ class PortableCore:
                 return
             obstacle = self._obstacle(rank)
             if obstacle is not None:
-                if semaphores.try_take(door):  # it came, and then went
+                if semaphores.try_take(door):  # it arrived before it left
                     return
                 if obstacle.status is not Status.POISONED:
                     self._view.poison(obstacle.status, obstacle.subject, "")
@@ -90,7 +89,7 @@ class PortableCore:
                 raise obstacle
 
     def _watch(self, door: int) -> bool:
-        """Look for a while before sleeping; where ranks share cores, let go of this one at every look."""
+        """Spin for a while before sleeping; where ranks share cores, yield the core each time."""
         end_ns = time.monotonic_ns() + (self._spin_ns or _YIELD_NS)
         while not semaphores.try_take(door):
             if time.monotonic_ns() >= end_ns:
@@ -112,7 +111,7 @@ class PortableCore:
         return _Stop(Status.TIMEOUT) if time.monotonic() >= self._deadline else None
 
     def _meet_as(self, name: str, dtype: int, reduction: int, root: int, num_bytes: int) -> None:
-        """The first meeting of a collective: every rank shows what it was called with, and all compare."""
+        """The first synchronisation of a collective: every rank writes what it was called with, and all compare."""
         self._sequence += 1
         mine: Signature = (_OPERATION[name], dtype, reduction, root, num_bytes)
         self._view.write_signature(self._sequence % 2, mine)
@@ -168,7 +167,9 @@ class PortableCore:
                 _tensor(self._view.slot(rank, step) + first * size, last - first, dtype)
                 for rank in range(self._num_ranks)
             ]
-            _fold_into(_tensor(self._view.result_slot(step) + first * size, last - first, dtype), inputs, reduction)
+            _tensor(self._view.result_slot(step) + first * size, last - first, dtype).copy_(
+                fold_all(inputs, _REDUCTION_OF[reduction])
+            )
             self._meet()
             if root in (-1, self._rank):
                 ctypes.memmove(at, self._view.result_slot(step), count * size)
@@ -204,7 +205,7 @@ class PortableCore:
                     _tensor(self._view.slot(rank, step) + self._rank * chunk * size, count, dtype)
                     for rank in range(self._num_ranks)
                 ]
-                _fold_into(_tensor(out + start * size, count, dtype), inputs, reduction)
+                _tensor(out + start * size, count, dtype).copy_(fold_all(inputs, _REDUCTION_OF[reduction]))
 
         return self._run(timeout_ns, body)
 
@@ -308,7 +309,7 @@ class PortableCore:
         is_background: bool,
         /,
     ) -> int:
-        """Copy from the root, to each its own: the root writes into everybody's slot."""
+        """Copy from the root, to each rank its own part: the root writes into every rank's slot."""
         chunk = self._slot_bytes
 
         def put(start: int, step: int) -> None:
@@ -334,7 +335,7 @@ class PortableCore:
         is_background: bool,
         /,
     ) -> int:
-        """Copy from each to each; a first meeting shows all sizes."""
+        """Copy from each to each; the first synchronisation exchanges all sizes."""
         chunk = self._slot_bytes // self._num_ranks
 
         def put(start: int, step: int) -> None:
@@ -366,28 +367,28 @@ class PortableCore:
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
     ) -> Receipt | int | None:
         """Start a send."""
-        return self._mail.send(order, address, num_bytes, peer, tag, timeout_ns)
+        return self._messages.send(order, address, num_bytes, peer, tag, timeout_ns)
 
     def receive(
         self, order: int, address: int, num_bytes: int, peer: int, tag: int, timeout_ns: int, /
     ) -> Receipt | int | None:
         """Start a receive."""
-        return self._mail.receive(order, address, num_bytes, peer, tag, timeout_ns)
+        return self._messages.receive(order, address, num_bytes, peer, tag, timeout_ns)
 
     def progress(self, is_background: bool, patience_ns: int, /) -> list[Receipt] | int:
         """Move messages."""
-        return self._mail.progress(patience_ns)
+        return self._messages.progress(patience_ns)
 
     def join(self) -> None:
-        """Show the others that this rank is here."""
+        """Mark this rank as present for the others."""
         self._view.join()
 
     def leave(self) -> None:
-        """Show the others that this rank will not come again; sleepers look within 40 ms."""
+        """Mark this rank as gone for good; sleeping ranks notice within 40 ms."""
         self._view.leave()
 
     def poison(self, status: int, subject: int, text: str, /) -> None:
-        """End the group for all; sleepers look within 40 ms."""
+        """End the group for all; sleeping ranks notice within 40 ms."""
         self._view.poison(status, subject, text)
 
     def failure(self) -> tuple[int, int, int, str] | None:
@@ -395,7 +396,7 @@ class PortableCore:
         return self._view.failure()
 
     def subject(self) -> int:
-        """The rank that the last failure of a call here speaks of, or -1."""
+        """The rank that the last failure of a call here concerns, or -1."""
         return self._subject
 
     def signature(self, rank: int, /) -> Signature:
@@ -403,12 +404,12 @@ class PortableCore:
         return self._view.signature(rank, self._sequence % 2)
 
     def missing(self) -> list[int]:
-        """The ranks that have not come to where this rank waits."""
+        """The ranks that have not arrived where this rank waits."""
         return self._missing
 
 
 def _share(count: int, size: int, rank: int, num_ranks: int) -> int:
-    """Where a rank's part of `count` elements starts: on whole lines, so that no two ranks write the same one."""
+    """Where a rank's part of `count` elements starts: on cache lines, so no two ranks write the same one."""
     line = max(_LINE_BYTES // size, 1)
     return min(-(-count // line) * rank // num_ranks * line, count)
 
@@ -418,23 +419,3 @@ def _tensor(address: int, numel: int, dtype: int) -> Tensor:
     if numel == 0:
         return torch.empty(0, dtype=kind)
     return torch.frombuffer((ctypes.c_char * (numel * kind.itemsize)).from_address(address), dtype=kind)
-
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _fold_into(out: Tensor, inputs: list[Tensor], reduction: int) -> None:
-    """Fold in the order of ranks; half precision in single, wide unsigned types, which torch cannot add, as signed."""
-    op = _REDUCTION_OF[reduction]
-    if out.dtype in (torch.float16, torch.bfloat16):
-        out.copy_(fold([tensor.float() for tensor in inputs], op))
-    elif out.dtype in _SIGNED:
-        signed = _SIGNED[out.dtype]
-        parts = [tensor.view(signed) for tensor in inputs]
-        if op in (ReduceOp.MIN, ReduceOp.MAX):  # with the top bit flipped, signed order is unsigned order
-            top = torch.iinfo(signed).min
-            out.view(signed).copy_(fold([part ^ top for part in parts], op) ^ top)
-        else:
-            out.view(signed).copy_(fold(parts, op))
-    else:
-        out.copy_(fold(inputs, op))

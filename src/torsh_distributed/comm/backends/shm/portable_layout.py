@@ -1,4 +1,4 @@
-"""Where the parts of a segment lie for the portable core, and how this process reads and writes them."""
+"""The layout of a portable core's segment, and how this process reads and writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import struct
 
 from torsh_distributed.comm.backends.shm import semaphores
-from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, Segment
+from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SharedSegment
 from torsh_distributed.comm.backends.shm.semaphores import SEMAPHORE_BYTES
 
 _PAGE_BYTES = 4096
@@ -42,7 +42,7 @@ class PortableLayout:
         self.size_bytes = self._rings + n * n * ring_bytes
         self.backed_bytes = self._rings
 
-    def prepare(self, segment: Segment) -> None:
+    def prepare(self, segment: SharedSegment) -> None:
         """Make the semaphores; on the rank that created the segment, before the others map it."""
         view = PortableView(self, segment, rank=0)
         for one in range(self.num_ranks):
@@ -60,7 +60,7 @@ def _round_up(value: int, unit: int) -> int:
 class PortableView:
     """A mapped segment: addresses for semaphores and data, flags by value."""
 
-    def __init__(self, layout: PortableLayout, segment: Segment, rank: int) -> None:
+    def __init__(self, layout: PortableLayout, segment: SharedSegment, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self._segment = segment
@@ -74,7 +74,7 @@ class PortableView:
         return self._base + self.layout._doors + (source * self.layout.num_ranks + target) * SEMAPHORE_BYTES
 
     def bell(self, rank: int) -> int:
-        """Posted when something happened for a rank's messages."""
+        """Posted when there is news for a rank's messages."""
         return self._base + self.layout._bells + rank * SEMAPHORE_BYTES
 
     def items(self, source: int, target: int) -> int:
@@ -122,7 +122,7 @@ class PortableView:
         return bool(_FLAGS.unpack_from(self._memory, self._flags(rank))[2])
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank's process still holds its lock; locks of one's own process never show."""
+        """Whether a rank's process still holds its lock; the kernel never reports a process's own locks."""
         is_joined, pid, _ = _FLAGS.unpack_from(self._memory, self._flags(rank))
         if not is_joined or pid == os.getpid():
             return True
@@ -130,23 +130,23 @@ class PortableView:
         return bool(_LOCK.unpack(fcntl.fcntl(self._segment.fd, fcntl.F_GETLK, probe))[0] != fcntl.F_UNLCK)
 
     def write_signature(self, parity: int, signature: Signature) -> None:
-        """Show what this rank was called with."""
+        """Write what this rank was called with."""
         at = self.layout._lines + self.rank * _LINE_BYTES + parity * _SIGNATURE.size
         _SIGNATURE.pack_into(self._memory, at, *signature)
 
     def signature(self, rank: int, parity: int) -> Signature:
-        """What a rank showed; only after meeting it."""
+        """What a rank was called with; valid after synchronising with it."""
         at = self.layout._lines + rank * _LINE_BYTES + parity * _SIGNATURE.size
         operation, dtype, reduction, root, num_bytes = _SIGNATURE.unpack_from(self._memory, at)
         return operation, dtype, reduction, root, num_bytes
 
     def write_counts(self, parity: int, counts: tuple[int, ...]) -> None:
-        """Show how many bytes this rank has for each."""
+        """Write how many bytes this rank has for each rank."""
         n = self.layout.num_ranks
         struct.pack_into(f"<{n}q", self._memory, self.layout._counts + (parity * n + self.rank) * n * 8, *counts)
 
     def counts(self, parity: int) -> list[tuple[int, ...]]:
-        """How many bytes everybody has for each; only after meeting them."""
+        """How many bytes every rank has for each; valid after synchronising with them."""
         n, start = self.layout.num_ranks, self.layout._counts
         return [struct.unpack_from(f"<{n}q", self._memory, start + (parity * n + rank) * n * 8) for rank in range(n)]
 
@@ -154,7 +154,7 @@ class PortableView:
         """Record the first failure. Two ranks may do it at once; one of the two records stays."""
         if self.failure() is None:
             record = _POISON.pack(1, status, self.rank, subject, text.encode()[:511])
-            # The mark goes last; a reader that sees it early reads zeros, and asks again for the words.
+            # The flag goes last; a reader that sees it early reads zeros, and reads the text again later.
             self._memory[self._poison + 4 : self._poison + len(record)] = record[4:]
             self._memory[self._poison] = 1
 

@@ -1,11 +1,11 @@
-"""The memory that the ranks of a group share: made by one, mapped by all, without a name anywhere.
+"""The memory that the ranks of a group share: created by one, mapped by all, without a file name.
 
-Rank 0 makes an anonymous file in memory; the others open it through rank 0's entry in /proc and compare a random token.
+Rank 0 creates an anonymous file in memory; the others open it through rank 0's /proc entry and compare a random token.
 Why not a name in /dev/shm: a name outlives a process killed before it could unlink it, two jobs may choose the same
 one, and containers limit /dev/shm to a few megabytes. An anonymous file is gone with the last process that has it.
 
 Every rank locks its own byte of the file. The kernel drops the lock when the process ends, however it ends, so the
-others can tell a dead rank from a slow one without asking for its pid, which may be reused or be in another namespace.
+others can tell a dead rank from a slow one without its pid, which may be reused or belong to another namespace.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SegmentAddress:
     size_bytes: int
 
 
-class Segment:
-    """A mapped segment; the mapping lives as long as something points into it, the rest until `close`."""
+class SharedSegment:
+    """A mapped segment; the mapping lives as long as something points into it, the file until `close`."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd
@@ -51,7 +51,7 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int, *, backed_bytes: int) -> tuple[Self, SegmentAddress]:
-        """Make a segment whose first `backed_bytes` have memory; the rest gets it when used."""
+        """Create a segment whose first `backed_bytes` have memory; the rest gets it when used."""
         fd = os.memfd_create("torsh-shm", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
@@ -72,7 +72,7 @@ class Segment:
 
     @classmethod
     def open(cls, address: SegmentAddress) -> Self:
-        """Map the segment that another rank made."""
+        """Map the segment that another rank created."""
         try:
             fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -105,12 +105,12 @@ class Segment:
             ) from error
 
     def touch(self, num_bytes: int) -> None:
-        """Enter the pages of the first part into this process's page table now, not in the first collective."""
+        """Fault in the first pages now instead of in the first collective."""
         with memoryview(self.memory) as view:
             bytes(view[:num_bytes:_PAGE_BYTES])
 
     def close(self) -> None:
-        """Give back the file; the mapping itself goes when the last tensor or core in it does."""
+        """Close the file; the mapping itself goes with the last tensor or core in it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory, through the C library: what the portable core orders memory with.
+"""POSIX semaphores in shared memory, through the C library; the portable core orders memory with them.
 
 Note on memory order. Python has no fences, and on ARM a plain store may become visible before earlier ones. POSIX lists
 `sem_post` and `sem_wait` among the calls that synchronise memory between processes: whatever a process wrote
@@ -32,7 +32,7 @@ class _Timespec(ctypes.Structure):
 
 
 def initialise(address: int, value: int) -> None:
-    """Make a semaphore at `address`, for all processes that map the memory. By one process, before others use it."""
+    """Create a semaphore at `address` for all processes that map the memory; one process calls this first."""
     if _libc().sem_init(ctypes.c_void_p(address), 1, ctypes.c_uint(value)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -59,7 +59,7 @@ def take(address: int, timeout_s: float) -> bool:
 
 
 def value(address: int) -> int:
-    """How many there are: a hint, for it may change at once."""
+    """The current count: a hint, because it may change at any time."""
     count = ctypes.c_int()
     _libc().sem_getvalue(ctypes.c_void_p(address), ctypes.byref(count))
     return count.value

@@ -1,4 +1,4 @@
-"""The wire of the shm backend: tensors to addresses, statuses to errors; the core does the rest."""
+"""The wire of the shm backend: turns tensors into addresses and statuses into errors; the core does the rest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
 from torsh_distributed.comm.backends.shm.core import Core, NativeCore
 from torsh_distributed.comm.backends.shm.failures import Failures
-from torsh_distributed.comm.backends.shm.message_pump import Mailroom
-from torsh_distributed.comm.backends.shm.segment import Segment
-from torsh_distributed.comm.backends.wire import Call, CommonUse, Folder, Rows, ScatterFolder, SharedBuffer, Wire
+from torsh_distributed.comm.backends.shm.message_pump import MessagePump
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
+from torsh_distributed.comm.backends.wire import BufferUse, Call, Folder, Rows, ScatterFolder, SharedBuffer, Wire
 from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 
 _CLOSE_TIMEOUT_S = 5.0
-_COMMON_USES: dict[CommonUse, int] = {"together": 0, "apart": 1}
+_BUFFER_USES: dict[BufferUse, int] = {"shared": 0, "per_rank": 1}
 
 
 class ShmWire(Wire):
@@ -28,7 +28,7 @@ class ShmWire(Wire):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self, core: Core, segment: Segment, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, core: Core, segment: SharedSegment, *, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self._core = core
@@ -37,7 +37,7 @@ class ShmWire(Wire):
         self._shared = WeakValueDictionary[int, SharedBuffer]()
         self._num_shared = 0
         self._failures = Failures(core, rank)
-        self._mailroom = Mailroom(core, self._failures)
+        self._message_pump = MessagePump(core, self._failures)
 
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -156,7 +156,7 @@ class ShmWire(Wire):
         self._exchange(outs, sizes, sources, sizes, _dtype(source), call)
 
     def _addresses_from(self, flat: Tensor, size: int) -> tuple[int, ...]:
-        """Of one part per rank, one after the other: less work than a tensor for each."""
+        """The addresses of one part per rank, one after the other: less work than a tensor for each."""
         first = flat.data_ptr()
         return tuple(range(first, first + size * self.num_ranks, size))
 
@@ -209,10 +209,10 @@ class ShmWire(Wire):
             self._failures.raise_for(status, call)
 
     @override
-    def common_buffer(self, numel: int, dtype: torch.dtype, use: CommonUse) -> Tensor | None:
+    def collective_buffer(self, numel: int, dtype: torch.dtype, use: BufferUse) -> Tensor | None:
         if self._native is None:
             return None
-        memory = self._native.common(_COMMON_USES[use], numel * dtype.itemsize)
+        memory = self._native.common(_BUFFER_USES[use], numel * dtype.itemsize)
         return None if memory is None else torch.frombuffer(memory, dtype=dtype)
 
     @property
@@ -254,15 +254,15 @@ class ShmWire(Wire):
 
     @override
     def send(self, buffer: Tensor, peer: int, tag: int, work: PendingWork, call: Call) -> None:
-        self._mailroom.send(buffer, peer, tag, work, call)
+        self._message_pump.send(buffer, peer, tag, work, call)
 
     @override
     def receive(self, buffer: Tensor, peer: int | None, tag: int, work: PendingWork, call: Call) -> None:
-        self._mailroom.receive(buffer, peer, tag, work, call)
+        self._message_pump.receive(buffer, peer, tag, work, call)
 
     @override
     def help_with(self, work: PendingWork, timeout_s: float | None) -> None:
-        self._mailroom.help_with(work, timeout_s)
+        self._message_pump.help_with(work, timeout_s)
 
     @override
     def abort(self, reason: str) -> None:
@@ -271,7 +271,7 @@ class ShmWire(Wire):
     @override
     def close(self) -> None:
         self._core.leave()
-        self._mailroom.close(_CLOSE_TIMEOUT_S)
+        self._message_pump.close(_CLOSE_TIMEOUT_S)
         self._segment.close()
 
 

@@ -1,8 +1,8 @@
 """Point-to-point for the portable core: rings of fragments, each counted by two semaphores.
 
 The rules are those of `native/mail.c`: receives are matched in the order they were posted, messages of a pair in the
-order they were sent; a message leaves the ring only if somebody wants one of its sender, and is taken aside if that
-somebody wants a later one.
+order they were sent. A message leaves the ring only if a receive from its sender is posted, and is set aside if that
+receive wants a later one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Message:
-    """One on its way out of the ring: to the receive that wants it, or aside."""
+    """A message on its way out of the ring: to the receive that wants it, or aside."""
 
     num_bytes: int
     tag: int
@@ -51,17 +51,17 @@ class _Message:
 class _Inbox:
     fragments: int = 0
     has_fragment: bool = False
-    """A fragment was taken from the semaphore and not yet read: nobody wanted its message so far."""
+    """A fragment was taken from the semaphore and not yet read: no receive has wanted its message."""
     current: _Message | None = None
     overtaken: deque[_Message] = field(default_factory=deque)
 
 
 class _Overflow(Exception):
-    """Ends a call: too much was taken aside."""
+    """Ends a call: too much was set aside."""
 
 
-class PortableMail:
-    """Orders of one rank and what moves them."""
+class PortableMessages:
+    """Pending sends and receives of one rank, and what moves them."""
 
     def __init__(self, view: PortableView) -> None:
         n = view.layout.num_ranks
@@ -106,7 +106,7 @@ class PortableMail:
         return -status if status else None
 
     def progress(self, patience_ns: int) -> list[Receipt] | int:
-        """Move messages until some order is done or the patience is over."""
+        """Move messages until one is done or `patience_ns` is over."""
         end = time.monotonic() + patience_ns / 1e9
         everyone = list(range(len(self._inboxes)))
         look_for_dead = False
@@ -165,7 +165,7 @@ class PortableMail:
         return True
 
     def _ring(self, peer: int) -> None:
-        """Wake a rank that waits for messages; one post is enough however many things happened."""
+        """Wake a rank that waits for messages; one post is enough for any number of events."""
         bell = self._view.bell(peer)
         if semaphores.value(bell) == 0:
             semaphores.post(bell)
@@ -193,7 +193,7 @@ class PortableMail:
                 self._finish(message, source)
 
     def _open(self, source: int, num_bytes: int, tag: int) -> _Message | None:
-        """The record of a message that leaves the ring, or None if it stays because nobody wants its sender."""
+        """The record of a message that leaves the ring, or None if it stays because no receive wants its sender."""
         wanting = [order for order in self._posted if order.peer in (source, _ANY_SOURCE)]
         match = next((order for order in wanting if order.tag == tag), None)
         if match is not None:
@@ -227,7 +227,7 @@ class PortableMail:
             self._inboxes[source].overtaken.append(message)
 
     def _claim(self, order: _Order, source: int) -> bool:
-        """Serve a new receive from what was taken aside before it was posted, or is being taken aside now."""
+        """Serve a new receive from what was set aside before it was posted, or is being set aside now."""
         inbox = self._inboxes[source]
         for message in inbox.overtaken:
             if message.tag == order.tag:
@@ -261,14 +261,14 @@ class PortableMail:
         return any(order.peer == peer or (is_dead and order.peer == _ANY_SOURCE) for order in self._posted)
 
     def _obstacle(self, look_for_dead: bool) -> Status:
-        """Why waiting is in vain, or OK."""
+        """Why waiting is pointless, or OK."""
         if self._view.is_left(self._view.rank):
             return Status.LEFT
         for peer in range(len(self._inboxes)):
             is_left = self._view.is_left(peer)
             is_dead = not is_left and look_for_dead and not self._view.is_alive(peer)
             if (is_left or is_dead) and self._depends_on(peer, is_dead=is_dead):
-                status = self._move([peer])  # its last words may have come after the rings were read
+                status = self._move([peer])  # its last messages may have arrived after the rings were read
                 if status or self._done:
                     return status
                 return self._fail(Status.LEFT if is_left else Status.DEAD, peer)
@@ -279,7 +279,7 @@ class PortableMail:
         return status
 
     def _expire(self) -> Status:
-        """The first order whose deadline has passed ends the group: its message may be half-way through the ring."""
+        """End the group at the first deadline that has passed: the message may be half-way through the ring."""
         now = time.monotonic()
         receiving = [box.current.wanted_by for box in self._inboxes if box.current and box.current.wanted_by]
         for order in [*self._posted, *(order for queue in self._sends for order in queue), *receiving]:

@@ -1,7 +1,7 @@
-"""The short way of the commonest calls: synchronous, on plain tensors, of sizes that fit.
+"""The short path of the most common calls: synchronous, on plain tensors, of sizes that fit.
 
-Why: such a call has nothing to stage, nothing to hand to another thread and nobody to tell, and to find that out in
-general takes longer than a small collective does. What is not for this way is left to the long one, untouched.
+Why: such a call needs no staging, no other thread and no events, and finding that out in the general path takes longer
+than a small collective does. Other calls are left to the general path, untouched.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _TimedOptions(Protocol):
     def timeout(self) -> timedelta: ...
 
 
-class _Plain(NamedTuple):
-    """The options of a plain call, at no cost."""
+class _PlainOptions(NamedTuple):
+    """The options of a plain call, without the cost of c10d's."""
 
     asyncOp: bool = False  # noqa: N815 - c10d's name
     timeout: timedelta = UNSET_TIMEOUT
 
 
-_PLAIN = _Plain()
+_PLAIN = _PlainOptions()
 
 
-class ShortWay(GroupLifecycle):
+class ShortPath(GroupLifecycle):
     """Runs a collective at once, in the caller's thread; each method says whether it did."""
 
     def __init__(self, store: dist.Store, wire: Wire, timeout: timedelta) -> None:
@@ -56,7 +56,7 @@ class ShortWay(GroupLifecycle):
         self._call_at_once = Call("", self._timeout_ns)
 
     def fold_of(self, op: ReduceOp | str, dtype: torch.dtype) -> Folder | None:
-        """How to fold such tensors at once, if that was seen before."""
+        """The function that folds such tensors, if an earlier call has looked it up."""
         fold = self._by_name.get((op, dtype))
         if fold is None:
             fold = self._direct.get((ReduceOp.parse(op).to_torch().value, dtype))
@@ -65,16 +65,16 @@ class ShortWay(GroupLifecycle):
         return fold
 
     def all_reduce_now(self, tensor: Tensor, fold: Folder) -> bool:
-        """Not through torch, whose own way to a group written in Python takes about as long as a small collective.
+        """All-reduce without torch, whose dispatch to a Python group takes about as long as a small collective.
 
-        Its dispatcher has no part in such calls: no profiler or mode would have seen this one.
+        Torch's dispatcher has no part in such calls anyway: no profiler or mode would have seen this one.
         """
         if type(tensor) not in _TENSORS or not _is_plain(tensor):
             return False
         return self._run_at_once("all_reduce", _PLAIN, fold, tensor)
 
     def _all_reduce_at_once(self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions) -> bool:
-        """Of a pair of reduction and dtype that was seen before."""
+        """For a pair of reduction and dtype that was seen before."""
         if len(tensors) != 1:
             return False
         tensor = tensors[0]
@@ -115,12 +115,12 @@ class ShortWay(GroupLifecycle):
         return self._run_at_once("all_to_all_single", opts, self._wire.all_to_all_flat, output, source)
 
     def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
-        """Run `body(*tensors, call)` in this thread if nothing is before it; whether it ran."""
+        """Run `body(*tensors, call)` in this thread if no call is before it; whether it ran."""
         if opts.asyncOp or self._refusal is not None or self._coalesced is not None:
             return False
         if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
             return False
-        call = self._call_at_once  # only ever used by who has the turn
+        call = self._call_at_once  # only used while holding the turn
         call.operation = operation
         call.timeout_ns = self._timeout_ns
         call.sequence = self._sequence = self._sequence + 1
@@ -135,5 +135,5 @@ class ShortWay(GroupLifecycle):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a wire can take it as it lies, and nothing has to be checked with more than these looks."""
+    """Whether a wire can take the tensor as it is, without further checks."""
     return tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and not tensor.is_conj()

@@ -1,0 +1,105 @@
+"""How ranks meet in a store: each publishes a record, reads everyone's until a deadline, and learns who is missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.errors import CommunicationError, OperationTimeout
+
+
+class StoreMeeting:
+    """One rank's side of a meeting; all its waits share one deadline.
+
+    Records are JSON under `name/index`; the index is a rank of the group unless the caller numbers them otherwise.
+    A wait costs one store round trip and so does reading what it waited for, however many ranks there are.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float, operation: str) -> None:
+        """`operation` is what the ranks meet for, as errors name it."""
+        self._store = store
+        self._rank = rank
+        self._ranks = range(num_ranks)
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._operation = operation
+
+    @property
+    def remaining_s(self) -> float:
+        """The time left to meet, always above zero."""
+        return max(self._deadline_s - time.monotonic(), 0.001)
+
+    def exchange(self, name: str, record: object) -> list[Any]:
+        """Publish this rank's record and return every rank's, in order. Raises OperationTimeout with who is missing."""
+        self.publish(name, self._rank, record)
+        return self._read(name, self._ranks)
+
+    def publish(self, name: str, index: int, record: object) -> None:
+        """Set one record."""
+        with self._store_errors():
+            self._store.set(_key(name, index), json.dumps(record))
+
+    def read(self, name: str, rank: int) -> Any:
+        """The record of one rank. Raises OperationTimeout if it is not set in time."""
+        return self._read(name, [rank])[0]
+
+    def poll(self, name: str, index: int, timeout_s: float | None = None) -> Any | None:
+        """One record, or None if it is not set within `timeout_s`; None: within what remains. Raises ValueError."""
+        with self._store_errors():
+            key = _key(name, index)
+            if not wait_for_keys(self._store, [key], self.remaining_s if timeout_s is None else timeout_s):
+                return None
+            return json.loads(self._store.get(key))
+
+    def missing(self, name: str) -> list[int]:
+        """The ranks whose record is not set by the deadline."""
+        with self._store_errors():
+            keys = [_key(name, rank) for rank in self._ranks]
+            if wait_for_keys(self._store, keys, self.remaining_s):
+                return []
+            return [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+
+    def _read(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        with self._store_errors():
+            keys = [_key(name, rank) for rank in ranks]
+            if wait_for_keys(self._store, keys, self.remaining_s):
+                return [json.loads(value) for value in self._store.multi_get(keys)]
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
+        raise OperationTimeout(
+            f"the group did not come together within {self._timeout_s:g} s; "
+            f"missing: {', '.join(f'rank {rank}' for rank in missing) or 'no rank any more, the last came too late'}",
+            hint="every rank of the group must create it; look at the output of the missing ones",
+            operation=self._operation,
+            missing_ranks=missing,
+            timeout_s=self._timeout_s,
+        )
+
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise CommunicationError(
+                "the store went away while the ranks were meeting",
+                hint="look at the output of rank 0, which hosts it, or of the launcher",
+                operation=self._operation,
+                rank=self._rank,
+            ) from error
+
+
+def attempt_store(store: dist.Store, prefix: str, rank: int) -> dist.Store:
+    """`store` under a prefix of this attempt to meet: the store may still hold the keys of an earlier one.
+
+    Every rank counts its own attempts, so all must have made the same number.
+    """
+    return dist.PrefixStore(f"{prefix}/{store.add(f'{prefix}/attempt/{rank}', 1)}", store)
+
+
+def _key(name: str, index: int) -> str:
+    return f"{name}/{index}"

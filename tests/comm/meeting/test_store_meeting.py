@@ -1,0 +1,77 @@
+"""Ranks that meet in a store: everyone reads everyone, or is told who is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from torsh_distributed.comm.meeting.store_meeting import StoreMeeting, attempt_store
+from torsh_distributed.errors import CommunicationError, OperationTimeout
+
+
+def meeting(store: dist.Store, rank: int, num_ranks: int = 2, timeout_s: float = 10.0) -> StoreMeeting:
+    return StoreMeeting(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, operation="meet in a test")
+
+
+def test_every_rank_reads_every_record_in_order() -> None:
+    store, found = dist.HashStore(), dict[int, list[dict[str, int]]]()
+
+    def join(rank: int) -> None:
+        found[rank] = meeting(store, rank, num_ranks=3).exchange("record", {"rank": rank})
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {rank: [{"rank": 0}, {"rank": 1}, {"rank": 2}] for rank in range(3)}
+
+
+def test_the_missing_ranks_are_named_at_the_deadline() -> None:
+    store = dist.HashStore()
+    meeting(store, 2).publish("record", 2, None)
+    started = time.monotonic()
+    with pytest.raises(OperationTimeout, match="missing: rank 1, rank 3") as caught:
+        meeting(store, 0, num_ranks=4, timeout_s=0.3).exchange("record", None)
+    assert time.monotonic() - started < 5
+    assert caught.value.context["missing_ranks"] == [1, 3]
+    assert caught.value.context["operation"] == "meet in a test"
+
+
+def test_asking_who_is_missing_waits_until_the_deadline_only_if_somebody_is() -> None:
+    store = dist.HashStore()
+    early = meeting(store, 0, timeout_s=0.2)
+    early.publish("here", 0, None)
+    assert early.missing("here") == [1]
+    complete = meeting(store, 1, timeout_s=60)
+    complete.publish("here", 1, None)
+    assert complete.missing("here") == []
+
+
+def test_a_record_that_does_not_come_is_none() -> None:
+    store = dist.HashStore()
+    assert meeting(store, 0).poll("verdict", 0, timeout_s=0.05) is None
+    meeting(store, 1).publish("verdict", 0, {"nodes": ["a"]})
+    assert meeting(store, 0).poll("verdict", 0) == {"nodes": ["a"]}
+
+
+def test_a_second_attempt_does_not_read_the_records_of_the_first() -> None:
+    store = dist.HashStore()
+    for rank in range(2):
+        meeting(attempt_store(store, "shm", rank), rank).publish("record", rank, "old")
+    again = meeting(attempt_store(store, "shm", 0), 0, timeout_s=0.2)
+    with pytest.raises(OperationTimeout, match="missing: rank 1"):
+        again.exchange("record", "new")
+
+
+def test_a_store_that_goes_away_is_said() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    here = meeting(client, 0)
+    here.publish("record", 0, None)
+    del host
+    with pytest.raises(CommunicationError, match="the store went away while the ranks were meeting"):
+        here.exchange("record", None)
