@@ -77,10 +77,10 @@ class Strategy(ABC):
         """Start averaging a scalar over the parts of the batch; every rank calls this at the same point of a step."""
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale all gradients so their norm over the whole model is at most `max_norm`; returns the norm before.
 
-        A scalar, as in torch: on a GPU nobody waits for it here.
+        None only measures. A scalar, equal on every rank; on a GPU the host does not wait for it here.
         """
 
     @abstractmethod

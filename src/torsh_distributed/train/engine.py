@@ -104,7 +104,7 @@ class Engine:
             for piece in events.each_in_phase("data", pieces):
                 self._num_batches += 1
                 if piece.total < degree:
-                    _log.warning("a batch of %d samples is left out: it has fewer than there are ranks", piece.total)
+                    self._warn_left_out(piece.total)
                     continue
                 found = True
                 self._evenness = piece.num_samples * degree / piece.total
@@ -291,6 +291,11 @@ class Engine:
             skip=skip,
         )
 
+    def _warn_left_out(self, num_samples: int) -> None:
+        message = f"a batch of {num_samples} samples is left out: it has fewer than there are ranks"
+        _log.warning("%s", message)
+        events.emit(events.LogEvent(level="warning", message=message, step=self.num_steps))
+
     def _global(self, num_samples: int | None) -> int | None:
         return None if num_samples is None else round(num_samples * self.strategy.data_degree / self._evenness)
 
@@ -299,9 +304,12 @@ class Engine:
 
     @contextmanager
     def _clipped(self, *, clip: bool, is_scaled: bool) -> Iterator[HostValue | None]:
-        """Around the update: gradients clipped as the plan says, and no update if they are not finite; the norm."""
+        """Around the update: gradients clipped as the plan says, and no update if they are not finite; the norm.
+
+        Under a loss scale the scaler has looked at every gradient: nothing is read again unless it is to be clipped.
+        """
         max_norm = self.plan.training.gradient_clipping
-        if max_norm is None or not clip:
+        if not clip or (is_scaled and max_norm is None):
             yield None
             return
         total = self.strategy.clip_grad_norm(max_norm)

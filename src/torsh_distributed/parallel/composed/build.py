@@ -39,12 +39,6 @@ from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel,
 from torsh_distributed.plan import Plan
 
 
-def is_composed(plan: Plan) -> bool:
-    """Whether the plan splits the model itself or its sequences, or shards what differs between ranks."""
-    mesh = plan.mesh
-    return mesh.tp > 1 or mesh.pp > 1 or mesh.cp > 1 or (mesh.shard > 1 and mesh.ep > 1)
-
-
 def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.mesh.norm import clip_over_mesh
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state import spread_state
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
@@ -67,14 +67,16 @@ class OnMesh(Strategy):
         return mean_over(loss, self._mesh.group(*GRADIENT_AXES))
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        return clip_over_mesh(
-            named_params(self.unwrapped).items(),
-            max_norm,
-            copies=self._num_copies,
-            group=self._mesh.group(*self._mesh.layout.order),
-            device=self._device,
-        )
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        named = {name: param.grad for name, param in named_params(self.unwrapped).items() if param.grad is not None}
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, grad in named.items():
+            by_copies.setdefault(self._num_copies(name, isinstance(grad, DTensor)), []).append(grad)
+        everyone = (self._mesh.group(*self._mesh.layout.order),)
+        held = [HeldGradients(grads, everyone, num_copies) for num_copies, grads in by_copies.items()]
+        norm = grad_norm(held or [HeldGradients((), everyone)], self._device)
+        clip_to_norm(named.values(), norm, max_norm)
+        return norm
 
     def _num_copies(self, name: str, is_sharded: bool) -> int:
         """How many ranks hold the same piece of a gradient."""
@@ -198,7 +200,7 @@ class Composed(OnMesh):
             self._inner.load_state_dict(state_)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.average_replicated()
         return super().clip_grad_norm(max_norm)

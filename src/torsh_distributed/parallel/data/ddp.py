@@ -92,10 +92,12 @@ class DistributedDataParallel(TorchDDP):
         if compressor is not None:
             refuse_what_cannot_be_compressed(module, reduce_dtype)
         if config.auto_size:
-            config = auto_bucket(config, group=chosen_group)
+            config = auto_bucket(config, group=chosen_group, device=device)
         is_mean = can_divide_last(module, device, reduce_dtype)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
         reduce = bucket_reducer(transport, chosen_group, device, op=op)
+        # One rank has nothing to average: without buckets it holds its gradients once, and only until they are cleared.
+        self._has_buckets = chosen_group.size() > 1 or compressor is not None
         super().__init__(
             module,
             device_ids=[device] if device.type == "cuda" else None,
@@ -103,11 +105,12 @@ class DistributedDataParallel(TorchDDP):
             # Sizes of the first bucket to fill and of all others, which torch takes as a list of limits.
             bucket_cap_mb_list=[config.min_bucket_size_mb, config.max_bucket_size_mb],  # type: ignore[list-item]  # torch takes fractions
             find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
+            static_graph=config.static_graph and self._has_buckets,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
         self._settings = config
+        self._reduce_dtype = reduce_dtype
         self._trained = {
             plain_name(name): param
             for name, param in module.named_parameters()
@@ -125,6 +128,25 @@ class DistributedDataParallel(TorchDDP):
         )
         self._gradient_sync.compress_with(compressor)
         self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
+        if self._has_buckets:
+            self.register_comm_hook(self._gradient_sync, average_bucket)
+
+    @override
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        """torch builds its reducer and the buckets here."""
+        if self._has_buckets:
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _need_buckets(self) -> None:
+        """Build the buckets that a world of one goes without, for what works on them; between steps."""
+        if self._has_buckets:
+            return
+        self._has_buckets = True
+        params, expect_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]  # untyped in torch
+        names = self._build_debug_param_to_name_mapping(params)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._ddp_init_helper(params, expect_sparse, names, self._settings.static_graph)
+        if self._settings.static_graph:
+            self._set_static_graph()  # type: ignore[no-untyped-call]  # untyped in torch
         self.register_comm_hook(self._gradient_sync, average_bucket)
 
     # --- settings ---------------------------------------------------------------------------------------------
@@ -143,7 +165,8 @@ class DistributedDataParallel(TorchDDP):
         """Compress from the next step on, or, with None, no longer; every rank calls this between steps."""
         compressor = _compressor(compression, 0)
         if compressor is not None:
-            refuse_what_cannot_be_compressed(self.module, "same")
+            refuse_what_cannot_be_compressed(self.module, self._reduce_dtype)
+            self._need_buckets()
         self._gradient_sync.compress_with(compressor)
         return self
 
@@ -164,12 +187,15 @@ class DistributedDataParallel(TorchDDP):
 
         What it returns, unless None, is averaged in its place: for clipping or noise of each rank's own.
         """
+        self._need_buckets()
         return self._gradient_sync.add_hook(hook)
 
     # --- training ---------------------------------------------------------------------------------------------
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._has_buckets:
+            return self._forward_alone(inputs, kwargs)
         if torch.is_grad_enabled() and not self.require_backward_grad_sync:
             self._gradient_sync.has_pending = True
         try:
@@ -178,6 +204,13 @@ class DistributedDataParallel(TorchDDP):
             if not str(error).startswith(_UNFINISHED):
                 raise
             raise self._unused_error(str(error)) from error
+
+    def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward, with inputs on its device as under torch's."""
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]  # untyped in torch
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        return self.module(*inputs, **kwargs)
 
     def _unused_error(self, text: str) -> InvalidArgument:
         found = _UNUSED_INDICES.search(text)
@@ -200,7 +233,7 @@ class DistributedDataParallel(TorchDDP):
     def unused_parameters(self) -> list[str]:
         """Parameters without a gradient from the last backward: on any rank where unused ones are searched for
         (`find_unused_parameters`), else on this rank."""
-        used: Tensor | None = self.reducer._get_local_used_map()
+        used: Tensor | None = self.reducer._get_local_used_map() if self._has_buckets else None
         if used is not None:
             return [name for name, is_used in zip(self._trained, used.tolist(), strict=True) if not is_used]
         return [name for name, param in self._trained.items() if param.grad is None]
@@ -240,12 +273,13 @@ class DistributedDataParallel(TorchDDP):
     @override
     def join_hook(self, **kwargs: Any) -> Any:
         """As torch's, which calls it on every rank where a `join` begins."""
+        self._need_buckets()
         self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
         return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # --- figures and checks -----------------------------------------------------------------------------------
 
-    def get_sync_stats(self) -> GradientSyncStats:
+    def sync_stats(self) -> GradientSyncStats:
         """Counts and sizes of this rank's gradients, as they are now."""
         held = [param.grad for param in self._trained.values() if param.grad is not None]
         compressor = self.compressor
@@ -258,7 +292,7 @@ class DistributedDataParallel(TorchDDP):
             compression=None if compressor is None else compressor.stats.to_dict(),
         )
 
-    def get_bucket_info(self) -> list[BucketInfo]:
+    def bucket_info(self) -> list[BucketInfo]:
         """The buckets of the last backward, in the order they travelled; empty before the first."""
         return self._gradient_sync.bucket_info()
 

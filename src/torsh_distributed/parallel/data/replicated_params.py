@@ -37,13 +37,12 @@ class ReplicatedGradients:
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._params = [param for param in params if param.requires_grad]
         self._group = group
-        self._is_done = False
+        self._averaged: list[Tensor] = []
 
     def average(self) -> None:
         """Average now, unless it was done since the last step; every rank of the group calls this."""
-        if self._is_done or not self._params or self._group.size() == 1:
+        if not self._params or self._group.size() == 1 or self._is_done():
             return
-        self._is_done = True
         has_gradient = torch.tensor([float(param.grad is not None) for param in self._params])
         flat = torch.cat([has_gradient.to(self._params[0].device), *(_gradient(param) for param in self._params)])
         mean = all_reduce(flat, op="mean", group=self._group)
@@ -51,10 +50,16 @@ class ReplicatedGradients:
         values = torch.split(mean[len(self._params) :], [param.numel() for param in self._params])
         for param, is_used, value in zip(self._params, used.tolist(), values, strict=True):
             param.grad = value.view_as(param).to(param.dtype) if is_used else None
+        self._averaged = [param.grad for param in self._params if param.grad is not None]
 
     def forget(self) -> None:
         """The optimizer took its step: the next gradients are new ones."""
-        self._is_done = False
+        self._averaged = []
+
+    def _is_done(self) -> bool:
+        """Whether the parameters hold what the last average gave: after a failed step they hold others, or none."""
+        held = [param.grad for param in self._params if param.grad is not None]
+        return bool(held) and list(map(id, held)) == list(map(id, self._averaged))
 
 
 def _gradient(param: nn.Parameter) -> Tensor:

@@ -22,7 +22,7 @@ from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
-from torsh_distributed.parallel.mesh.grad_norm import clip_grad_norm
+from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
@@ -219,7 +219,10 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most this norm over the whole model (None: only measure it); returns the norm."""
         self.average_replicated()
-        return clip_grad_norm(self.module.parameters(), max_norm)
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        norm = grad_norm(held_by_placement(grads), torch.device(self.mesh.device_type))
+        clip_to_norm(grads, norm, max_norm)
+        return norm
 
     def reshard(self) -> None:
         """Free what forward left gathered, as after evaluation; the module's parameters are shards then."""

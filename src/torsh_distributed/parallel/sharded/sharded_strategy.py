@@ -68,7 +68,7 @@ class Sharded(Strategy):
         return mean_over(loss, self._mesh.data_group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         return self.wrapped.clip_grad_norm(max_norm)
 
     @override
