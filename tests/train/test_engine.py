@@ -349,7 +349,7 @@ def short_batches() -> list[events.LogEvent]:
 def test_a_batch_too_small_for_all_ranks_is_reported_as_an_event(world: World) -> None:
     for seen in world.run(short_batches):
         assert [(event.level, event.step) for event in seen] == [("warning", 1)]
-        assert seen[0].message.startswith("a batch of 1 samples is left out")
+        assert seen[0].message.startswith("skipped a batch of 1 samples")
 
 
 def refused(case: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state import whole_state
+
+_log = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model's output and the targets to the mean loss."""
@@ -87,19 +91,26 @@ class Strategy(ABC):
     def take_comm_s(self) -> float | None:
         """Seconds during which gradients were on their way since the last call; None where that is not measured."""
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 (most strategies remember no gradients)
-        """Gradients are `factor` times as large from now on, for the loss scale changed; every rank is told."""
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """What makes gradients smaller; None where they travel as they are."""
+        return None
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on, because the loss scale changed; every rank calls this."""
+        if self.compressor is not None:
+            self.compressor.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank alone holds beyond model and optimizer, such as what compression left out so far."""
-        return {}
+        """What this rank alone holds beyond model and optimizer: what compression left out so far."""
+        return {} if self.compressor is None else {"compressor": self.compressor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of the same rank in a world of the same size."""
-        if state:
-            raise InvalidArgument(
-                f"{type(self).__name__} has no state of its own to load", hint="use the plan the state was made under"
-            )
+        if self.compressor is not None and "compressor" in state:
+            self.compressor.load_state_dict(state["compressor"])
+        elif state:
+            _log.warning("the state was saved under other compression than this run has: what it left out is lost")
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`model` and `optimizer` state by parameter name, whole tensors equal on every rank, which all call it."""

@@ -14,9 +14,9 @@ from torch import nn
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
-from torsh_distributed.parallel.composed.mesh_strategy import Composed, Context
-from torsh_distributed.parallel.composed.pipelined import PipelineStages
+from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
 from torsh_distributed.parallel.composed.refusals import refuse
+from torsh_distributed.parallel.composed.split_model import Composed, Context
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
@@ -113,7 +113,7 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 seed=plan.training.seed,
                 broadcast_buffers=plan.ddp.broadcast_buffers,
                 compression=plan.compress,
-                apart=experts_apart(model, mesh),
+                separate=experts_apart(model, mesh),
             )
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,6 @@ from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.state.whole_state import named_params
 from torsh_distributed.plan import Plan
-
-_log = logging.getLogger(__name__)
 
 
 class StageAverage:
@@ -43,14 +39,14 @@ class StageAverage:
         self._experts = {name: param for name, param in held.items() if id(param) in spread}
         others = {name: param for name, param in held.items() if id(param) not in spread}
         self._ep = mesh.layout.degree("ep")
-        self._parts = [_Part(stages, others, plan, mesh.group(*GRADIENT_AXES), device)]
+        self._averaged = [_AveragedParams(stages, others, plan, mesh.group(*GRADIENT_AXES), device)]
         if self._experts:
-            self._parts.append(_Part(stages, self._experts, plan, mesh.group(*REPLICA_AXES), device))
+            self._averaged.append(_AveragedParams(stages, self._experts, plan, mesh.group(*REPLICA_AXES), device))
 
     @property
     def compressor(self) -> GradientCompressor | None:
         """What makes gradients smaller; None where they travel as they are."""
-        return self._parts[0].compressor
+        return self._averaged[0].compressor
 
     @torch.no_grad()
     def average(self) -> None:
@@ -58,22 +54,11 @@ class StageAverage:
         for param in self._experts.values():
             if param.grad is not None:
                 param.grad.div_(self._ep)
-        for part in self._parts:
-            part.average()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What compression left out so far."""
-        return {} if self.compressor is None else {"compressor": self.compressor.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        if self.compressor is not None and "compressor" in state:
-            self.compressor.load_state_dict(state["compressor"])
-        elif "compressor" in state:
-            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")
+        for params in self._averaged:
+            params.average()
 
 
-class _Part:
+class _AveragedParams:
     """Parameters that are averaged over one group."""
 
     def __init__(

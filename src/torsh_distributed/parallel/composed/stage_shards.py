@@ -47,7 +47,7 @@ class StageShards:
             # As in a pipeline of replicas: each computes with its own.
             broadcast_buffers=False,
             compression=self._plan.compress,
-            apart=experts_apart(stage, self._mesh),
+            separate=experts_apart(stage, self._mesh),
         )
         return stage
 
@@ -88,7 +88,7 @@ def _count_step(compressor: GradientCompressor, *_: object) -> None:
 
 
 def refuse_shared_on_one_rank(stages: StagePlan, stage_of: Mapping[int, int]) -> None:
-    """A parameter of two stages of one rank would become two shards of it, which drift apart."""
+    """A parameter of two stages of one rank would become two shards of it, which drift separate."""
     for uses in stages.tied:
         ranks = {stage: stage_of[stage] for stage, _ in uses}
         if len(set(ranks.values())) < len(ranks):

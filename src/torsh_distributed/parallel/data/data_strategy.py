@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from torsh_distributed.comm.shared_memory import shares_memory
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
@@ -21,8 +21,6 @@ from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
-
-_log = logging.getLogger(__name__)
 
 _NUMEL_TO_DIVIDE = 1 << 20
 """From about here on, reading half of the gradients and meeting in shared memory is quicker than reading them all."""
@@ -121,20 +119,7 @@ class DataParallel(Strategy):
     def take_comm_s(self) -> float | None:
         return self._ddp.take_comm_s()
 
+    @property
     @override
-    def rescale(self, factor: float) -> None:
-        if self._ddp.compressor is not None:
-            self._ddp.compressor.rescale(factor)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        compressor = self._ddp.compressor
-        return {} if compressor is None else {"compressor": compressor.state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressor = self._ddp.compressor
-        if compressor is not None and "compressor" in state:
-            compressor.load_state_dict(state["compressor"])
-        elif "compressor" in state:
-            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")
+    def compressor(self) -> GradientCompressor | None:
+        return self._ddp.compressor

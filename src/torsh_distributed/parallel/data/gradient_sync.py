@@ -46,7 +46,7 @@ class BucketInfo:
 
 
 @dataclass(frozen=True)
-class _Parcel:
+class _FullBucket:
     """A bucket on its way."""
 
     index: int
@@ -92,7 +92,7 @@ class GradientSync:
         self._pipeline: Pipeline | None = None
         self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
         self._errors: list[BaseException] = []
-        self._held: list[tuple[_Parcel, Future[Tensor]]] = []
+        self._held: list[tuple[_FullBucket, Future[Tensor]]] = []
         self._travelling: list[Future[Tensor]] = []
         self._watched = -1
         self._buckets: SharedBuckets | None = None
@@ -138,21 +138,21 @@ class GradientSync:
         self._watch_backward()
         # On a GPU this runs while the device waits for kernels: views nobody looks at are not made.
         is_whole = self.is_bucketed and not self._hooks and self._compressor is None
-        parcel = _Parcel(
+        full = _FullBucket(
             bucket.index(),
             bucket.is_last(),
             bucket.buffer(),
             self._names_in(bucket),
             [] if is_whole else bucket.gradients(),
         )
-        self._note(parcel)
+        self._note(full)
         if self._hooks:
-            self._call_hooks(parcel.names, parcel.gradients)
+            self._call_hooks(full.names, full.gradients)
         if self._overlap:
-            return self._awaited(self._launch(parcel))
+            return self._awaited(self._launch(full))
         whole: Future[Tensor] = self._awaited(Future(devices=self._devices))
-        self._held.append((parcel, whole))
-        if parcel.is_last:
+        self._held.append((full, whole))
+        if full.is_last:
             held, self._held = self._held, []
             for each, result in held:
                 self._launch(each).then(_forward_to(result))
@@ -165,14 +165,14 @@ class GradientSync:
             known = self._layout[bucket.index()] = (ids, tuple(self._names[one] for one in ids))
         return known[1]
 
-    def _note(self, parcel: _Parcel) -> None:
-        info = self._infos.get(parcel.index)
-        if info is None or info.parameter_names is not parcel.names:
-            self._infos[parcel.index] = BucketInfo(
-                index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=parcel.names
+    def _note(self, full: _FullBucket) -> None:
+        info = self._infos.get(full.index)
+        if info is None or info.parameter_names is not full.names:
+            self._infos[full.index] = BucketInfo(
+                index=full.index, size_mb=full.num_bytes / 2**20, parameter_names=full.names
             )
-        if parcel.is_last:
-            self._infos = {index: info for index, info in self._infos.items() if index <= parcel.index}
+        if full.is_last:
+            self._infos = {index: info for index, info in self._infos.items() if index <= full.index}
             self.clock.note_ready()
             self.has_pending = False
 
@@ -191,31 +191,31 @@ class GradientSync:
                     )
                 gradient.copy_(changed)
 
-    def _launch(self, parcel: _Parcel) -> Future[Tensor]:
+    def _launch(self, full: _FullBucket) -> Future[Tensor]:
         if self._compressor is not None:
-            return self._start_compressed(parcel, self._compressor)
+            return self._start_compressed(full, self._compressor)
         if self._group.size() == 1:  # it is the mean already
             alone: Future[Tensor] = Future(devices=self._devices)
-            alone.set_result(parcel.buffer)
+            alone.set_result(full.buffer)
             return alone
         try:
-            return self._start_sum(parcel)
+            return self._start_sum(full)
         except TorshError as error:  # refused at once: a group that was aborted
             self._errors.append(error)
             failed: Future[Tensor] = Future(devices=self._devices)
-            failed.set_result(parcel.buffer.fill_(float("nan")))
+            failed.set_result(full.buffer.fill_(float("nan")))
             return failed
 
-    def _start_sum(self, parcel: _Parcel) -> Future[Tensor]:
+    def _start_sum(self, full: _FullBucket) -> Future[Tensor]:
         """DDP's own averaging: divide, then sum; or both at once where the backend does that in one pass."""
         # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
-        clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
-        num_bytes = parcel.num_bytes
+        clock, errors, buffer, index = self.clock, self._errors, full.buffer, full.index
+        num_bytes = full.num_bytes
         if self._buckets is not None and self.is_bucketed and self._dtype is None:
-            self._buckets.settle(index, buffer, is_last=parcel.is_last)
+            self._buckets.settle(index, buffer, is_last=full.is_last)
         if not self._is_mean:
             buffer.div_(self._group.size())
-        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
+        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in full.gradients])
         sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
         start = time.monotonic()
         sums = [self._reduce(part) for part in sent]
@@ -236,25 +236,25 @@ class GradientSync:
             return sums[0].then(finish)
         return collect_all(sums).then(finish)
 
-    def _start_compressed(self, parcel: _Parcel, compressor: GradientCompressor) -> Future[Tensor]:
+    def _start_compressed(self, full: _FullBucket, compressor: GradientCompressor) -> Future[Tensor]:
         assert self._pipeline is not None, "compress_with made it"
         result: Future[Tensor] = Future(devices=self._devices)
 
         def average(group: dist.ProcessGroup) -> None:
             start = time.monotonic()
-            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group, bucket=parcel.buffer)
+            wire_bytes = average_named(compressor, full.names, full.gradients, group, bucket=full.buffer)
             codec = DENSE if compressor.is_dense_step else compressor.config.method
-            if parcel.is_last:
+            if full.is_last:
                 compressor.step()
-            self.clock.add(parcel.index, parcel.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
+            self.clock.add(full.index, full.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
 
         def finish(error: BaseException | None) -> None:
             try:
                 if error is not None:
                     self._errors.append(error)
-                    parcel.buffer.fill_(float("nan"))
+                    full.buffer.fill_(float("nan"))
             finally:  # whatever happens, backward must not wait for ever
-                result.set_result(parcel.buffer)
+                result.set_result(full.buffer)
 
         self._pipeline.submit(average, finish)
         return result

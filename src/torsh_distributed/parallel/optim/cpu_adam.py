@@ -99,24 +99,24 @@ class CpuAdam(Adam):
             return
         torch._foreach_add_(steps, 1)
         kernel, divided = compiled_kernel(), self._divided
-        alone, together, odd = list[_Piece](), list[_Piece](), list[_Piece]()
+        alone, together, odd = list[_ParamSlice](), list[_ParamSlice](), list[_ParamSlice]()
         for param, grad, step in zip(params, grads, steps, strict=True):
             state = self.state[param]
             part = None if divided is None else divided.part(param, state)
             value, mean, square = map(_held, (param, state["exp_avg"], state["exp_avg_sq"]))
             tensors = value, _like(value, _held(grad)), mean, square
             if part is not None:
-                together.append(_Piece(tensors, step, part))
+                together.append(_ParamSlice(tensors, step, part))
             elif kernel is not None and all(tensor.is_contiguous() for tensor in tensors):
-                alone.append(_Piece(tensors, step, slice(0, tensors[0].numel())))
+                alone.append(_ParamSlice(tensors, step, slice(0, tensors[0].numel())))
             else:
-                odd.append(_Piece(tensors, step, slice(None)))
+                odd.append(_ParamSlice(tensors, step, slice(None)))
         _by_kernel(kernel, group, alone, [])
         _by_kernel(kernel, group, together, [] if divided is None else divided.distances)
         _by_torch(group, odd)
 
 
-class _Piece(NamedTuple):
+class _ParamSlice(NamedTuple):
     """A parameter, its gradient, the means of that and of its square; its number of updates; what is to be updated."""
 
     tensors: tuple[Tensor, ...]
@@ -129,7 +129,7 @@ class _Piece(NamedTuple):
         return (*(tensor.data_ptr() + 4 * start for tensor in self.tensors), stop - start, float(self.step))
 
 
-def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_Piece], distances: list[int]) -> None:
+def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_ParamSlice], distances: list[int]) -> None:
     """Update in place, and as far away as `distances` say, in bytes."""
     if not pieces:
         return
@@ -162,7 +162,7 @@ def _like(value: Tensor, grad: Tensor) -> Tensor:
     return grad if grad.stride() == value.stride() else torch.empty_like(value).copy_(grad)
 
 
-def _by_torch(group: dict[str, Any], pieces: list[_Piece]) -> None:
+def _by_torch(group: dict[str, Any], pieces: list[_ParamSlice]) -> None:
     if not pieces:
         return
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_

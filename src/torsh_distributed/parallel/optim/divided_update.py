@@ -27,7 +27,7 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SharedParam:
     """Where a parameter of this rank's replica and its state lie, and which of its elements this rank updates."""
 
     value: Tensor
@@ -48,7 +48,7 @@ class DividedUpdate:
         rank, num_ranks = group.rank(), group.size()
         replica_bytes = len(memory) // (num_ranks + len(state))
         self._group = group
-        self._places: dict[Tensor, _Place] = {}
+        self._shared: dict[Tensor, _SharedParam] = {}
         self.distances = [(other - rank) * replica_bytes for other in range(num_ranks) if other != rank]
         """From an element of this rank's replica to the same one of each of the others, in bytes."""
         start = 0
@@ -58,7 +58,7 @@ class DividedUpdate:
                 for region in (rank, *range(num_ranks, num_ranks + len(state)))
             )
             part = _part(param.numel(), rank, num_ranks)
-            self._places[param] = _Place(value, value.data_ptr(), dict(zip(state, kept, strict=True)), part)
+            self._shared[param] = _SharedParam(value, value.data_ptr(), dict(zip(state, kept, strict=True)), part)
             start += _whole_lines(param)
         self._bring_home()
 
@@ -86,31 +86,35 @@ class DividedUpdate:
             raise
 
     def part(self, param: Tensor, state: MutableMapping[str, Any]) -> slice | None:
-        """The elements that this rank updates, with the state in its place; None for all of them, as if alone."""
-        place = self._places.get(param)
-        if place is None:
+        """The elements that this rank updates, with the state in shared memory; None for all of them, as if alone."""
+        shared = self._shared.get(param)
+        if shared is None:
             return None
-        for name, home in place.state.items():
+        for name, home in shared.state.items():
             held = state[name]
             if held is not home:  # new, or loaded: equal on all ranks, each of which brings what it will change
-                home.view(-1)[place.part] = held.reshape(-1)[place.part]
+                home.view(-1)[shared.part] = held.reshape(-1)[shared.part]
                 state[name] = home
-        return place.part
+        return shared.part
 
     def _bring_home(self) -> None:
         """What gave a parameter other memory, as `to` and `share_memory` do, left the others without it."""
-        for param, place in self._places.items():
-            if param.data_ptr() == place.address:
+        for param, shared in self._shared.items():
+            if param.data_ptr() == shared.address:
                 continue
-            if (param.shape, param.dtype, param.device) != (place.value.shape, place.value.dtype, place.value.device):
+            if (param.shape, param.dtype, param.device) != (
+                shared.value.shape,
+                shared.value.dtype,
+                shared.value.device,
+            ):
                 raise InvalidArgument(
                     "a parameter cannot change its shape, dtype or device once the ranks of a node update it together",
                     hint="convert the model before parallelize()",
-                    was=f"{tuple(place.value.shape)} {place.value.dtype} on {place.value.device}",
+                    was=f"{tuple(shared.value.shape)} {shared.value.dtype} on {shared.value.device}",
                     became=f"{tuple(param.shape)} {param.dtype} on {param.device}",
                 )
-            place.value.copy_(param.detach())
-            param.data = place.value
+            shared.value.copy_(param.detach())
+            param.data = shared.value
 
 
 def _dividable(params: list[Tensor]) -> list[Tensor]:

@@ -67,7 +67,7 @@ class CommTally:
         return taken
 
 
-class Empty:
+class PlainBuffers:
     """Buffers as FSDP2 makes them itself."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ class Empty:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class TalliedAllGather(Empty, AllGather):
+class TalliedAllGather(PlainBuffers, AllGather):
     """FSDP2's own all-gather, counted; on one node of CPUs into memory that the ranks share, without a copy."""
 
     def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
@@ -98,7 +98,7 @@ class TalliedAllGather(Empty, AllGather):
         return work
 
 
-class TalliedReduceScatter(Empty, ReduceScatter):
+class TalliedReduceScatter(PlainBuffers, ReduceScatter):
     """FSDP2's own reduce-scatter, counted; on one node of CPUs out of memory that the ranks share."""
 
     def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:

@@ -32,7 +32,7 @@ from torsh_distributed.parallel.sharded.communication import CommTally, TalliedA
 from torsh_distributed.parallel.sharded.compression import (
     CompressedReduceScatter,
     EncodedAllGather,
-    Segment,
+    ParamShard,
     check_method,
     replica_average,
 )
@@ -49,7 +49,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Apart:
+class SeparateShards:
     """Modules whose parameters differ between some of the replicas, as spread experts do: sharded over other ranks."""
 
     modules: tuple[nn.Module, ...]
@@ -69,7 +69,7 @@ class FullyShardedDataParallel(nn.Module):
     `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`, `ep`, `cp`); left out,
     `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
     backward. `compression` sends gradients encoded: over the shard axis, or, where there are replicas, between them.
-    `attach` the optimizer where there is compression, or something that is not sharded. `apart` are modules that are
+    `attach` the optimizer where there is compression, or something that is not sharded. `separate` are modules that are
     sharded otherwise.
     """
 
@@ -86,7 +86,7 @@ class FullyShardedDataParallel(nn.Module):
         seed: int = 0,
         broadcast_buffers: bool = True,
         compression: CompressConfig | None = None,
-        apart: Apart | None = None,
+        separate: SeparateShards | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -102,12 +102,12 @@ class FullyShardedDataParallel(nn.Module):
         if is_on_meta(module):
             materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
         else:
-            differing = {id(param) for one in apart.modules for param in one.parameters()} if apart else set()
+            differing = {id(param) for one in separate.modules for param in one.parameters()} if separate else set()
             equal = [param for param in module.parameters() if id(param) not in differing]
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
         replicated = _kept_whole(module, self.config)
-        self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, apart)
+        self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, separate)
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -121,18 +121,18 @@ class FullyShardedDataParallel(nn.Module):
         replicated: set[str],
         materializer: Materializer | None,
         wrap_fn: WrapFn | None,
-        apart: Apart | None,
+        separate: SeparateShards | None,
     ) -> None:
         """Apply `fully_shard` to every piece, innermost first, then to the model; make what is on meta right before."""
-        done = apart.modules if apart else ()
+        done = separate.modules if separate else ()
         pieces = [one for one in pieces_of(self.module, self.config, wrap_fn).values() if one not in done]
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
             reduce_dtype=_DTYPES.get(precision.reduce_dtype),
         )
         keeps_gathered = self.config.strategy == "shard_grad_op"
-        if apart is not None:
-            _shard_apart(apart, policy, keeps_gathered=keeps_gathered)
+        if separate is not None:
+            _shard_separately(separate, policy, keeps_gathered=keeps_gathered)
         for piece in [*reversed(pieces), self.module]:
             if materializer is not None:
                 materializer.make(piece)
@@ -165,8 +165,8 @@ class FullyShardedDataParallel(nn.Module):
             inside = dict.fromkeys(_travelling(piece))
             if not isinstance(piece, FSDPModule):
                 continue
-            segments = [
-                Segment(names[id(param)], (-(-param.shape[0] // num_shards), *param.shape[1:]))
+            param_shards = [
+                ParamShard(names[id(param)], (-(-param.shape[0] // num_shards), *param.shape[1:]))
                 for param in inside
                 if isinstance(param, DTensor) and param.requires_grad
             ]
@@ -174,12 +174,12 @@ class FullyShardedDataParallel(nn.Module):
             gathering = EncodedAllGather(method, stream, self.tally) if method != "none" else None
             piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally, group))
             if compressor is not None and not has_replicas:
-                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, segments, compressor, self.tally))
+                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, param_shards, compressor, self.tally))
                 continue
             piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally, group))
             if compressor is not None:
                 replicas = self.mesh.group("dp")
-                piece.set_all_reduce_hook(replica_average(name, segments, compressor, replicas, self.tally))
+                piece.set_all_reduce_hook(replica_average(name, param_shards, compressor, replicas, self.tally))
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,16 +285,16 @@ class FullyShardedDataParallel(nn.Module):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
-def _shard_apart(apart: Apart, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
-    for module in apart.modules:
+def _shard_separately(separate: SeparateShards, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
+    for module in separate.modules:
         made = fully_shard(
             module,
-            mesh=apart.mesh,
+            mesh=separate.mesh,
             reshard_after_forward=not keeps_gathered,
-            shard_placement_fn=partial(_evenly, num_shards=apart.mesh.size(-1)),
+            shard_placement_fn=partial(_evenly, num_shards=separate.mesh.size(-1)),
             mp_policy=policy,
         )
-        made.set_gradient_divide_factor(apart.divisor)
+        made.set_gradient_divide_factor(separate.divisor)
         # Not every backend can multiply on the way.
         made.set_force_sum_reduction_for_comms(True)
 
@@ -384,7 +384,7 @@ def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Buffers that are part of the model's state, such as running means: replicas of them must not drift apart."""
+    """Buffers that are part of the model's state, such as running means: replicas of them must not drift separate."""
     kept = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in kept]
 

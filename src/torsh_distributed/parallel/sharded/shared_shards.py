@@ -48,7 +48,7 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
         owner, _, name = path.rpartition(".")
         shards.append((model.get_submodule(owner), name, shard))
         start += size
-    bring_back = _Places(shards).bring_back
+    bring_back = _SharedShards(shards).bring_back
 
     def meet(*_: object) -> None:
         barrier(group=group)
@@ -60,7 +60,7 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
     return True
 
 
-class _Places:
+class _SharedShards:
     """Where the shards belong: what has become of them goes back into the memory that all ranks read."""
 
     def __init__(self, shards: list[tuple[nn.Module, str, Tensor]]) -> None:

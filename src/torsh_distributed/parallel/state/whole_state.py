@@ -5,7 +5,7 @@ A sharded tensor is gathered on the way out and cut on the way in. Names outlast
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,24 +61,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `model_state` gave, every key of it; a name or shape that does not fit raises InvalidArgument."""
     held = model.state_dict()
-    own = {plain_name(name): name for name in held}
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unknown:
-        raise InvalidArgument(
-            "the state is not of this model: names differ",
-            hint="build the model as it was when the state was made",
-            missing=missing[:3] or None,
-            unknown=unknown[:3] or None,
-        )
+    own = require_same_names(held, state)
     for name, value in state.items():
         here = held[own[name]]
-        if isinstance(value, Tensor) and value.shape != here.shape:
-            raise InvalidArgument(
-                f"the state is not of this model: {name} differs",
-                hint="build the model as it was when the state was made",
-                state=tuple(value.shape),
-                model=tuple(here.shape),
-            )
+        if isinstance(value, Tensor):
+            require_same_shape(name, value, here)
     cut = {
         own[name]: part_of(value, held[own[name]]) if isinstance(value, Tensor) else value
         for name, value in state.items()
@@ -106,12 +93,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in state["param_groups"]]
     if mine != theirs:
-        raise InvalidArgument(
-            "the state is of an optimizer with other parameters or groups",
-            hint="build the optimizer as it was when the state was made",
-            groups=[len(group) for group in mine],
-            state_groups=[len(group) for group in theirs],
-        )
+        raise other_groups(mine, theirs)
     index = {name: number for number, name in enumerate(name for group in mine for name in group)}
     optimizer.load_state_dict(
         {
@@ -120,6 +102,41 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
                 {**group, "params": [index[name] for name in group["params"]]} for group in state["param_groups"]
             ],
         }
+    )
+
+
+def require_same_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
+    """Plain name to name in the model's own state; InvalidArgument unless the names of `state` are just those."""
+    own = {plain_name(name): name for name in held}
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unknown:
+        raise InvalidArgument(
+            "the state is not of this model: names differ",
+            hint="build the model as it was when the state was made",
+            missing=missing[:3] or None,
+            unknown=unknown[:3] or None,
+        )
+    return own
+
+
+def require_same_shape(name: str, value: Tensor, held: Tensor) -> None:
+    """Raise InvalidArgument unless a tensor of the state has the shape of the one it replaces."""
+    if value.shape != held.shape:
+        raise InvalidArgument(
+            f"the state is not of this model: {name} differs",
+            hint="build the model as it was when the state was made",
+            state=tuple(value.shape),
+            model=tuple(held.shape),
+        )
+
+
+def other_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> InvalidArgument:
+    """The error for the state of an optimizer whose groups hold other parameters."""
+    return InvalidArgument(
+        "the state is of an optimizer with other parameters or groups",
+        hint="build the optimizer as it was when the state was made",
+        groups=[len(group) for group in mine],
+        state_groups=[len(group) for group in theirs],
     )
 
 

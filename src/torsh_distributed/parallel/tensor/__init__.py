@@ -2,18 +2,18 @@
 
 from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 
 __all__ = [
     "ColumnParallelLinear",
-    "Cut",
     "ParallelAttention",
     "ParallelEmbedding",
     "PlannedModule",
     "RowParallelLinear",
-    "Style",
+    "SplitStyle",
+    "TensorCut",
     "TensorPlan",
     "find_tensor_plan",
     "param_cuts",

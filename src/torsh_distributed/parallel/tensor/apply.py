@@ -11,7 +11,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
 from torsh_distributed.parallel.tensor.layers import (
     Activation,
@@ -21,15 +21,15 @@ from torsh_distributed.parallel.tensor.layers import (
     keeps_logits_split,
     replicate_param,
 )
-from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
-_OUTPUTS: dict[Style, Activation] = {
-    Style.COLUMN: "sharded",
-    Style.COLUMN_LOCAL: "local",
-    Style.COLUMN_GATHERED: "whole",
+_OUTPUTS: dict[SplitStyle, Activation] = {
+    SplitStyle.COLUMN: "sharded",
+    SplitStyle.COLUMN_LOCAL: "local",
+    SplitStyle.COLUMN_GATHERED: "whole",
 }
 
 
@@ -38,7 +38,7 @@ def tensor_parallel(
     mesh: DeviceMesh,
     config: TensorConfig | None = None,
     *,
-    overrides: Mapping[str, Style | str] | None = None,
+    overrides: Mapping[str, SplitStyle | str] | None = None,
     plan: TensorPlan | None = None,
 ) -> TensorPlan:
     """Split the model's layers over a mesh of one axis, in place; every rank of it calls this with the same model.
@@ -77,16 +77,16 @@ def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceM
         assert isinstance(module, nn.Linear), "the plan checks this"
         assert row.cut is not None, "these styles have one"
         column = ColumnParallelLinear.from_linear(module, mesh, output=_OUTPUTS[row.style], sections=row.cut.sections)
-        column.is_head = row.style is Style.COLUMN and is_head(row.name, module)
+        column.is_head = row.style is SplitStyle.COLUMN and is_head(row.name, module)
         new: nn.Module = column
-    elif row.style is Style.ROW:
+    elif row.style is SplitStyle.ROW:
         assert isinstance(module, nn.Linear), "the plan checks this"
         new = RowParallelLinear.from_linear(module, mesh, sequence_output=on_sequence)
-    elif row.style is Style.VOCABULARY:
+    elif row.style is SplitStyle.VOCABULARY:
         assert isinstance(module, nn.Embedding), "the plan checks this"
         new = ParallelEmbedding.from_embedding(module, mesh, sequence_output=on_sequence)
     else:
-        if row.style is Style.SEQUENCE:
+        if row.style is SplitStyle.SEQUENCE:
             work_on_sequence(module, mesh)
         for param in module.parameters(recurse=False):
             replicate_param(param, mesh.get_group())
@@ -95,14 +95,14 @@ def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceM
     root.get_submodule(parent).register_module(child, new)
 
 
-def param_cuts(model: nn.Module) -> dict[str, Cut]:
+def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
     """Name to cut of every parameter of which this rank holds a piece; a tied one under each of its names."""
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, TensorCut] = {}
     for where, module in model.named_modules():
         cut = getattr(module, "cut", None)
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelEmbedding):
             continue
-        assert isinstance(cut, Cut), "split layers have one"
+        assert isinstance(cut, TensorCut), "split layers have one"
         names = ["weight"]
         if isinstance(module, ColumnParallelLinear) and module.bias is not None:
             names.append("bias")

@@ -12,7 +12,7 @@ from torsh_distributed.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorCut:
     """A cut along `dim`, as torch.chunk does it: the last pieces may be smaller, or empty.
 
     With `sections` the dim holds several matrices one after the other, such as query, key and value in one linear

@@ -24,7 +24,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.tensor.cut import Cut, bounds
+from torsh_distributed.parallel.tensor.cut import TensorCut, bounds
 from torsh_distributed.parallel.tensor.regions import enter_split, gather_last, sum_parts, take_last
 
 Activation = Literal["whole", "local", "sharded"]
@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Linear):
         return layer
 
     def _split(self, mesh: DeviceMesh, output: Activation, sections: tuple[int, ...]) -> None:
-        self.mesh, self.output, self.cut = mesh, output, Cut(0, sections)
+        self.mesh, self.output, self.cut = mesh, output, TensorCut(0, sections)
         self.whole_features = self.out_features
         split_param(self.weight, self.cut, mesh.get_group())
         if self.bias is not None:
@@ -95,7 +95,7 @@ class ColumnParallelLinear(nn.Linear):
         group = self.mesh.get_group()
         part = functional.linear(whole_input(input, self.mesh), self.weight, self.bias)
         if self.output == "whole" or (self.is_head and not keeps_logits_split.get()):
-            return gather_last(part, self.whole_features, group, cut=Cut(-1, self.cut.sections))
+            return gather_last(part, self.whole_features, group, cut=TensorCut(-1, self.cut.sections))
         return part if self.output == "local" else self._sharded(part)
 
     def _sharded(self, part: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class RowParallelLinear(nn.Linear):
         return layer
 
     def _split(self, mesh: DeviceMesh, *, input_is_parallel: bool, sequence_output: bool) -> None:
-        self.mesh, self.cut = mesh, Cut(1)
+        self.mesh, self.cut = mesh, TensorCut(1)
         self.input_is_parallel, self.sequence_output = input_is_parallel, sequence_output
         self.whole_features = self.in_features
         split_param(self.weight, self.cut, mesh.get_group())
@@ -213,7 +213,7 @@ class ParallelEmbedding(nn.Embedding):
                 f"an embedding with {' and '.join(unsupported)} cannot be split over its vocabulary",
                 hint="override it with 'replicated', or drop the option",
             )
-        self.mesh, self.cut, self.sequence_output = mesh, Cut(0), sequence_output
+        self.mesh, self.cut, self.sequence_output = mesh, TensorCut(0), sequence_output
         group = mesh.get_group()
         self.whole_embeddings = self.num_embeddings
         self._start, self._stop = bounds(self.num_embeddings, rank=group.rank(), size=group.size())
@@ -297,7 +297,7 @@ def splits_sequence(length: int, mesh: DeviceMesh) -> bool:
     )
 
 
-def split_param(param: Tensor, cut: Cut, group: dist.ProcessGroup) -> None:
+def split_param(param: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> None:
     """Leave this rank's piece in the parameter, of the first rank's values; a tied one is cut once."""
     if getattr(param, _MARK, None) == cut:
         return

@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.tensors import all_reduce
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 
-LAST = Cut(-1)
+LAST = TensorCut(-1)
 
 
 def enter_split(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -31,7 +31,7 @@ def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: Cut = LAST) -> Tensor:
+def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: TensorCut = LAST) -> Tensor:
     """The whole last dim, of length `whole`, from the ranks' pieces. Backward: each rank takes its piece."""
     out: Tensor = _GatherLast.apply(part, whole, group, cut)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
@@ -71,7 +71,7 @@ class _SumParts(torch.autograd.Function):
 class _GatherLast(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, part: Tensor, whole: int, group: dist.ProcessGroup, cut: Cut) -> Tensor:
+    def forward(ctx: Any, part: Tensor, whole: int, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
         ctx.group, ctx.cut = group, cut
         return _gathered(part, whole, group, cut)
 
@@ -94,11 +94,11 @@ class _TakeLast(torch.autograd.Function):
         return _gathered(grads[0], ctx.whole, ctx.group, LAST), None
 
 
-def _piece(whole: Tensor, group: dist.ProcessGroup, cut: Cut) -> Tensor:
+def _piece(whole: Tensor, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
     return cut.part(whole, rank=group.rank(), size=group.size())
 
 
-def _gathered(part: Tensor, whole: int, group: dist.ProcessGroup, cut: Cut) -> Tensor:
+def _gathered(part: Tensor, whole: int, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
     """The whole last dim from the pieces, padded to one length on the way where they differ."""
     lengths = [cut.length(whole, rank=rank, size=group.size()) for rank in range(group.size())]
     missing = lengths[0] - part.shape[-1]

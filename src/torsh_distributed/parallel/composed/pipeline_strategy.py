@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.composed.mesh_strategy import OnMesh
+from torsh_distributed.parallel.composed.split_model import SplitModel
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards
 from torsh_distributed.parallel.context import ContextParallel
@@ -23,7 +24,7 @@ from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
 
-class PipelineStages(OnMesh):
+class PipelineStages(SplitModel):
     """A model in stages over pp, each split over tp and cp, sharded over shard and replicated over dp.
 
     Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out.
@@ -48,10 +49,10 @@ class PipelineStages(OnMesh):
         self._adding = adding
         self._is_last = True
         self._scale = 1.0
-        self._places: dict[str, int] = {}
+        self._rank_of: dict[str, int] = {}
         for stage in pipe.plan.stages:
             for name in (*stage.layers, *stage.direct):
-                self._places.setdefault(name, pipe.stage_of[stage.index])
+                self._rank_of.setdefault(name, pipe.stage_of[stage.index])
         super().__init__(mesh, whole_model, device=device)
         self._params = [param for param in pipe.module.parameters() if param.requires_grad]
 
@@ -102,10 +103,10 @@ class PipelineStages(OnMesh):
         for param, grad in zip(self._params, before, strict=True):
             param.grad = grad
         start = torch.ones((), device=value.device, requires_grad=True)
-        out: Tensor = _HandOut.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _DeferredBackward.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
-    def hand_out(self, grads: list[Tensor | None], factor: float) -> None:
+    def add_gradients(self, grads: list[Tensor | None], factor: float) -> None:
         """Add a schedule's gradients, times `factor`, to the parameters'; average them if the step is complete."""
         for param, grad in zip(self._params, grads, strict=True):
             if grad is None:
@@ -121,20 +122,27 @@ class PipelineStages(OnMesh):
         if self._shards is not None:
             self._shards.attach(optimizer)
 
+    @property
+    @override
+    def compressor(self) -> GradientCompressor | None:
+        return self._average.compressor
+
     @override
     def rescale(self, factor: float) -> None:
-        if self._average.compressor is not None:
-            self._average.compressor.rescale(factor)
+        super().rescale(factor)
         if self._shards is not None:
             self._shards.rescale(factor)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._average.state_dict() if self._shards is None else self._shards.state_dict()
+        return super().state_dict() if self._shards is None else self._shards.state_dict()
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (self._average if self._shards is None else self._shards).load_state_dict(state)
+        if self._shards is None:
+            super().load_state_dict(state)
+        else:
+            self._shards.load_state_dict(state)
 
     @override
     def _reshard(self) -> None:
@@ -153,8 +161,8 @@ class PipelineStages(OnMesh):
     def _owner(self, name: str) -> int:
         prefix = name
         while prefix:
-            if prefix in self._places:
-                return self._places[prefix]
+            if prefix in self._rank_of:
+                return self._rank_of[prefix]
             prefix = prefix.rpartition(".")[0]
         return 0
 
@@ -163,7 +171,7 @@ class PipelineStages(OnMesh):
         return self.pipe.tied.names
 
 
-class _HandOut(torch.autograd.Function):
+class _DeferredBackward(torch.autograd.Function):
     """The loss of a step that has run already; its backward gives the gradients to the parameters."""
 
     @staticmethod
@@ -178,5 +186,5 @@ class _HandOut(torch.autograd.Function):
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
         # What was announced is in the gradients already.
-        ctx.owner.hand_out(ctx.grads, float(scales[0]) / ctx.scale)
+        ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale)
         return None, None, None, None, None

@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.expert.stacks import spread_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
-from torsh_distributed.parallel.state import spread_state
+from torsh_distributed.parallel.state import split_state
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import param_cuts
@@ -30,14 +32,14 @@ TakePart = Callable[[Any], Any]
 """From a batch to what this rank works on of it, such as its piece of every sequence."""
 
 
-class OnMesh(Strategy):
+class SplitModel(MeshStrategy):
     """What all combinations share: data parts, means, norms and state over the axes of a mesh."""
 
     def __init__(self, mesh: Mesh, whole_model: nn.Module, *, device: torch.device) -> None:
-        self._mesh = mesh
+        super().__init__(mesh)
         self._device = device
         self._cuts = {plain_name(name): cut for name, cut in param_cuts(whole_model).items()}
-        self._spread = spread_state.Spread(
+        self._split = split_state.ModelSplit(
             whole_model,
             self._cuts,
             mesh.group("tp"),
@@ -46,21 +48,6 @@ class OnMesh(Strategy):
             self._names(),
             {name: layer for name, (layer, _) in spread_params(whole_model).items()},
         )
-
-    @property
-    @override
-    def data_rank(self) -> int:
-        return self._mesh.data_rank
-
-    @property
-    @override
-    def data_degree(self) -> int:
-        return self._mesh.data_degree
-
-    @property
-    @override
-    def forward_is_collective(self) -> bool:
-        return True
 
     @override
     def mean_loss(self, loss: Tensor) -> PendingNumber:
@@ -80,7 +67,7 @@ class OnMesh(Strategy):
 
     def _num_copies(self, name: str, is_sharded: bool) -> int:
         """How many ranks hold the same piece of a gradient."""
-        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._spread.experts, "pp": True}
+        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._split.experts, "pp": True}
         axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
         return self._mesh.layout.degree(*axes) * self._num_tied(name)
 
@@ -100,18 +87,18 @@ class OnMesh(Strategy):
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._reshard()
         return {
-            "model": spread_state.model_state(self._spread),
-            "optimizer": spread_state.optimizer_state(self._spread, self.unwrapped, optimizer),
+            "model": split_state.model_state(self._split),
+            "optimizer": split_state.optimizer_state(self._split, self.unwrapped, optimizer),
         }
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
         self._reshard()
-        spread_state.load_model_state(self._spread, state_["model"])
-        spread_state.load_optimizer_state(self._spread, self.unwrapped, optimizer, state_["optimizer"])
+        split_state.load_model_state(self._split, state_["model"])
+        split_state.load_optimizer_state(self._split, self.unwrapped, optimizer, state_["optimizer"])
 
 
-class Composed(OnMesh):
+class Composed(SplitModel):
     """A model split over tp or cp, replicated or sharded by an inner strategy over the other axes."""
 
     def __init__(
@@ -185,19 +172,10 @@ class Composed(OnMesh):
     def take_comm_s(self) -> float | None:
         return None if self._inner is None else self._inner.take_comm_s()
 
+    @property
     @override
-    def rescale(self, factor: float) -> None:
-        if self._inner is not None:
-            self._inner.rescale(factor)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._inner is None else self._inner.state_dict()
-
-    @override
-    def load_state_dict(self, state_: Mapping[str, Any]) -> None:
-        if self._inner is not None:
-            self._inner.load_state_dict(state_)
+    def compressor(self) -> GradientCompressor | None:
+        return None if self._inner is None else self._inner.compressor
 
     @override
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
