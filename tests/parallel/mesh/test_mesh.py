@@ -102,7 +102,7 @@ def test_places_that_do_not_exist_are_refused() -> None:
         layout.rank_at(tp=2)
     with pytest.raises(InvalidArgument, match="no axis 'data'"):
         layout.group_ranks(0, "data")
-    with pytest.raises(InvalidArgument, match="still has a degree to fill in"):
+    with pytest.raises(InvalidArgument, match="still has an unresolved degree"):
         MeshLayout(MeshConfig())
     with pytest.raises(InvalidArgument, match="names each axis once"):
         MeshLayout(MeshConfig(dp=2), ("dp", "tp"))
@@ -197,4 +197,4 @@ def dist_env(name: str) -> str:
 def test_a_tensor_group_that_crosses_nodes_is_warned_of(world: World) -> None:
     for lines in world.run(warned_of_crossing, backend=None):
         [line] = lines
-        assert "mesh.tp 2: 1 tensor-parallel groups lie on more than one node, such as ranks 0, 1" in line
+        assert "mesh.tp 2: 1 tensor-parallel groups span more than one node, such as ranks 0, 1" in line

@@ -1,4 +1,4 @@
-"""Bucket sizes from what the link was measured to do."""
+"""Chooses bucket sizes from measurements of the link."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LEAST_MB, _MOST_MB = 1.0, 50.0
 def auto_bucket(config: DdpConfig | None = None, *, group: dist.ProcessGroup, device: torch.device) -> DdpConfig:
     """`config` with both bucket sizes chosen by the measured link; every rank of the group calls this.
 
-    `device` is where gradients lie: a group may have a backend for each kind.
+    `device` is where gradients are: a group may have a backend for each kind of device.
 
-    All ranks choose alike, by the slowest of them. In a group of one nothing travels, and the sizes stay as they are;
-    so they do where ranks share memory: there is no link to keep busy, and every bucket is a meeting.
+    All ranks choose the same, by the slowest of them. Sizes do not change in a group of one, where nothing is sent, nor
+    where ranks share memory: there is no link to keep busy, and every bucket costs a synchronization.
     """
     chosen = config or DdpConfig()
     if group.size() == 1 or shares_memory(group):

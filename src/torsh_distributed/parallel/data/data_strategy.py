@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model and works on its part of the batch."""
+"""Data parallelism as a strategy: every rank holds the whole model and works on its part of the batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torsh_distributed.plan import DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 _NUMEL_TO_DIVIDE = 1 << 20
-"""From about here on, reading half of the gradients and meeting in shared memory is quicker than reading them all."""
+"""From about here on, reading half of the gradients and a sum in shared memory is faster than reading all of them."""
 
 
 class GradientOptions(TypedDict, total=False):
-    """In which form gradients travel; the default is as they are."""
+    """The form in which gradients are sent; by default as they are."""
 
     compression: Compression
     reduce_dtype: ReduceDtype
@@ -108,7 +108,7 @@ class DataParallel(Strategy):
         return norm
 
     def _equal_on_all_ranks(self, grads: Sequence[Tensor]) -> HeldGradients:
-        """Averaged gradients: where a sum over the ranks costs less than a pass over all of them, each reads a part."""
+        """Averaged gradients: each rank reads a part, if the sum over the ranks costs less than reading all of them."""
         if not self._shares_memory or sum(grad.numel() for grad in grads) < _NUMEL_TO_DIVIDE:
             return HeldGradients(grads)
         num_ranks, rank = self._group.size(), self._group.rank()

@@ -1,4 +1,4 @@
-"""What every rank keeps whole beside its shards: made equal at the start, kept equal by averaging its gradients."""
+"""Parameters that every rank keeps whole beside its shards: broadcast at the start, their gradients averaged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T", bound=Tensor)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Make these tensors those of the group's first rank, in place; every rank of the group calls this.
+    """Overwrite these tensors with those of the group's first rank; every rank of the group calls this.
 
-    Tensors of one dtype and device travel together, in messages of about 25 MB.
+    Tensors of one dtype and device are sent together, in messages of about 25 MB.
     """
     if group.size() == 1:
         return
@@ -28,10 +28,10 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
 
 
 class ReplicatedGradients:
-    """Averages the gradients of whole parameters: once a step, in one message, before anybody reads them.
+    """Averages the gradients of whole parameters: once a step, in one message, before they are read.
 
-    A parameter that got no gradient on some rank counts there as zero; one that got none anywhere keeps None, so that
-    the optimizer leaves it alone, as in one process.
+    A parameter without a gradient on some rank counts as zero there; one without a gradient on any rank keeps None, so
+    the optimizer skips it, as in one process.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -40,7 +40,7 @@ class ReplicatedGradients:
         self._averaged: list[Tensor] = []
 
     def average(self) -> None:
-        """Average now, unless it was done since the last step; every rank of the group calls this."""
+        """Average now, unless already done since the last step; every rank of the group calls this."""
         if not self._params or self._group.size() == 1 or self._is_done():
             return
         has_gradient = torch.tensor([float(param.grad is not None) for param in self._params])
@@ -53,7 +53,7 @@ class ReplicatedGradients:
         self._averaged = [param.grad for param in self._params if param.grad is not None]
 
     def forget(self) -> None:
-        """The optimizer took its step: the next gradients are new ones."""
+        """The optimizer has stepped: the next gradients are new."""
         self._averaged = []
 
     def _is_done(self) -> bool:
@@ -68,7 +68,7 @@ def _gradient(param: nn.Parameter) -> Tensor:
 
 
 def batches(tensors: Sequence[T], *, max_bytes: int = 25 * 2**20) -> Iterator[list[T]]:
-    """Tensors that can travel as one message: neighbours of one dtype and device, up to `max_bytes` together."""
+    """Tensors that can be sent as one message: neighbours of one dtype and device, up to `max_bytes` together."""
     batch: list[T] = []
     for tensor in tensors:
         same = bool(batch) and (batch[0].dtype, batch[0].device) == (tensor.dtype, tensor.device)

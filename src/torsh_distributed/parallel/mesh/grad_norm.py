@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, however it is spread over ranks, and clipping to it: the one place for both."""
+"""The norm of the whole gradient, however it is spread over ranks, and clipping to a maximum norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldGradients:
-    """Gradients as this rank holds them: whole, or the part whose rest the other ranks of `groups` hold."""
+    """Gradients that this rank holds: whole, or a part, with the rest on the other ranks of `groups`."""
 
     grads: Sequence[Tensor]
     """Plain tensors, or DTensors, of which the local part counts."""
@@ -29,7 +29,7 @@ class HeldGradients:
 
 @torch.no_grad()
 def grad_norm(held: Iterable[HeldGradients], device: torch.device) -> Tensor:
-    """The 2-norm over all ranks, an fp32 scalar on `device`, equal on every rank; one that is not finite stays so.
+    """The 2-norm over all ranks: an fp32 scalar on `device`, equal on every rank; not finite if any element is not.
 
     Every rank of the groups calls this with the same groups in the same order. On a GPU the host does not wait.
     """
