@@ -389,7 +389,7 @@ def refused(case: str) -> str:
     ("case", "message"),
     [
         ("mesh", "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks"),
-        ("tensor parallel", "no layer was found that tensor parallelism could split"),
+        ("tensor parallel", "found no layer that tensor parallelism can split"),
         ("foreign optimizer", "holds none of the model's parameters"),
         ("frozen", "no parameter that requires a gradient"),
         ("vector loss", "must be a tensor with one value"),

@@ -99,5 +99,5 @@ def test_unknown_heads_are_refused_until_overridden() -> None:
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no layer was found that tensor parallelism could split"):
+    with pytest.raises(ConfigurationError, match="found no layer that tensor parallelism can split"):
         find_tensor_plan(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), tp=2)

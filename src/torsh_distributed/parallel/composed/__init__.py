@@ -1,4 +1,7 @@
-"""Axes of the mesh put together: tensor, pipeline and context beside replicas and shards."""
+"""Combines the axes of the mesh: tensor, pipeline and context with replicas and shards.
+
+Read `build`, then `split_model` and `pipeline_strategy`.
+"""
 
 from torsh_distributed.parallel.composed.build import composed_strategy
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages

@@ -1,4 +1,4 @@
-"""Puts a plan's axes together in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
+"""Combines a plan's axes in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from torsh_distributed.plan import Plan
 def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
-    Everything that can be refused is refused first, on every rank alike: nothing has been changed or sent then.
-    `example` is a microbatch of inputs, to measure layers on for `pipeline.balance = "time"`.
+    Everything that can be refused is refused first, equally on every rank, before anything is changed or sent.
+    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`.
     """
     refuse(plan)
     if check_experts(model, plan):
@@ -65,7 +65,7 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
     spread_experts(model, mesh)
-    # Ranks of one stage choose alike what they recompute; other stages are other layers.
+    # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     checkpoint_activations(model, plan.activation, group=peers)
     if stages is not None:
@@ -79,7 +79,7 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
 
 
 def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> StagePlan:
-    """The cut into stages, and that there is an order in which they can run."""
+    """The split into stages; checks that there is an order in which they can run."""
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
     planned_order(plan.pipeline, plan.mesh.pp)
     if plan.mesh.shard > 1:
@@ -88,7 +88,7 @@ def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> St
 
 
 def _as_on_first_rank(costs: list[float]) -> list[float]:
-    """Measured times differ; all ranks cut the model where the first one would."""
+    """Measured times differ; all ranks split the model where the first one would."""
     return list(broadcast_object(costs, 0))
 
 
@@ -102,7 +102,7 @@ def _mine(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
-    """Replicas or shards over the axes along which ranks see different data; None where there is one such rank."""
+    """Replicas or shards over the axes along which ranks see different data; None if there is only one such rank."""
     if plan.mesh.shard > 1:
         return Sharded(
             FullyShardedDataParallel(

@@ -1,4 +1,4 @@
-"""The strategy for a mesh with a pipeline: stages on ranks, each split, sharded or replicated over the other axes."""
+"""The strategy for a mesh with a pipeline: each stage is split, sharded or replicated over the other axes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 class PipelineStages(SplitModel):
     """A model in stages over pp, each split over tp and cp, sharded over shard and replicated over dp.
 
-    Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out.
-    They are scaled as the loss will be from the start: the Engine says so before (`expect_scale`). So it drives a
-    pipeline as it drives anything else. `adding` makes a loss that counts what stages carried along.
+    Forward runs the whole schedule, including backward; the backward of the returned loss only adds the gradients to
+    the parameters. The Engine announces the loss scale before forward (`expect_scale`), so gradients are scaled from
+    the start and the Engine drives a pipeline like any other strategy. `adding` wraps the loss_fn to include losses
+    that the stages carried along.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PipelineStages(SplitModel):
             return self.pipe.evaluate(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        """The schedule, with its gradients kept aside until backward is asked for."""
+        """Run the schedule; its gradients are kept aside until backward is called."""
         before = [param.grad for param in self._params]
         for param in self._params:
             param.grad = None
@@ -107,7 +108,7 @@ class PipelineStages(SplitModel):
         return out
 
     def add_gradients(self, grads: list[Tensor | None], factor: float) -> None:
-        """Add a schedule's gradients, times `factor`, to the parameters'; average them if the step is complete."""
+        """Add a schedule's gradients, times `factor`, to those of the parameters; average if the step is complete."""
         for param, grad in zip(self._params, grads, strict=True):
             if grad is None:
                 continue
@@ -172,7 +173,7 @@ class PipelineStages(SplitModel):
 
 
 class _DeferredBackward(torch.autograd.Function):
-    """The loss of a step that has run already; its backward gives the gradients to the parameters."""
+    """The loss of a schedule that has already run; its backward adds the gradients to the parameters."""
 
     @staticmethod
     @override
@@ -185,6 +186,6 @@ class _DeferredBackward(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
-        # What was announced is in the gradients already.
+        # The announced scale is in the gradients already.
         ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale)
         return None, None, None, None, None

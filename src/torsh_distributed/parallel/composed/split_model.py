@@ -1,4 +1,4 @@
-"""Strategies for a mesh with tensor or context axes, beside replicas and shards."""
+"""Strategies for models that a mesh splits, and the one for tensor and context axes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
 
 TakePart = Callable[[Any], Any]
-"""From a batch to what this rank works on of it, such as its piece of every sequence."""
+"""From a batch to the part this rank works on, such as its piece of every sequence."""
 
 
 class SplitModel(MeshStrategy):
-    """What all combinations share: data parts, means, norms and state over the axes of a mesh."""
+    """What all combinations share: means, norms and state over the axes of a mesh."""
 
     def __init__(self, mesh: Mesh, whole_model: nn.Module, *, device: torch.device) -> None:
         super().__init__(mesh)
@@ -66,7 +66,7 @@ class SplitModel(MeshStrategy):
         return norm
 
     def _num_copies(self, name: str, is_sharded: bool) -> int:
-        """How many ranks hold the same piece of a gradient."""
+        """The number of ranks that hold the same piece of a gradient."""
         split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._split.experts, "pp": True}
         axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
         return self._mesh.layout.degree(*axes) * self._num_tied(name)
@@ -138,12 +138,12 @@ class Composed(SplitModel):
         part = batch if self._take_part is None else self._take_part(batch)
         with self._entered():
             value = compute(model, part, loss_fn)
-            # From split logits it comes as a DTensor, equal on all ranks.
+            # Computed from split logits it is a DTensor, equal on all ranks.
             return value.full_tensor() if isinstance(value, DTensor) else value
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Inside the contexts, which are entered once: in training by `accumulating`, in evaluation here."""
+        """Enter the contexts once: in training by `accumulating`, in evaluation here."""
         if self._is_inside:
             yield
             return

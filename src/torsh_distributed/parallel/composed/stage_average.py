@@ -1,4 +1,4 @@
-"""Gradients of a pipeline's stages, averaged over the ranks that hold the same stage, in the form a plan asks for."""
+"""Averages the gradients of pipeline stages over the ranks that hold the same stage, as the plan says."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torsh_distributed.plan import Plan
 
 
 class StageAverage:
-    """Averages what is not sharded, once a step: after the schedule, for only then are gradients complete.
+    """Averages gradients that are not sharded, once a step after the schedule: only then are they complete.
 
-    As under data parallelism they are summed as `distributed` says, in `precision.reduce_dtype`, or go through
-    `compress`. Every rank that holds the same stages makes it. Spread experts are averaged over their replicas:
-    backward through the exchange has added up what the ranks along `ep` ask of an expert.
+    As in data parallelism they are summed as `distributed` says, in `precision.reduce_dtype`, or sent through
+    `compress`. Every rank that holds the same stages constructs it. Spread experts are averaged over their replicas:
+    backward through the exchange has already summed over the ranks along `ep`.
     """
 
     def __init__(self, stages: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class StageAverage:
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """What makes gradients smaller; None where they travel as they are."""
+        """What compresses gradients; None without compression."""
         return self._averaged[0].compressor
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Compression under FSDP2: encoded gradients in its reduce-scatter slot, or between replicas of shards, with feedback.
+"""Compression under FSDP2: encoded gradients in its reduce-scatter slot, or between replicas of shards.
 
-Over one shard axis every rank encodes its part of the gradient for each owner; error feedback then keeps what was left
-out of the whole piece: as many bytes as its gradient in fp32. Where there are replicas of shards (mesh.dp), they are
-what lies across the slow link: shards are reduced as they are, and their means travel encoded between the replicas.
+Over one shard axis every rank encodes its gradient for each owner; error feedback then keeps what was left out of the
+whole piece: as many bytes as its gradient in fp32. Replicas of shards (mesh.dp) are connected by the slow link: shards
+are reduced uncompressed, and their means are sent encoded between the replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torsh_distributed.parallel.sharded.communication import CommTally, PlainBuf
 from torsh_distributed.plan import CompressConfig
 
 _NEEDS_WHOLE = ("powersgd", "sketch")
-"""Methods whose messages are about a tensor as a whole: they cannot be cut by owner."""
+"""Methods that encode a tensor as a whole: their messages cannot be split by owner."""
 
 
 class ParamShard(NamedTuple):
@@ -42,7 +42,7 @@ class ParamShard(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Rows that a rank owns, padded to equal counts, and the parameter's other dims."""
+    """Rows that a rank owns, padded to equal counts, then the parameter's other dims."""
 
     @property
     def numel(self) -> int:
@@ -51,11 +51,11 @@ class ParamShard(NamedTuple):
 
 
 def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
-    """Refuse what does not go with shards, before anything is built."""
+    """Refuse methods that do not work on shards, before anything is built."""
     if not has_replicas and config.name in _NEEDS_WHOLE:
         raise ConfigurationError(
             f"compress.method {config.name!r} needs whole gradients, which a shard axis does not have",
-            hint="choose int8, topk or another method for elements, or add replicas (mesh.dp above 1)",
+            hint="choose int8, topk or another element-wise method, or add replicas (mesh.dp above 1)",
         )
     if not has_replicas and config.error_feedback == "ef21":
         raise ConfigurationError(
@@ -72,8 +72,8 @@ def param_shards_of(numel: int, known: Sequence[ParamShard], name: str) -> Seque
 class CompressedReduceScatter(PlainBuffers, ReduceScatter):
     """The reduce-scatter of one piece, through the compressor's codec.
 
-    Every call begins with one small all-reduce: what is never compressed, and whether some rank's gradients are not
-    finite. If so all ranks get NaN, as they would without compression, and nothing is remembered.
+    Every call begins with one small all-reduce: of what is never compressed, and of whether any rank's gradients are
+    not finite. If so all ranks get NaN, as without compression, and error feedback is unchanged.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
         large = _Columns.of(columns, outputs, [not one for one in is_small], rows)
         names = [param_shard.name for param_shard, one in zip(param_shards, is_small, strict=True) if not one]
         wire_bytes = self._reduce(small, large, names, group)
-        if op == dist.ReduceOp.SUM:  # FSDP2 divides by itself then: fp16 could overflow in between
+        if op == dist.ReduceOp.SUM:  # FSDP2 divides afterwards, because fp16 could overflow
             output_tensor.mul_(group.size())
         self._tally.add_reduction(
             started, num_bytes=input_tensor.nbytes, codec=self._compressor.codec.name, wire_bytes=wire_bytes
@@ -137,7 +137,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
         return wire_bytes + averaged.num_bytes
 
     def _reduce_dense(self, x: Tensor, large: _Columns, layout: Layout, group: dist.ProcessGroup) -> int:
-        """As it is, with what was carried over: during warm-up, and between compressed steps."""
+        """Reduce uncompressed, with what was carried over: during warm-up, and between compressed steps."""
         feedback = self._compressor.feedback
         carried = feedback.carried(layout, x.device)
         if carried is not None:
@@ -151,7 +151,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
 
 
 class _Columns(NamedTuple):
-    """Some of a piece's columns, and where this rank's shard of their mean goes."""
+    """Some of a piece's columns, and the outputs for this rank's shard of their mean."""
 
     columns: list[Tensor]
     outputs: list[Tensor]
@@ -172,7 +172,7 @@ class _Columns(NamedTuple):
         return sum(column.numel() for column in self.columns)
 
     def rows(self) -> Tensor:
-        """A copy in fp32: one row for each owner."""
+        """A copy in fp32, with one row per owner."""
         if not self.columns:
             return self.whole.new_empty(0, dtype=torch.float32)
         return torch.cat([column.float() for column in self.columns], dim=1)
@@ -189,7 +189,7 @@ def replica_average(
     group: dist.ProcessGroup,
     tally: CommTally,
 ) -> Callable[[Tensor], None]:
-    """What FSDP2 calls after the reduce-scatter of a piece: its shard averaged over the replicas, encoded, in place."""
+    """The hook FSDP2 calls after a reduce-scatter: averages the shard over the replicas, encoded, in place."""
 
     def average(shard: Tensor) -> None:
         started = time.monotonic()
@@ -203,7 +203,7 @@ def replica_average(
 
 
 class EncodedAllGather(PlainBuffers, AllGather):
-    """Parameters gathered in fewer bytes: every rank computes with what the messages say, its own shard included.
+    """Gathers parameters in fewer bytes: every rank computes with the decoded values, also of its own shard.
 
     The shards that the optimizer updates stay exact.
     """

@@ -1,4 +1,4 @@
-"""The strategy behind `mesh.shard`: FullyShardedDataParallel as the Engine drives it."""
+"""The strategy for `mesh.shard`: adapts FullyShardedDataParallel to the Engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sharded(MeshStrategy):
     def __init__(self, wrapped: FullyShardedDataParallel) -> None:
         self.wrapped = wrapped
         super().__init__(wrapped.mesh)
-        # The sum over replicas of shards has no slot in FSDP2 to be timed in, and a GPU's work is not seen from here.
+        # FSDP2 has no slot to time the sum over replicas of shards, and the host does not see a GPU's work.
         self._is_timed = self._mesh.layout.degree("dp", "ep", "cp") == 1 and self._mesh.device_type == "cpu"
 
     @property

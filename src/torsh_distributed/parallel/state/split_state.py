@@ -1,6 +1,6 @@
-"""State of a model spread over tensor and pipeline axes, as whole tensors by the model's own names; and back.
+"""State of a model split over tensor, pipeline and expert axes, as whole tensors by the model's own names.
 
-The same form that `whole_state` gives for replicas and shards: saved at one layout, loaded at any other.
+The same form that `whole_state` gives for replicas and shards: saved under one layout, it loads under any other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DTYPES = {str(one): one for one in (torch.float32, torch.float64, torch.bfloat1
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """Where the tensors of a model are."""
+    """How the tensors of a model are split over ranks."""
 
     model: nn.Module
-    """The whole model; layers of other stages lie on the meta device."""
+    """The whole model; layers of other stages are on the meta device."""
     cuts: Mapping[str, TensorCut]
-    """Name to cut of parameters of which this rank holds a piece."""
+    """Name to cut, for parameters of which this rank holds a piece."""
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     owner: Callable[[str], int]
@@ -46,10 +46,10 @@ class ModelSplit:
     names: Mapping[str, str]
     """Another name of a shared parameter to its first one."""
     experts: Mapping[str, MoELayer]
-    """Name to layer of stacks of which this rank holds its experts."""
+    """Name to layer, for stacks of which this rank holds its experts."""
 
     def joined(self, name: str, value: Tensor) -> Tensor:
-        """All of a tensor of which ranks along tp or ep hold pieces; every rank of the axis calls this."""
+        """The whole of a tensor of which ranks along tp or ep hold pieces; every rank of the axis calls this."""
         held = whole(value.detach())
         layer = self.experts.get(name)
         if layer is not None:
@@ -60,7 +60,7 @@ class ModelSplit:
         return _gather(held, cut, self.tp)
 
     def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
-        """What this rank keeps of a whole tensor."""
+        """This rank's part of a whole tensor."""
         layer = self.experts.get(name)
         if layer is not None:
             value = cut_stack(value, layer)
@@ -71,7 +71,7 @@ class ModelSplit:
 
 
 def model_state(split: ModelSplit) -> dict[str, Any]:
-    """Whole tensors by name, equal on every rank, all of which call this."""
+    """Whole tensors by name, equal on every rank; all ranks call this."""
     out: dict[str, Any] = {}
     for raw, value in split.model.state_dict().items():
         name = plain_name(raw)
@@ -85,7 +85,7 @@ def model_state(split: ModelSplit) -> dict[str, Any]:
 
 
 def load_model_state(split: ModelSplit, state: Mapping[str, Any]) -> None:
-    """Take this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
+    """Load this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
     held = split.model.state_dict()
     own = require_same_names(held, state)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def optimizer_state(split: ModelSplit, local: nn.Module, optimizer: Optimizer) -
 def _states(
     split: ModelSplit, names: Mapping[int, str], optimizer: Optimizer
 ) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Each parameter's values, from the first pipeline rank that has them to all."""
+    """Each parameter's values on all ranks, sent by the first pipeline rank that has them."""
     mine: dict[str, dict[str, Any]] = {}
     for param, values in optimizer.state.items():
         name = names[id(param)]
@@ -147,7 +147,7 @@ def _states(
 
 
 def load_optimizer_state(split: ModelSplit, local: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take this rank's part of `optimizer_state`; the groups must be those of the state."""
+    """Load this rank's part of `optimizer_state`; the groups must be those of the state."""
     params = named_params(local)
     names = {id(param): split.names.get(name, name) for name, param in params.items()}
     theirs = [list(group["params"]) for group in state["param_groups"]]
@@ -179,7 +179,7 @@ def _describe(value: Any) -> Any:
 
 
 def _gather(held: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> Tensor:
-    """Pieces of all ranks along an axis, joined; they differ in length, so shapes travel first."""
+    """Pieces of all ranks along an axis, joined; their lengths differ, so shapes are exchanged first."""
     shapes = all_gather_object(list(held.shape), group=group)
     longest = max(shape[cut.dim] for shape in shapes)
     padded = held.new_zeros([*held.shape[: cut.dim], longest, *held.shape[cut.dim + 1 :]])

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every layer's matrices split between ranks."""
+"""Tensor parallelism: `rules` and `plan` choose how layers are split, `apply` splits them, `layers` compute."""
 
 from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention

@@ -43,14 +43,14 @@ def tensor_parallel(
 ) -> TensorPlan:
     """Split the model's layers over a mesh of one axis, in place; every rank of it calls this with the same model.
 
-    The parameters keep their identity and names and hold this rank's pieces, cut from the first rank's values: an
-    optimizer built before goes on working. Returns the plan that was applied (`plan`, where one was given). Call the
-    model, its loss and backward inside `tensor_parallel_context(plan)`.
+    The parameters keep their identity and names and hold this rank's pieces of the first rank's values: an optimizer
+    built before keeps working. Returns the plan that was applied (`plan`, if given). Call the model, its loss and
+    backward inside `tensor_parallel_context(plan)`.
     """
     chosen = plan or find_tensor_plan(model, tp=mesh.size(), config=config, overrides=overrides)
     if mesh.ndim != 1 or mesh.size() != chosen.tp:
         raise ConfigurationError(
-            "tensor parallelism needs a mesh of one axis, of the size it was planned for",
+            "tensor parallelism needs a mesh of one axis, of the planned size",
             hint='slice the mesh: device_mesh["tp"]',
             mesh=tuple(mesh.shape),
             tp=chosen.tp,
@@ -96,7 +96,7 @@ def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceM
 
 
 def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
-    """Name to cut of every parameter of which this rank holds a piece; a tied one under each of its names."""
+    """Name to cut, for every parameter of which this rank holds a piece; a tied one under each of its names."""
     cuts: dict[str, TensorCut] = {}
     for where, module in model.named_modules():
         cut = getattr(module, "cut", None)
@@ -114,8 +114,8 @@ def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
 def tensor_parallel_context(plan: TensorPlan) -> Iterator[None]:
     """Around forward, loss and backward of a tensor-parallel model.
 
-    Inside, plain tensors that meet split activations count as whole (masks, rotary tables), and with
-    `tensor.loss_parallel` cross-entropy works on logits as they are split.
+    Inside, plain tensors combined with split activations count as whole (masks, rotary tables), and with
+    `tensor.loss_parallel` cross-entropy works on split logits.
     """
     with implicit_replication():
         if plan.config.loss_parallel:

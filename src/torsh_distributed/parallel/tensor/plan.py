@@ -1,4 +1,4 @@
-"""The plan of a tensor-parallel model: which module is cut in which style. Pure, printable before it is applied."""
+"""The plan of a tensor-parallel model: how each module is split. Pure; can be printed before it is applied."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 
 class SplitStyle(StrEnum):
-    """What becomes of a module."""
+    """How a module is split."""
 
     COLUMN = "column"
     """A linear layer split by output features; what follows sees the whole shape (a DTensor)."""
     COLUMN_LOCAL = "column_local"
-    """A linear layer split by output features; what follows sees this rank's piece, element by element."""
+    """A linear layer split by output features; what follows sees this rank's piece and is element-wise."""
     COLUMN_GATHERED = "column_gathered"
     """A linear layer split by output features, its output gathered."""
     ROW = "row"
@@ -31,7 +31,7 @@ class SplitStyle(StrEnum):
     VOCABULARY = "vocabulary"
     """An embedding split by rows."""
     SEQUENCE = "sequence"
-    """A norm or table of positions that works on this rank's piece of the sequence."""
+    """A norm or position table that works on this rank's piece of the sequence."""
     REPLICATED = "replicated"
     """Whole on every rank."""
 
@@ -59,12 +59,12 @@ class TensorPlan:
     modules: tuple[PlannedModule, ...]
 
     def style_of(self, name: str) -> SplitStyle:
-        """What becomes of a module; REPLICATED for one the plan does not name."""
+        """How a module is split; REPLICATED for one that the plan does not name."""
         return next((row.style for row in self.modules if row.name == name), SplitStyle.REPLICATED)
 
     @property
     def num_split(self) -> int:
-        """How many modules are cut."""
+        """The number of modules that are split."""
         return sum(row.cut is not None for row in self.modules)
 
     def describe(self) -> Table:
@@ -89,9 +89,9 @@ def find_tensor_plan(
 ) -> TensorPlan:
     """The plan for a transformer-shaped model, found by the classes, names and shapes of its layers.
 
-    `overrides` maps patterns of module names (`blocks.*.fc1`) to styles and wins over what was found; every pattern
-    must match something. Nothing is changed; no process group is needed. Raises ConfigurationError where heads do not
-    divide or nothing can be split.
+    `overrides` maps patterns of module names (`blocks.*.fc1`) to styles and overrides what was found; every pattern
+    must match something. Changes nothing and needs no process group. Raises ConfigurationError if heads do not divide
+    or nothing can be split.
     """
     chosen = config or TensorConfig()
     wanted = _overridden(model, overrides or {})
@@ -104,7 +104,7 @@ def find_tensor_plan(
     plan = TensorPlan(tp, chosen, rows)
     if tp > 1 and not plan.num_split:
         raise ConfigurationError(
-            f"mesh.tp {tp}: no layer was found that tensor parallelism could split",
+            f"mesh.tp {tp}: found no layer that tensor parallelism can split",
             hint='name the layers: overrides={"encoder.*.first": "column_local", "encoder.*.second": "row"}',
             modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)][:6],
         )
@@ -133,7 +133,7 @@ def _overridden(model: nn.Module, overrides: Mapping[str, SplitStyle | str]) -> 
 def _found(
     model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, SplitStyle]
 ) -> Iterator[PlannedModule]:
-    """The rows by rule; earlier rules win, so each name is given once."""
+    """The rows by rule; earlier rules win, so each name occurs once."""
     seen: set[str] = set()
     for row in _candidates(model, tp, config, wanted):
         if row.name not in seen:

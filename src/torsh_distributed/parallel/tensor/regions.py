@@ -1,7 +1,7 @@
-"""Where an activation passes between whole and split: the four crossings of tensor parallelism, with their backward.
+"""Converts activations between whole and split: the four operations of tensor parallelism, with their backward.
 
-Each is a pair: what forward does to the activation, backward does the opposite to its gradient. Every rank of the group
-calls them in the same order.
+Backward does to the gradient the opposite of what forward does to the activation. Every rank of the group calls them in
+the same order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LAST = TensorCut(-1)
 
 
 def enter_split(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A whole activation, equal on all ranks, on its way into a split layer. Backward: gradients are summed."""
+    """A whole activation, equal on all ranks, as input of a split layer. Backward: gradients are summed."""
     out: Tensor = _EnterSplit.apply(whole, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of what each computed from its piece. Backward: the gradient passes as it is."""
+    """The sum over ranks of what each computed from its piece. Backward: the gradient is unchanged."""
     out: Tensor = _SumParts.apply(part, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
@@ -99,7 +99,7 @@ def _piece(whole: Tensor, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
 
 
 def _gathered(part: Tensor, whole: int, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
-    """The whole last dim from the pieces, padded to one length on the way where they differ."""
+    """The whole last dim from the pieces, which are padded to one length to be sent."""
     lengths = [cut.length(whole, rank=rank, size=group.size()) for rank in range(group.size())]
     missing = lengths[0] - part.shape[-1]
     sent = torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()
