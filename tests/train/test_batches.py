@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.train.batches import count_samples, sharded, share_of, take_rows
+from torsh_distributed.train.batches import count_samples, rows_of, sharded, take_rows
 
 Pair = namedtuple("Pair", "inputs targets")
 
 
 @given(num_samples=st.integers(0, 200), num_parts=st.integers(1, 17))
 def test_shares_cover_every_sample_once_and_differ_by_at_most_one(num_samples: int, num_parts: int) -> None:
-    shares = [share_of(num_samples, part=part, num_parts=num_parts) for part in range(num_parts)]
+    shares = [rows_of(num_samples, part=part, num_parts=num_parts) for part in range(num_parts)]
     covered = [row for share in shares for row in range(share.start, share.stop)]
     assert covered == list(range(num_samples))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

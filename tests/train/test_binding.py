@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state.whole_state import (
-    load_model_state,
-    load_optimizer_state,
     model_state,
     optimizer_state,
 )
@@ -76,25 +73,6 @@ def test_an_optimizer_goes_on_over_sharded_parameters_with_its_state(world: Worl
         assert optimizer_values["param_groups"] == expected["param_groups"]
 
 
-def resume_sharded(state: dict[str, torch.Tensor], optimizer_values: dict[str, object]) -> dict[str, torch.Tensor]:
-    model = make()
-    optimizer = groups_of(spread(model))
-    load_model_state(model, state)
-    load_optimizer_state(model, optimizer, optimizer_values)
-    step(model, optimizer, 6)
-    return model_state(model)
-
-
-def test_whole_state_is_cut_for_another_number_of_ranks(world: World) -> None:
-    [(state, optimizer_values), _] = world.run(follow, 3)
-    plain = make()
-    optimizer = groups_of(plain)
-    for seed in range(7):
-        step(plain, optimizer, seed)
-    for found in world.run(resume_sharded, state, optimizer_values, num_ranks=3):
-        torch.testing.assert_close(found, plain.state_dict())
-
-
 def test_a_function_is_called_with_the_final_parameters() -> None:
     model = make()
     optimizer_for = prepare_optimizer(model, functools.partial(torch.optim.SGD, lr=0.5))
@@ -102,18 +80,6 @@ def test_a_function_is_called_with_the_final_parameters() -> None:
     made = optimizer_for(model)
     assert made.param_groups[0]["params"][0] is model[0].weight
     assert made.defaults["lr"] == 0.5
-
-
-def test_state_of_another_model_is_refused_by_name() -> None:
-    state = model_state(make())
-    with pytest.raises(InvalidArgument, match=re.escape("names differ")):
-        load_model_state(nn.Sequential(nn.Linear(5, 7)), state)
-    with pytest.raises(InvalidArgument, match=r"2\.weight differs(?s:.*)\(3, 7\)(?s:.*)\(4, 7\)"):
-        load_model_state(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)), state | {"2.bias": torch.ones(4)})
-    model = make()
-    values = optimizer_state(model, groups_of(model))
-    with pytest.raises(InvalidArgument, match="other parameters or groups"):
-        load_optimizer_state(model, torch.optim.AdamW(model.parameters()), values)
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,21 @@ def test_every_step_is_an_event_with_measured_numbers(world: World) -> None:
             assert event.grad_norm > 0
 
 
+def short_batches() -> list[events.LogEvent]:
+    seen: list[events.LogEvent] = []
+    events.subscribe(seen.append, events.LogEvent)  # type: ignore[arg-type]
+    engine, loader = make_engine(num_samples=13)
+    for batch in engine.batches(loader, epochs=1):
+        engine.step(batch)
+    return seen
+
+
+def test_a_batch_too_small_for_all_ranks_is_reported_as_an_event(world: World) -> None:
+    for seen in world.run(short_batches):
+        assert [(event.level, event.step) for event in seen] == [("warning", 1)]
+        assert seen[0].message.startswith("skipped a batch of 1 samples")
+
+
 def refused(case: str) -> str:
     model, optimizer, loader = build()
     try:
@@ -374,7 +389,7 @@ def refused(case: str) -> str:
     ("case", "message"),
     [
         ("mesh", "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks"),
-        ("tensor parallel", "no layer was found that tensor parallelism could split"),
+        ("tensor parallel", "found no layer that tensor parallelism can split"),
         ("foreign optimizer", "holds none of the model's parameters"),
         ("frozen", "no parameter that requires a gradient"),
         ("vector loss", "must be a tensor with one value"),

@@ -1,7 +1,7 @@
-"""Activation checkpointing: what forward does not keep for backward, backward computes again.
+"""Activation checkpointing: backward recomputes what forward does not keep for it.
 
-Applied to a model before it is spread over ranks. Names of modules and parameters stay as they are: only the `forward`
-of the chosen layers changes. Random state is kept, so that dropout drops the same elements both times.
+Applied to a model before it is spread over ranks. Names of modules and parameters do not change, only the `forward` of
+the chosen layers. Random state is restored, so dropout drops the same elements both times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COSTLY = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-"""Results kept under `selective`: matrix products and attention, which cost far more to compute than to hold."""
+"""Results kept under `selective`: matrix products and attention, which cost more to recompute than to keep."""
 
 
 def checkpoint_activations(
@@ -46,11 +46,11 @@ def checkpoint_activations(
     layers: Named | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Named:
-    """Change the model in place as the config says, and return the layers that are (or may be) recomputed.
+    """Change the model in place as the config says; returns the layers that are (or may be) recomputed.
 
-    `layers` are the candidates; left out, those that repeat: modules of one class, two or more in one list. Under
-    `by_size` each is measured when it is first called: by a forward whose result is thrown away, so that not even the
-    first step holds more than was allowed. Ranks of `group` go by the largest size among them: they must choose alike.
+    `layers` are the candidates; by default those that repeat: modules of one class, two or more in one list. Under
+    `by_size` each is measured at its first call, by a forward whose result is discarded, so not even the first step
+    keeps more than allowed. Ranks of `group` use the largest size among them, because all must choose the same layers.
     """
     chosen: Named = {}
     if config.strategy != "none":
@@ -76,9 +76,9 @@ def checkpoint_activations(
 
 
 def activation_bytes(layer: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """What backward of one call of `layer` would keep, in bytes, without its parameters and inputs.
+    """Bytes that one call of `layer` would keep for backward, without its parameters and inputs.
 
-    A forward is computed and thrown away; random state and buffers are as before.
+    Runs a forward and discards its result; random state and buffers are restored.
     """
     return _measure(layer, layer.forward, args, kwargs)
 
@@ -88,7 +88,7 @@ def _replace_forward(module: nn.Module, forward: Forward) -> None:
 
 
 class _Recomputed:
-    """A layer's forward whose activations are computed again in backward, buffers changing only the first time."""
+    """A layer's forward whose activations backward recomputes; buffers change only the first time."""
 
     def __init__(self, layer: nn.Module, *, keeps_costly: bool = False) -> None:
         self._layer = layer
@@ -101,8 +101,8 @@ class _Recomputed:
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What is around the first forward, and around the second."""
-        # Autograd's engine runs without them, and attention by a ring is one.
+        """The contexts around the first forward and around the second."""
+        # Autograd's engine runs without function modes, and ring attention is one.
         modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # untyped in torch
         if not self._keeps_costly:
             return nullcontext(), self._as_before(modes, nullcontext())
@@ -111,7 +111,7 @@ class _Recomputed:
 
     @contextmanager
     def _as_before(self, modes: list[TorchFunctionMode], inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """In the modes of the first forward; running means and the like must not see a batch twice."""
+        """Restore the modes of the first forward; running means and the like must not see a batch twice."""
         before = [buffer.clone() for buffer in self._layer.buffers()]
         try:
             with ExitStack() as stack:
@@ -121,7 +121,7 @@ class _Recomputed:
                 yield
         finally:
             for buffer, value in zip(self._layer.buffers(), before, strict=True):
-                # .data: autograd may hold the buffer for backward, and must not take this for a change of it.
+                # .data: autograd may have saved the buffer for backward, and must not count this as a change.
                 buffer.data.copy_(value)
 
 
@@ -130,7 +130,7 @@ def _policy(context: object, op: object, *args: object, **kwargs: object) -> Che
 
 
 class _BySize:
-    """Measures a layer at its first call in training, then recomputes it or not."""
+    """Measures a layer at its first call in training, then decides whether to recompute it."""
 
     def __init__(self, layer: nn.Module, threshold_bytes: int, group: dist.ProcessGroup | None) -> None:
         self._layer = layer
@@ -155,15 +155,15 @@ class _BySize:
 
 
 def _measure(layer: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Run `forward` once for its sizes; leave random state and buffers as they were."""
+    """Run `forward` once to measure it; restores random state and buffers."""
     outside = {
-        _place(tensor) for tensor in (*layer.parameters(), *args, *kwargs.values()) if isinstance(tensor, Tensor)
+        _address(tensor) for tensor in (*layer.parameters(), *args, *kwargs.values()) if isinstance(tensor, Tensor)
     }
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        if _place(tensor) not in outside:
-            kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+        if _address(tensor) not in outside:
+            kept[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     device = next(layer.parameters()).device
@@ -180,12 +180,12 @@ def _measure(layer: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: 
     return sum(kept.values())
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 class _Offloading:
-    """Holds what forward keeps for backward in host memory: pinned, copied beside the computation on a GPU.
+    """Keeps activations for backward in host memory: pinned, copied while a GPU computes.
 
     Parameters stay: they are on the device anyway, or are gathered again.
     """

@@ -1,4 +1,4 @@
-"""A number of the device, read on the host without waiting for what is computed after it."""
+"""Reads a number from the device without waiting for work queued after it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torsh_distributed.parallel.strategy import PendingNumber
 
 
 class HostValue(PendingNumber):
-    """A scalar on its way to the host: `wait` waits for what made it, not for kernels queued later.
+    """A scalar being copied to the host: `wait` waits for what computed it, not for kernels queued later.
 
-    Reading a tensor of the GPU with `float()` waits for all that was queued until then, and leaves the GPU idle while
-    the host queues what comes next.
+    Reading a GPU tensor with `float()` waits for everything queued until then, and the GPU is idle while the host
+    queues what comes next.
     """
 
     def __init__(self, value: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""What the Engine asks of a way to split training over ranks: a short interface, one class per way."""
+"""The interface between the Engine and a way to split training over ranks: one class per way."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,21 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state import whole_state
+
+_log = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Any], Tensor]
 """From the model's output and the targets to the mean loss."""
 
 ComputeLoss = Callable[[nn.Module, Any, LossFn | None], Tensor]
-"""From a model, a batch and perhaps a loss_fn to the loss, where nothing stands in between."""
+"""From a model, a batch and an optional loss_fn to the loss: the plain computation."""
 
 
 class Strategy(ABC):
-    """A model spread over the world: what to call, who gets which data, how gradients and numbers come together.
+    """A model spread over the world: what to call, who gets which data, how gradients and numbers are averaged.
 
-    The optimizer is built, or given its final parameters, after the strategy exists: a strategy may replace the model's
-    parameters (by shards of them), but keeps their names.
+    The optimizer is built, or given its final parameters, after the strategy: a strategy may replace the model's
+    parameters by shards of them, but keeps their names.
     """
 
     @property
@@ -48,78 +52,85 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def data_degree(self) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts a batch is divided into."""
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether ranks communicate in forward: then all of them call it equally often, in evaluation too."""
+        """Whether ranks communicate in forward: then all must call it equally often, also in evaluation."""
         return False
 
     def attach(self, optimizer: Optimizer) -> None:  # noqa: B027 (most strategies leave the optimizer alone)
-        """Called once with the optimizer over the final parameters: a strategy may hook into its steps."""
+        """Called once with the optimizer over the final parameters; a strategy may hook into its steps."""
 
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
-        """The loss of this rank's microbatch: `compute`, unless the strategy runs forward in a way of its own.
+        """The loss of this rank's microbatch: `compute`, unless the strategy runs forward differently.
 
         `model` is `self.model` in training, `self.unwrapped` in evaluation, where gradients are off.
         """
         return compute(model, batch, loss_fn)
 
     def expect_scale(self, scale: float) -> None:  # noqa: B027 (most strategies run backward when it is called)
-        """The loss of the next forward will be multiplied by `scale` before backward: told before that forward."""
+        """Called before forward: its loss will be multiplied by `scale` before backward."""
 
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward, and again around backward, of a microbatch: the last of a step brings gradients together."""
+        """Around forward, and again around backward, of a microbatch: the last of a step averages gradients."""
 
     @abstractmethod
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         """Start averaging a scalar over the parts of the batch; every rank calls this at the same point of a step."""
 
     @abstractmethod
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns it as it was.
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale all gradients so their norm over the whole model is at most `max_norm`; returns the norm before.
 
-        A scalar, as in torch: on a GPU nobody waits for it here.
+        None only measures. A scalar, equal on every rank; on a GPU the host does not wait for it here.
         """
 
     @abstractmethod
     def take_comm_s(self) -> float | None:
-        """Seconds during which gradients were on their way since the last call; None where that is not measured."""
+        """Seconds spent sending gradients since the last call; None where that is not measured."""
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 (most strategies remember no gradients)
-        """Gradients are `factor` times as large from now on, for the loss scale changed; every rank is told."""
+    @property
+    def compressor(self) -> GradientCompressor | None:
+        """What makes gradients smaller; None where they travel as they are."""
+        return None
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on, because the loss scale changed; every rank calls this."""
+        if self.compressor is not None:
+            self.compressor.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank alone holds beyond model and optimizer, such as what compression left out so far."""
-        return {}
+        """What only this rank holds beyond model and optimizer: the error that compression carries over."""
+        return {} if self.compressor is None else {"compressor": self.compressor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of the same rank in a world of the same size."""
-        if state:
-            raise InvalidArgument(
-                f"{type(self).__name__} has no state of its own to load", hint="use the plan the state was made under"
-            )
+        """Resume from `state_dict()` of the same rank in a world of the same size."""
+        if self.compressor is not None and "compressor" in state:
+            self.compressor.load_state_dict(state["compressor"])
+        elif state:
+            _log.warning("the state was saved under another compression: the error it carried over is lost")
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`model` and `optimizer` state by parameter name, whole tensors equal on every rank, which all call it."""
+        """`model` and `optimizer` state by parameter name: whole tensors, equal on every rank; all ranks call this."""
         return {
             "model": whole_state.model_state(self.unwrapped),
             "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer),
         }
 
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of `whole_state()`, made under any strategy and world size, equal on all ranks."""
+        """Load this rank's part of `whole_state()`, saved under any strategy and world size; equal on all ranks."""
         whole_state.load_model_state(self.unwrapped, state["model"])
         whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
 
 
 class PendingNumber(ABC):
-    """A number on its way: it travels while the device computes."""
+    """A number that is communicated while the device computes."""
 
     @abstractmethod
     def wait(self) -> float:
-        """The number, once it has arrived."""
+        """Wait for the number and return it."""
 
 
 def check_one_device(model: nn.Module) -> torch.device:
@@ -130,7 +141,7 @@ def check_one_device(model: nn.Module) -> torch.device:
     if len(seen) > 1:
         (one, first), (two, second), *_ = seen.items()
         raise InvalidArgument(
-            f"the model lies on two devices: {first} on {one}, {second} on {two}",
+            f"the model is on two devices: {first} on {one}, {second} on {two}",
             hint="move the whole model to one device before parallelize()",
         )
     return next(iter(seen), torch.device("cpu"))

@@ -1,4 +1,7 @@
-"""Training: spread a model over the world with `parallelize`, run its steps with the `Engine`."""
+"""Training: `parallelize` spreads a model over the world, the `Engine` runs its steps.
+
+Read `assemble`, then `engine`; the other modules are the parts of a step.
+"""
 
 from torsh_distributed.lazy import exports as _exports
 

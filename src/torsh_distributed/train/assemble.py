@@ -1,4 +1,4 @@
-"""From a model, an optimizer and a plan to the Engine: the order in which the parts are put together."""
+"""Builds the Engine from a model, an optimizer and a plan, in the order the parts depend on each other."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def parallelize(
 ) -> Engine:
     """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
 
-    `optimizer` is one over the model's parameters, or a function from parameters to one, which is called once the model
+    `optimizer` holds the model's parameters, or is a function from parameters to an optimizer, called once the model
     has its final parameters. `loss_fn(outputs, targets)` is called with the model's output and the second half of each
     `(inputs, targets)` batch; without it the model is called with the whole batch and must return the loss.
     `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
     modules of a model on the meta device that have no `reset_parameters()`. `example` is a microbatch of inputs to
-    measure layers on, where `pipeline.balance = "time"` asks for that. Parameters and buffers become those of rank 0.
-    What the plan asks for and this version cannot do is refused here, before the first step.
+    measure layers on, for `pipeline.balance = "time"`. Parameters and buffers become those of rank 0. Settings that
+    this version does not support are refused here, before the first step.
     """
     chosen = plan or Plan()
     if not process_group.is_initialized():

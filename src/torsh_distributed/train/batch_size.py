@@ -1,4 +1,4 @@
-"""How many samples fit: microbatch and accumulation for a batch size, from trial steps that measure memory."""
+"""Finds how many samples fit: microbatch and accumulation for a batch size, from trial steps that measure memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _MAX_MICRO_BATCH = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeConfig:
-    """effective = micro × accumulation × data-parallel degree; local is what a rank has of it."""
+    """effective = micro × accumulation × data-parallel degree; local is one rank's part of it."""
 
     micro_batch_size: int
     gradient_accumulation: int
     data_degree: int
     largest_micro_batch_size: int
-    """What fits on every rank, to within a sixteenth; the target may need less."""
+    """The largest that fits on every rank, to within a sixteenth; the target may need less."""
     peak_bytes: int
-    """Memory measured in the trial step of the largest microbatch, on the rank that needed most."""
+    """Memory measured in the trial step of the largest microbatch, on the rank that needed the most."""
 
     @property
     def local_batch_size(self) -> int:
@@ -68,8 +68,8 @@ def plan_batch_size(
     """Find by trial steps how large a microbatch fits into `memory_bytes`, and how often to accumulate for `target`.
 
     `make_batch(n)` gives a batch of n samples on the model's device. A trial is forward and backward of the model as it
-    is, before `parallelize`; gradients are forgotten and buffers are put back. On a GPU the allocator's peak counts and
-    running out of memory halves the microbatch; on the CPU every tensor that lives during the trial is counted.
+    is, before `parallelize`; gradients are cleared and buffers restored. On a GPU the allocator's peak counts, and
+    running out of memory halves the microbatch; on the CPU every tensor alive during the trial is counted.
     `reserved_bytes` stay free for what a trial does not show: optimizer state (8 bytes a parameter for Adam in fp32).
     `target` is the batch over all ranks, 32·sqrt(degree) if left out. In a process group every rank calls this, and
     all get the smallest microbatch found. The model's parameters are not changed.
@@ -163,10 +163,10 @@ def _trial_bytes(
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Counts the bytes of tensors made inside it and not yet freed: `now`, and their `peak`.
+    """Counts the bytes of tensors created inside it and not yet freed: `now`, and their `peak`.
 
-    Why: the CPU allocator keeps no statistics, and the process's own size tells of pages, not of tensors. Sees what
-    runs in this thread, which on the CPU includes backward.
+    The CPU allocator keeps no statistics, and the size of the process counts pages, not tensors. Covers what runs in
+    this thread, which on the CPU includes backward.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Which samples a rank gets: its slice of every global batch, so that batches are the same at every world size.
+"""Which samples a rank gets: its slice of every global batch, so batches are the same at every world size.
 
 The loader's `batch_size` is the global one. A map-style loader is rebuilt around the same batches with only this rank's
-indices, so each sample is fetched by one rank alone; from any other iterable whole batches are taken and cut.
+indices, so one rank fetches each sample. Any other iterable yields whole batches, of which each rank keeps its rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torsh_distributed.errors import InvalidArgument
 
 Batch = Any
-"""Nested tuples, lists and mappings of tensors, as a collate function makes them; dim 0 counts samples."""
+"""Nested tuples, lists and mappings of tensors, as a collate function returns them; dim 0 counts samples."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's part of a batch: rows start..stop."""
+class RowRange:
+    """The rows of a batch that a rank gets: start..stop."""
 
     start: int
     stop: int
@@ -33,19 +33,19 @@ class Share:
         return self.stop - self.start
 
 
-class Piece(NamedTuple):
+class RankBatch(NamedTuple):
     """A rank's share of a global batch of `total` samples."""
 
     batch: Batch
     num_samples: int
-    """How many of them are this rank's. At 0 the batch holds one sample of another rank: something to call forward
-    with, where all ranks must call it equally often."""
+    """How many of them are this rank's. At 0 the batch holds one sample of another rank, for strategies whose ranks
+    must all call forward equally often."""
     total: int
 
 
-def share_of(num_samples: int, *, part: int, num_parts: int) -> Share:
-    """Part number `part` of `num_parts`, sizes differing by at most one; together they cover every sample once."""
-    return Share(part * num_samples // num_parts, (part + 1) * num_samples // num_parts)
+def rows_of(num_samples: int, *, part: int, num_parts: int) -> RowRange:
+    """Part `part` of `num_parts`; sizes differ by at most one, and together they cover every sample once."""
+    return RowRange(part * num_samples // num_parts, (part + 1) * num_samples // num_parts)
 
 
 def count_samples(batch: Batch) -> int:
@@ -77,10 +77,10 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def split_rows(batch: Batch, num_samples: int, num_pieces: int) -> list[tuple[Batch, float]]:
-    """The batch in `num_pieces` pieces, or one for each sample if it has fewer, each with its share of the samples."""
+    """The batch in `num_pieces` parts, or one per sample if it has fewer, each with its share of the samples."""
     count = min(num_pieces, num_samples)
     if count == 0:
-        raise InvalidArgument("the batch is empty", hint="every rank needs a sample at least: use a larger batch")
+        raise InvalidArgument("the batch is empty", hint="every rank needs at least one sample: use a larger batch")
     if count == 1:
         return [(batch, 1.0)]
     edges = [number * num_samples // count for number in range(count + 1)]
@@ -88,7 +88,7 @@ def split_rows(batch: Batch, num_samples: int, num_pieces: int) -> list[tuple[Ba
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on `device`; without a copy where it is there already."""
+    """The batch with every tensor on `device`; tensors already there are not copied."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -102,26 +102,26 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def sharded(
     loader: Iterable[Batch], *, part: int, num_parts: int, seed: int, epoch: int = 0, skip: int = 0
-) -> Iterator[Piece]:
-    """This rank's batches of one epoch, the first `skip` passed over; the order depends on `seed` and `epoch` alone."""
+) -> Iterator[RankBatch]:
+    """This rank's batches of one epoch, without the first `skip`; the order depends on `seed` and `epoch` only."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         batches = _batches_of(loader, seed=seed, epoch=epoch)
         if batches is not None:
             planned = [list(indices) for indices in itertools.islice(batches, skip, None)]
-            # Of its own: a loader draws from torch's global generator otherwise, and resuming would change dropout.
+            # Otherwise a loader draws from torch's global generator, and resuming would change dropout.
             generator = _generator(seed, epoch, part)
             yield from _fetched(loader, planned, part=part, num_parts=num_parts, generator=generator)
             return
     for batch in itertools.islice(loader, skip, None):
         total = count_samples(batch)
-        share = share_of(total, part=part, num_parts=num_parts)
-        yield Piece(
+        share = rows_of(total, part=part, num_parts=num_parts)
+        yield RankBatch(
             take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1), len(share), total
         )
 
 
 def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[list[int]] | None:
-    """The indices of the loader's global batches; a shuffling loader's are drawn anew, equally on every rank."""
+    """The indices of the loader's global batches; a shuffling loader's are redrawn, equally on every rank."""
     batches = loader.batch_sampler
     if isinstance(loader.sampler, RandomSampler) and isinstance(batches, BatchSampler):
         order = RandomSampler(
@@ -135,16 +135,16 @@ def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[l
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    """Seeded by all of the numbers."""
+    """A generator seeded from all the numbers."""
     mixed = functools.reduce(lambda seed, number: (seed * 1_000_003 + number) % 2**63, numbers)
     return torch.Generator().manual_seed(mixed)
 
 
 def _fetched(
     loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int, generator: torch.Generator
-) -> Iterator[Piece]:
-    """This rank's share of each planned batch, fetched as the loader would."""
-    shares = [share_of(len(indices), part=part, num_parts=num_parts) for indices in planned]
+) -> Iterator[RankBatch]:
+    """This rank's rows of each planned batch, fetched as the loader would fetch them."""
+    shares = [rows_of(len(indices), part=part, num_parts=num_parts) for indices in planned]
     mine = DataLoader(
         loader.dataset,
         batch_sampler=[
@@ -160,4 +160,4 @@ def _fetched(
         generator=generator,
     )
     for batch, indices, share in zip(mine, planned, shares, strict=True):
-        yield Piece(batch, len(share), len(indices))
+        yield RankBatch(batch, len(share), len(indices))

@@ -1,4 +1,4 @@
-"""From what the user gives as optimizer to one that holds the parameters the model has after it was spread."""
+"""Binds the user's optimizer to the parameters that the model has once it is spread over the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OptimizerFn = Callable[[Any], Optimizer]
 
 
 def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> Callable[[nn.Module], Optimizer]:
-    """Check the optimizer against the model as it is now; what is returned gives it once the model is spread.
+    """Check the optimizer against the model as it is now; returns a function that binds it to the spread model.
 
-    A function is called then, with the final parameters. An optimizer that exists gets its parameters exchanged, by
-    name, for those that took their place, with the state it already has for them.
+    An optimizer function is called then, with the final parameters. In an existing optimizer each parameter is replaced
+    by the one that now has its name, with the state it already has.
     """
     trained = {id(param): name for name, param in named_params(model).items() if param.requires_grad}
     if not trained:
@@ -40,7 +40,7 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> C
     if foreign:
         raise InvalidArgument(
             "the optimizer holds parameters that are not the model's: they would not be kept equal on all ranks",
-            hint="put them into the model, or give them an optimizer of their own",
+            hint="put them into the model, or give them a separate optimizer",
             num_foreign=foreign,
         )
     return lambda spread: _rebind(optimizer, held, spread)
@@ -85,7 +85,7 @@ def _rebind(optimizer: Optimizer, held: list[list[str | None]], spread: nn.Modul
 def _drop_others(
     optimizer: Optimizer, held: list[list[str | None]], is_here: set[int], names_here: Collection[str]
 ) -> None:
-    """Forget the parameters that lie in pipeline stages of other ranks."""
+    """Drop the parameters of pipeline stages on other ranks."""
     for group, names in zip(optimizer.param_groups, held, strict=True):
         kept = [
             place

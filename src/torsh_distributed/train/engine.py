@@ -1,4 +1,4 @@
-"""The Engine: one optimizer step at a time, over whatever strategy the plan names."""
+"""The Engine: runs training steps over the strategy that a plan names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.batches import Batch, Piece, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.batches import Batch, RankBatch, count_samples, sharded, split_rows, to_device
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Update:
-    """The optimizer update under way: what its microbatches have given so far."""
+    """The optimizer update in progress: what its microbatches have produced so far."""
 
     started: float = field(default_factory=time.monotonic)
     losses: list[Tensor] = field(default_factory=list)
     mean: PendingNumber | None = None
     num_samples: int | None = None
     share: float = 1.0
-    """What the present microbatch is of this rank's batch."""
+    """The current microbatch as a share of this rank's batch."""
     is_last: bool = True
 
     @property
@@ -50,7 +50,7 @@ class _Update:
 
 
 class Engine:
-    """Steps of training: `step(batch)`, or `microbatches`, `forward`, `backward` and `apply` in a loop of your own."""
+    """Runs training steps: `step(batch)`, or `microbatches`, `forward`, `backward` and `apply` in your own loop."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Engine:
         self.num_steps = 0
         """Optimizer updates done so far."""
         self.num_skipped = 0
-        """Updates not done because gradients overflowed fp16."""
+        """Updates skipped because gradients overflowed fp16."""
         self.epoch = 0
         self._num_batches = 0
         self._loss_fn = loss_fn
@@ -77,7 +77,7 @@ class Engine:
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
         self._update: _Update | None = None
-        # Ranks are averaged equally, samples must be: what this rank's share of a batch is of an equal one.
+        # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
 
     @property
@@ -91,10 +91,10 @@ class Engine:
         return self.strategy.unwrapped
 
     def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
-        """This rank's share of every batch of `loader`, over and over until `training.steps` updates are done.
+        """This rank's share of every batch of `loader`, epoch after epoch until `training.steps` updates are done.
 
         The loader's batches are global: the same at every world size, each sample seen by one rank. After
-        `load_state_dict` the first epoch goes on where it stopped. `epochs` ends it earlier.
+        `load_state_dict` the first epoch resumes where it stopped. `epochs` ends the iteration earlier.
         """
         degree = self.strategy.data_degree
         last = None if epochs is None else self.epoch + epochs
@@ -104,7 +104,7 @@ class Engine:
             for piece in events.each_in_phase("data", pieces):
                 self._num_batches += 1
                 if piece.total < degree:
-                    _log.warning("a batch of %d samples is left out: it has fewer than there are ranks", piece.total)
+                    self._warn_left_out(piece.total)
                     continue
                 found = True
                 self._evenness = piece.num_samples * degree / piece.total
@@ -124,18 +124,18 @@ class Engine:
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
 
-        The batch is cut into `training.gradient_accumulation` microbatches; gradients travel with the last one.
-        After an exception the parameters are as before the step, unless a rank died in the update itself.
+        The batch is split into `training.gradient_accumulation` microbatches; gradients are averaged with the last.
+        After an exception the parameters are unchanged, unless a rank died during the update itself.
         """
         for piece in self.microbatches(batch):
             self.backward(self.forward(piece))
         return self.apply()
 
     def microbatches(self, batch: Batch) -> Iterator[Batch]:
-        """Begin an update: `batch` in `training.gradient_accumulation` pieces (fewer, if it has fewer samples).
+        """Start an update: `batch` in `training.gradient_accumulation` parts, or fewer if it has fewer samples.
 
-        Call `forward` and `backward` on each, then `apply`: the gradients are those of the whole batch. Gradients of an
-        update that was begun and not applied are forgotten.
+        Call `forward` and `backward` on each, then `apply`: the gradients are those of the whole batch. The gradients
+        of an update that was started but never applied are discarded.
         """
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -154,7 +154,7 @@ class Engine:
             return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of `loss`, scaled as the precision asks; after the last microbatch averaged over the ranks."""
+        """Compute gradients of `loss`, scaled for the precision; the last microbatch averages them over the ranks."""
         update = self._begun()
         weight = update.share * self._evenness
         weighted = loss if weight == 1.0 else loss * weight
@@ -162,16 +162,16 @@ class Engine:
         if update.is_last:
             if update.mean is not None:
                 update.mean.wait()
-            # Started before backward, so that it travels for nothing while gradients are computed.
+            # Started before backward so it overlaps with it.
             update.mean = self.strategy.mean_loss(update.loss)
         with events.phase("backward"), self.strategy.accumulating(is_last=update.is_last):
             self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def apply(self) -> float:
-        """Clip as the plan says, update the parameters, forget the gradients, count the step; returns the mean loss.
+        """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.
 
-        A loss that is not finite raises NonFiniteLoss on every rank, with the parameters as they were; under fp16 such
-        a step is skipped, by all ranks alike.
+        A loss or gradient that is not finite raises NonFiniteLoss on every rank and leaves the parameters unchanged;
+        under fp16 all ranks skip such a step.
         """
         update, self._update = self._update, None
         if update is None or update.mean is None:
@@ -221,14 +221,14 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch]) -> float:
-        """The mean loss over every sample of `loader`, each looked at by one rank; every rank gets the same value."""
+        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value."""
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         try:
             for piece in self._sharded(loader, epoch=0, skip=0):
                 if piece.num_samples == 0 and not self.strategy.forward_is_collective:
-                    continue  # other ranks look at these samples
+                    continue  # other ranks evaluate these samples
                 with self.precision.computing():
                     batch = to_device(piece.batch, self._device)
                     loss = self.strategy.loss(self.unwrapped, batch, self._loss_fn, loss_of)
@@ -243,9 +243,9 @@ class Engine:
         return loss_sum / count_sum
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, at this or another world size; every rank calls this.
+        """Everything needed to resume, at this or another world size; every rank calls this.
 
-        All of it is equal on every rank, except `rank_state`, which is this rank's own.
+        All of it is equal on every rank except `rank_state`, which belongs to this rank.
         """
         return {
             **self.strategy.whole_state(self.optimizer),
@@ -260,10 +260,10 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, at the same or another world size; every rank calls this.
+        """Resume from `state_dict()`, at the same or another world size; every rank calls this.
 
-        Ranks may be given their own state or that of another rank: what only a rank itself can know (`rank_state`)
-        starts afresh where the state is of another rank or of a world of another size.
+        A rank may load its own state or that of another rank. `rank_state` is used only by the rank that saved it, in
+        a world of the same size; otherwise that part starts empty.
         """
         self.strategy.load_whole_state(self.optimizer, state)
         self.precision.load_state_dict(state["precision"])
@@ -281,7 +281,7 @@ class Engine:
             self._update = _Update()
         return self._update
 
-    def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[Piece]:
+    def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[RankBatch]:
         return sharded(
             loader,
             part=self.strategy.data_rank,
@@ -291,6 +291,11 @@ class Engine:
             skip=skip,
         )
 
+    def _warn_left_out(self, num_samples: int) -> None:
+        message = f"skipped a batch of {num_samples} samples: it has fewer samples than there are ranks"
+        _log.warning("%s", message)
+        events.emit(events.LogEvent(level="warning", message=message, step=self.num_steps))
+
     def _global(self, num_samples: int | None) -> int | None:
         return None if num_samples is None else round(num_samples * self.strategy.data_degree / self._evenness)
 
@@ -299,9 +304,12 @@ class Engine:
 
     @contextmanager
     def _clipped(self, *, clip: bool, is_scaled: bool) -> Iterator[HostValue | None]:
-        """Around the update: gradients clipped as the plan says, and no update if they are not finite; the norm."""
+        """Around the update: clip as the plan says and prevent an update with a norm that is not finite; yields it.
+
+        Under a loss scale the scaler has checked every gradient already: they are read again only to clip them.
+        """
         max_norm = self.plan.training.gradient_clipping
-        if max_norm is None or not clip:
+        if not clip or (is_scaled and max_norm is None):
             yield None
             return
         total = self.strategy.clip_grad_norm(max_norm)

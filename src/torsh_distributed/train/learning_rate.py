@@ -1,4 +1,4 @@
-"""The learning rate over a run: scaled to the number of replicas, warmed up, scheduled by the user's scheduler."""
+"""The learning rate over a run: scaled to the number of replicas, warmed up, then set by the user's scheduler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LrScaling = Literal["none", "linear", "square_root", "adaptive"]
 SchedulerFn = Callable[[Optimizer], LRScheduler]
 
 _ADAPTIVE_BATCH = 32
-"""The batch size at which `adaptive` leaves the learning rate as it is."""
+"""The batch size at which `adaptive` leaves the learning rate unchanged."""
 
 
 def lr_factor(scaling: LrScaling, *, data_degree: int, batch_size: int) -> float:
-    """By how much the learning rate grows: with the replicas (linear, square_root) or the batch (adaptive)."""
+    """The factor of the learning rate: grows with the replicas (linear, square_root) or the batch (adaptive)."""
     if scaling == "linear":
         return float(data_degree)
     if scaling == "square_root":
@@ -37,15 +37,15 @@ def scale_learning_rate(base_lr: float, scaling: LrScaling, *, data_degree: int,
 
 
 def warmup_factor(step: int, *, warmup_steps: int) -> float:
-    """The share of the learning rate at update number `step`, counted from 0: a line from 0 that ends at 1."""
+    """The share of the learning rate at update number `step`, counted from 0: rises linearly to 1."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
 class LearningRate:
     """Holds the optimizer's learning rates: scaled once, ramped during warm-up, stepped by the user's scheduler.
 
-    Scaling is put into the groups before the scheduler is built, so the scheduler starts from scaled rates. Warm-up is
-    in force only around an update: a scheduler that computes the next rate from the present one sees the full rate.
+    Rates are scaled before the scheduler is built, so it starts from scaled rates. Warm-up applies only around an
+    update: a scheduler that computes the next rate from the current one sees the full rate.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LearningRate:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[float]:
-        """Around the update number `step`, counted from 0: the rate in force, that of the first group given back."""
+        """Around update number `step`, counted from 0: warm-up applied; yields the rate of the first group."""
         ramp = warmup_factor(step, warmup_steps=self._training.warmup_steps)
         if ramp == 1.0:
             yield self.current
@@ -84,12 +84,12 @@ class LearningRate:
             self._set(full)
 
     def advance(self) -> None:
-        """An update was done: the user's scheduler takes its step."""
+        """Step the user's scheduler after an update."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def rescale(self, data_degree: int) -> None:
-        """Fit the rates to another number of replicas, as after a change of the world."""
+        """Rescale the rates for another number of replicas, as after the world has changed."""
         training = self._training
         factor = lr_factor(training.lr_scaling, data_degree=data_degree, batch_size=training.batch_size)
         change, self._factor = factor / self._factor, factor
@@ -103,11 +103,11 @@ class LearningRate:
             self._scheduler.base_lrs = [rate * change for rate in self._scheduler.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale in force and the scheduler's state; the rates themselves are in the optimizer's."""
+        """The current scale and the scheduler's state; the optimizer's state holds the rates themselves."""
         return {"factor": self._factor, "scheduler": self._scheduler and self._scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, data_degree: int) -> None:
-        """Go on from `state_dict()`, after the optimizer's state was loaded, with `data_degree` replicas."""
+        """Resume from `state_dict()` with `data_degree` replicas, after the optimizer's state was loaded."""
         self._factor = state["factor"]
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
@@ -116,7 +116,7 @@ class LearningRate:
     def _set(self, rates: Any) -> None:
         for group, rate in zip(self._optimizer.param_groups, list(rates), strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # captured graphs read this very tensor
+                group["lr"].fill_(rate)  # captured graphs read this tensor
             else:
                 group["lr"] = rate
 

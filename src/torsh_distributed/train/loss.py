@@ -15,9 +15,9 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 def loss_of(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
-    """The loss of `batch`. Without `loss_fn` the model returns it, alone or under `loss`.
+    """The loss of `batch`. Without `loss_fn` the model returns it, by itself or as `loss`.
 
-    An error of the model on numbers of another dtype than its own is explained as that.
+    If the model fails on a batch of another dtype than its parameters, the error says so.
     """
     try:
         if loss_fn is None:
@@ -57,12 +57,12 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
 
 
 def _explain_dtype(error: RuntimeError, model: nn.Module, batch: Batch) -> None:
-    """Raise TensorShapeMismatch if the batch has floating numbers of another dtype than the parameters."""
+    """Raise TensorShapeMismatch if the batch has floating-point tensors of another dtype than the parameters."""
     own = {param.dtype for param in model.parameters() if param.is_floating_point()}
     found = {tensor.dtype for tensor in _tensors(batch) if tensor.is_floating_point()} - own
     if found and own:
         raise TensorShapeMismatch(
-            "the model failed on a batch whose numbers have another dtype than its parameters",
+            "the model failed on a batch whose dtype differs from that of its parameters",
             hint="convert the data in the dataset or the collate function: x.float()",
             batch=sorted(map(str, found)),
             parameters=sorted(map(str, own)),

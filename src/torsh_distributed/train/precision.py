@@ -1,4 +1,4 @@
-"""In which number format a step computes, and how fp16 keeps small gradients from vanishing."""
+"""The number format of a step, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Computes in one format; gradients and updates are left as they are."""
+    """Computes in one number format; gradients and updates are unchanged."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -28,11 +28,11 @@ class Precision:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next loss is multiplied with before backward; None where losses are left alone."""
+        """The factor applied to the next loss before backward; None where losses are not scaled."""
         return None
 
     def computing(self) -> AbstractContextManager[None]:
-        """Around forward and loss: matrix products in this format, sums that need it in fp32."""
+        """Around forward and loss: matrix products in this format, reductions that need it in fp32."""
         if self._dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
@@ -42,11 +42,11 @@ class Precision:
         return loss
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Bring gradients back to their size; False if this step must be skipped, the same answer on every rank."""
+        """Undo the loss scale; False if this step must be skipped, the same answer on every rank."""
         return True
 
     def update(self, optimizer: Optimizer) -> None:
-        """The optimizer's step, after `unscale` and clipping; called for a step to be skipped too."""
+        """The optimizer's step, after `unscale` and clipping; also called for a skipped step."""
         optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; what another precision left there has no meaning here."""
+        """Resume from `state_dict()`; state saved under another precision is ignored."""
 
 
 class ScaledPrecision(Precision):
-    """fp16: losses are scaled up so that small gradients stay above zero, steps that overflow are skipped by all.
+    """fp16: losses are scaled up so small gradients stay above zero; all ranks skip steps that overflow.
 
     The scale halves at an overflow and doubles after `loss_scale_growth_interval` steps without one.
     """
@@ -68,7 +68,7 @@ class ScaledPrecision(Precision):
         self._scaler = _AgreeingScaler(
             device.type, init_scale=config.init_loss_scale, growth_interval=config.loss_scale_growth_interval
         )
-        # Read once a step: asking the scaler waits for the device.
+        # Read once a step: reading the scaler waits for the device.
         self._loss_scale = float(self._scaler.get_scale())
 
     @property
@@ -109,7 +109,7 @@ class ScaledPrecision(Precision):
 
 
 class _AgreeingScaler(GradScaler):
-    """torch's scaler, with overflow on one rank told to all: else the ranks' parameters would part ways."""
+    """torch's scaler, with overflow on one rank shared with all: otherwise the ranks' parameters would diverge."""
 
     has_overflow = False
 
@@ -125,7 +125,7 @@ class _AgreeingScaler(GradScaler):
 
 
 def make_precision(config: PrecisionConfig, device: torch.device) -> Precision:
-    """The precision that a plan asks for."""
+    """The precision that a plan names."""
     if config.dtype == "fp16":
         return ScaledPrecision(config, device)
     return Precision(_DTYPES[config.dtype], device)

@@ -1,4 +1,4 @@
-"""The random generators of every rank, so that dropout and the like go on where they stopped."""
+"""Saves and restores the random generators of every rank, so dropout and the like resume where they stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gather_random_states() -> list[dict[str, Any]]:
 
 
 def restore_random_states(states: Sequence[dict[str, Any]], *, seed: int) -> None:
-    """This rank's generators as they were; in a world of another size, seeded anew and differently on each rank."""
+    """Restore this rank's generators; in a world of another size, reseed them, differently on each rank."""
     rank = process_group.rank()
     if len(states) != process_group.world_size():
         torch.manual_seed(seed + rank)

@@ -1,6 +1,6 @@
-"""Samplers for plain loops: disjoint shares of an epoch that can be taken up again by another number of ranks.
+"""Samplers for plain loops: disjoint shares of an epoch that another number of ranks can resume.
 
-`Engine.batches` shards whole batches and needs none of this; these are for a `DataLoader` of one's own beside DDP.
+`Engine.batches` shards whole batches and does not need them; they are for your own `DataLoader` with DDP.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torsh_distributed.errors import InvalidArgument
 
 
 class DistributedSampler(Sampler[int]):
-    """Every `num_replicas`-th index of an epoch's order, from this rank's on; each index belongs to one rank.
+    """Every `num_replicas`-th index of an epoch's order, starting at this rank; each index belongs to one rank.
 
-    The order depends on `seed` and epoch alone and is that of torch's sampler of the same name. Unlike it, nothing is
-    repeated to even out the end: without `drop_last` the first ranks may have one index more. `state_dict` says how far
-    all ranks together have come; after `load_state_dict` what is left is dealt out anew, to any number of ranks.
+    The order depends only on `seed` and epoch and equals that of torch's sampler of the same name. Unlike there,
+    nothing is repeated to even out the end: without `drop_last` the first ranks may get one index more. `state_dict`
+    records how far all ranks together have come; after `load_state_dict` the rest is divided among any number of ranks.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class DistributedSampler(Sampler[int]):
         self._seed = seed
         self._drop_last = drop_last
         self.epoch = 0
-        # How much of the epoch's order all ranks together had taken when this share began, and what this rank took.
+        # Indices all ranks together had taken when this share began, and how many this rank has taken since.
         self._start = 0
         self._taken = 0
 
     def order(self) -> list[int]:
-        """All indices of the present epoch, in the order in which ranks take them; equal on every rank."""
+        """All indices of the current epoch, in the order in which ranks take them; equal on every rank."""
         if not self._shuffle:
             return list(range(self._size))
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
@@ -61,7 +61,7 @@ class DistributedSampler(Sampler[int]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        self._taken = 0  # the epoch may be gone through again, from where its share began
+        self._taken = 0  # an epoch can be iterated again, from where this share began
         order = self.order()
         for place in range(self._start + self._rank, self._stop(len(order)), self._num_replicas):
             self._taken += 1
@@ -72,7 +72,7 @@ class DistributedSampler(Sampler[int]):
         return max(0, -(-left // self._num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch; its order is its own. Call it on every rank before each epoch."""
+        """Start this epoch, which has its own order. Call it on every rank before each epoch."""
         if epoch != self.epoch:
             self._start = self._taken = 0
         self.epoch = epoch
@@ -86,7 +86,7 @@ class DistributedSampler(Sampler[int]):
         taken = self._taken if num_taken is None else num_taken
         if not 0 <= taken <= self._taken:
             raise InvalidArgument(
-                "num_taken must be what was trained on out of what was handed out",
+                "num_taken must be between 0 and the number of indices handed out",
                 num_taken=taken,
                 handed_out=self._taken,
             )
@@ -94,11 +94,11 @@ class DistributedSampler(Sampler[int]):
         return {"epoch": self.epoch, "place": place, "seed": self._seed, "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where all ranks together had come to, with this sampler's own rank and number of replicas."""
+        """Resume where all ranks together had stopped, with this sampler's own rank and number of replicas."""
         for key, mine in (("seed", self._seed), ("size", self._size)):
             if state[key] != mine:
                 raise InvalidArgument(
-                    f"the state is of a sampler with another {key}: its order would not go on",
+                    f"the state is of a sampler with another {key}: it has another order",
                     hint="build the sampler over the same data with the same seed",
                     state=state[key],
                     sampler=mine,
@@ -106,17 +106,17 @@ class DistributedSampler(Sampler[int]):
         self.epoch, self._start, self._taken = state["epoch"], state["place"], 0
 
     def _stop(self, size: int) -> int:
-        """Where in the order this share ends: at its end, or where the last whole round does."""
+        """Where this share ends: at the end of the order, or after the last full round."""
         if not self._drop_last:
             return size
         return size - (size - self._start) % self._num_replicas
 
 
 class DistributedSamplerWrapper(DistributedSampler):
-    """The same for the indices of a sampler of one's own, such as a weighted one.
+    """The same for the indices of your own sampler, such as a weighted one.
 
-    The sampler must give the same order on every rank, and give it again for the same epoch: seed its generator alike
-    on all of them. If it has `set_epoch` it is told the epoch.
+    The sampler must give the same order on every rank, and the same order again for the same epoch: seed its generator
+    equally on all ranks. Its `set_epoch` is called if it has one.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.parallel.reference import build
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.composed import composed_strategy, is_composed
+from torsh_distributed.parallel.composed import composed_strategy
 from torsh_distributed.plan import FsdpConfig, PipelineConfig, Plan
 
 V_SHAPED = PipelineConfig(schedule="zbv_zero_bubble", stages_per_rank=2)
@@ -22,9 +22,3 @@ def test_a_parameter_of_two_stages_of_one_rank_is_not_sharded() -> None:
     fsdp = FsdpConfig(strategy="shard_grad_op")
     with pytest.raises(ConfigurationError, match=r"token\.weight and head\.weight are one parameter of two stages"):
         composed_strategy(build("tied", num_layers=4), Plan(dp=1, pp=2, shard=2, fsdp=fsdp, pipeline=V_SHAPED))
-
-
-def test_replicas_and_shards_alone_are_not_composed() -> None:
-    assert not is_composed(Plan(dp=2, shard=2))
-    assert not is_composed(Plan(dp=2, ep=2))
-    assert is_composed(Plan(dp=1, shard=2, ep=2))

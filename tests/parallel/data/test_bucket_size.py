@@ -1,16 +1,16 @@
-"""Bucket sizes from the link, and the clock that tells how much of sending was hidden."""
+"""Bucket sizes chosen by what the link was measured to do."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.bed.world import World
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.data.bucket_clock import BucketClock
-from torsh_distributed.parallel.data.bucket_size import bucket_size_mb
+from torsh_distributed.parallel.data.bucket_size import auto_bucket, bucket_size_mb
 from torsh_distributed.plan import DdpConfig
 
 
@@ -38,25 +38,13 @@ def test_networks_are_known_by_their_usual_names() -> None:
         DdpConfig.for_network("100gb")
 
 
-def test_what_travels_before_the_last_gradient_is_ready_is_hidden() -> None:
-    clock = BucketClock()
-    began = time.monotonic()
-    clock.add(0, 8, began - 3.0, codec=None, wire_bytes=None)  # back before the last gradient is ready
-    clock.note_ready()
-    clock.add(1, 8, began - 1.0, codec=None, wire_bytes=None)  # left before, back after
-    clock.end_step()
-    figures = clock.overlap()
-    assert figures.num_steps == 1
-    assert figures.comm_s == pytest.approx(3.0, abs=0.5)
-    assert figures.hidden_s <= figures.comm_s
-    assert figures.exposed_s == pytest.approx(0.0, abs=0.5)
-    assert figures.hidden_share == pytest.approx(1.0, abs=0.2)
-    assert clock.take_s() == figures.comm_s
-    assert clock.take_s() == 0.0
+def measured_on_another_device() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    # Nothing can be read back from this device: the figures were to come from there.
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        auto_bucket(group=group, device=torch.device("meta"))
 
 
-def test_without_gradients_on_their_way_there_is_no_share_to_tell() -> None:
-    clock = BucketClock()
-    clock.end_step()
-    assert clock.overlap().num_steps == 0
-    assert clock.overlap().hidden_share is None
+def test_the_link_is_measured_with_tensors_of_the_models_device(world: World) -> None:
+    world.run(measured_on_another_device, backend="gloo")

@@ -150,13 +150,13 @@ def figures_and_hooks() -> None:
     end = events.subscribe(seen.append, events.BucketEvent)
     model = DistributedDataParallel(build(), SMALL, compression=CompressConfig(method="int8", warmup_steps=1))
     assert not model.has_gradients()
-    assert model.get_bucket_info() == []
+    assert model.bucket_info() == []
     for _ in range(2):
         model.zero_grad()
         backward(nn.functional.mse_loss(model(x), y))
     end()
     assert model.has_gradients()
-    stats, infos = model.get_sync_stats(), model.get_bucket_info()
+    stats, infos = model.sync_stats(), model.bucket_info()
     total = sum(param.numel() for param in model.parameters()) * 4 / 2**20
     assert (stats.num_parameters, stats.num_with_gradient, stats.world_size) == (8, 8, 2)
     assert stats.gradient_size_mb == pytest.approx(total)
@@ -261,3 +261,49 @@ def test_it_works_on_mpi(mpi_world: MpiWorld) -> None:
     expected = steps_of_one_process(2, num_micro=3)
     for found in mpi_world.run(on_a_backend, timeout_s=60):
         torch.testing.assert_close(found[-1], expected[-1], rtol=1e-5, atol=1e-5)
+
+
+def alone_without_buckets() -> None:
+    """The bucket's memory would be a second copy of the gradients, held while they are cleared."""
+    [(x, y)] = share(1)
+    model = DistributedDataParallel(build())
+    assert not hasattr(model, "reducer")
+    with model.no_sync():
+        backward(nn.functional.mse_loss(model(x), y))
+    once = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model.sync_gradients()
+    backward(nn.functional.mse_loss(model(x), y))
+    for param, first in zip(model.parameters(), once, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, 2 * first)
+        assert param.grad.untyped_storage().nbytes() == param.grad.nbytes, "a view of no bucket"
+    assert model.unused_parameters() == []
+    assert model.check_gradient_consistency() == []
+    stats = model.sync_stats()
+    assert (stats.num_with_gradient, stats.num_buckets, stats.world_size) == (8, 0, 1)
+    assert (model.bucket_info(), model.take_comm_s()) == ([], 0.0)
+    assert list(model.state_dict()) == [f"module.{name}" for name in build().state_dict()]
+    model.zero_grad()
+    names: list[str] = []
+    model.register_gradient_hook(lambda name, grad: names.append(name))
+    backward(nn.functional.mse_loss(model(x), y))
+    assert sorted(names) == sorted(name for name, _ in model.module.named_parameters())
+    model.with_compression("int8").zero_grad()
+    backward(nn.functional.mse_loss(model(x), y))
+    assert model.sync_stats().compression is not None
+
+
+def compression_in_two_forms() -> None:
+    model = DistributedDataParallel(build(), reduce_dtype="bf16")
+    with pytest.raises(InvalidArgument, match="reduce_dtype and compression exclude each other"):
+        model.with_compression("int8")
+    assert model.compressor is None
+
+
+def test_a_world_of_one_has_no_buckets_until_something_asks_for_them(world: World) -> None:
+    world.run(alone_without_buckets, num_ranks=1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_compression_is_refused_later_as_at_the_start(world: World, num_ranks: int) -> None:
+    world.run(compression_in_two_forms, num_ranks=num_ranks)

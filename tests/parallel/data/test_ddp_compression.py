@@ -39,7 +39,7 @@ def learn(methods: list[str], feedback: str) -> list[tuple[float, float, float]]
             assert model.check_gradient_consistency() == [], method
             optimizer.step()
             losses.append(loss.item())
-        stats = model.get_sync_stats()
+        stats = model.sync_stats()
         assert stats.compression is not None
         assert stats.num_buckets > 1
         ratio = stats.compression["ratio"]
@@ -154,7 +154,7 @@ def changed_on_the_way() -> None:
     assert torch.equal(again.compressor.state_dict()["feedback"]["residuals"]["0.weight"], kept["0.weight"])
     again.zero_grad()
     backward(nn.functional.mse_loss(again(x), y))
-    assert len(again.get_bucket_info()) < len(model.get_bucket_info())
+    assert len(again.bucket_info()) < len(model.bucket_info())
     assert again.compressor.num_steps == 2
     assert sum(float(one.norm()) for one in there) > 0
     again.with_compression(None)

@@ -331,13 +331,13 @@ def die_in_update() -> tuple[int, list[str]]:
     return caught.value.context["failed_rank"], caught.value.__notes__
 
 
-def test_a_rank_that_dies_in_an_update_is_told_with_what_it_means(world: World) -> None:
+def test_survivors_of_a_rank_that_dies_in_an_update_learn_what_it_means(world: World) -> None:
     outcomes = world.outcomes(die_in_update, num_ranks=3, backend="shm")
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         failed, notes = outcomes[rank].value
         assert failed == 1
-        assert "go on from a checkpoint" in notes[0]
+        assert "resume from a checkpoint" in notes[0]
 
 
 def num_mappings() -> int:

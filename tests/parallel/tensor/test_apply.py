@@ -78,7 +78,7 @@ def test_a_fused_layer_whose_output_cannot_be_viewed_is_gathered(world: World) -
 
 def refuse() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    with pytest.raises(ConfigurationError, match="of the size it was planned for"):
+    with pytest.raises(ConfigurationError, match="of the planned size"):
         tensor_parallel(build(), init_device_mesh("cpu", (1, dist.get_world_size())))
     with pytest.raises(InvalidArgument, match="a tied parameter would be cut in two ways"):
         tensor_parallel(build("tied"), mesh, overrides={"head": "row"})

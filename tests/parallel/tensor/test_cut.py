@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.tensor import Cut
+from torsh_distributed.parallel.tensor import TensorCut
 
 
 @given(
@@ -18,7 +18,7 @@ def test_the_pieces_of_all_ranks_are_the_whole(lengths: list[int], size: int, di
     shape = [4, 4]
     shape[dim] = sum(lengths)
     whole = torch.arange(shape[0] * shape[1]).view(shape)
-    cut = Cut(dim, tuple(lengths) if is_fused else ())
+    cut = TensorCut(dim, tuple(lengths) if is_fused else ())
     parts = [cut.part(whole, rank=rank, size=size) for rank in range(size)]
     assert torch.equal(cut.join(parts), whole)
     assert [tuple(part.shape) for part in parts] == [cut.shape(shape, rank=rank, size=size) for rank in range(size)]
@@ -26,9 +26,9 @@ def test_the_pieces_of_all_ranks_are_the_whole(lengths: list[int], size: int, di
 
 def test_each_rank_gets_its_piece_of_every_section() -> None:
     fused = torch.tensor([10, 11, 12, 13, 20, 21, 30, 31])
-    assert Cut(0, (4, 2, 2)).part(fused, rank=1, size=2).tolist() == [12, 13, 21, 31]
+    assert TensorCut(0, (4, 2, 2)).part(fused, rank=1, size=2).tolist() == [12, 13, 21, 31]
 
 
 def test_sections_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"do not add up"):
-        Cut(0, (4, 2)).part(torch.zeros(8), rank=0, size=2)
+        TensorCut(0, (4, 2)).part(torch.zeros(8), rank=0, size=2)

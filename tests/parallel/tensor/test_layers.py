@@ -16,10 +16,10 @@ from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.tensor import (
     ColumnParallelLinear,
-    Cut,
     ParallelAttention,
     ParallelEmbedding,
     RowParallelLinear,
+    TensorCut,
 )
 
 
@@ -27,7 +27,7 @@ def tp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def compare(whole: nn.Module, split: nn.Module, inputs: Tensor, cuts: dict[str, Cut]) -> None:
+def compare(whole: nn.Module, split: nn.Module, inputs: Tensor, cuts: dict[str, TensorCut]) -> None:
     """Same output; same gradient of the input; gradients of parameters are the pieces of the whole ones."""
     results = []
     for module in (whole, split):
@@ -58,9 +58,9 @@ def check_linears() -> None:
     mesh = tp_mesh()
     inputs = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
     whole, column = twins(lambda: nn.Linear(7, 11), lambda: ColumnParallelLinear(7, 11, mesh=mesh))
-    compare(whole, column, inputs, {"weight": Cut(0), "bias": Cut(0)})
+    compare(whole, column, inputs, {"weight": TensorCut(0), "bias": TensorCut(0)})
     whole, row = twins(lambda: nn.Linear(7, 4, bias=False), lambda: RowParallelLinear(7, 4, bias=False, mesh=mesh))
-    compare(whole, row, inputs, {"weight": Cut(1)})
+    compare(whole, row, inputs, {"weight": TensorCut(1)})
 
     def pair() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 10), nn.GELU(), nn.Linear(10, 7))
@@ -69,7 +69,9 @@ def check_linears() -> None:
         first = ColumnParallelLinear(7, 10, mesh=mesh, gather_output=False)
         return nn.Sequential(first, nn.GELU(), RowParallelLinear(10, 7, mesh=mesh, input_is_parallel=True))
 
-    compare(*twins(pair, split_pair), inputs, {"0.weight": Cut(0), "0.bias": Cut(0), "2.weight": Cut(1)})
+    compare(
+        *twins(pair, split_pair), inputs, {"0.weight": TensorCut(0), "0.bias": TensorCut(0), "2.weight": TensorCut(1)}
+    )
     with pytest.raises(TensorShapeMismatch, match="neither whole nor this rank's piece"):
         RowParallelLinear(12, 4, mesh=mesh)(torch.zeros(2, 5))
 
@@ -82,9 +84,13 @@ def check_embeddings() -> None:
             lambda p=padding: nn.Embedding(9, 4, padding_idx=p),
             lambda p=padding: ParallelEmbedding(9, 4, padding_idx=p, mesh=mesh),
         )
-        compare(whole, split, ids, {"weight": Cut(0)})
+        compare(whole, split, ids, {"weight": TensorCut(0)})
     # Three rows over four ranks: the last has none.
-    compare(*twins(lambda: nn.Embedding(3, 4), lambda: ParallelEmbedding(3, 4, mesh=mesh)), ids % 3, {"weight": Cut(0)})
+    compare(
+        *twins(lambda: nn.Embedding(3, 4), lambda: ParallelEmbedding(3, 4, mesh=mesh)),
+        ids % 3,
+        {"weight": TensorCut(0)},
+    )
     with pytest.raises(InvalidArgument, match="max_norm"):
         ParallelEmbedding.from_embedding(nn.Embedding(9, 4, max_norm=1.0), mesh)
 
@@ -113,7 +119,7 @@ def check_attention() -> None:
     inputs = torch.randn(2, 5, 12 * size, generator=torch.Generator().manual_seed(0))
     for heads, shared in [(2 * size, 2 * size), (2 * size, size)]:
         width, head_dim = 12 * size, 6
-        cut = Cut(0, (width, shared * head_dim, shared * head_dim))
+        cut = TensorCut(0, (width, shared * head_dim, shared * head_dim))
         whole, split = twins(
             lambda w=width, h=heads, s=shared: PlainAttention(w, h, s),
             lambda w=width, h=heads, s=shared: ParallelAttention(w, h, num_key_value_heads=s, mesh=mesh),
@@ -122,7 +128,7 @@ def check_attention() -> None:
             whole,
             split,
             inputs,
-            {"query_key_value.weight": cut, "query_key_value.bias": cut, "projection.weight": Cut(1)},
+            {"query_key_value.weight": cut, "query_key_value.bias": cut, "projection.weight": TensorCut(1)},
         )
     with pytest.raises(ConfigurationError, match=rf"{size + 1} heads, which {size} ranks cannot share evenly"):
         ParallelAttention(4 * (size + 1), size + 1, mesh=mesh)

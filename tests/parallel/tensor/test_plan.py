@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.parallel.reference import build
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor import Cut, Style, find_tensor_plan
+from torsh_distributed.parallel.tensor import SplitStyle, TensorCut, find_tensor_plan
 from torsh_distributed.plan import TensorConfig
 
 
@@ -30,7 +30,7 @@ def test_the_demo_model_is_split_by_heads_features_and_vocabulary() -> None:
         "head": "column_gathered",
     }
     fused = next(row for row in plan.modules if row.name == "blocks.0.query_key_value")
-    assert fused.cut == Cut(0, (32, 32, 32))
+    assert fused.cut == TensorCut(0, (32, 32, 32))
 
 
 def test_a_gated_grouped_query_model_is_found_too() -> None:
@@ -40,8 +40,8 @@ def test_a_gated_grouped_query_model_is_found_too() -> None:
         "v_proj": "column",
         "o_proj": "row",
     }
-    assert plan.style_of("layers.1.mlp.gate_proj") is Style.COLUMN_LOCAL
-    assert plan.style_of("lm_head") is Style.COLUMN_GATHERED
+    assert plan.style_of("layers.1.mlp.gate_proj") is SplitStyle.COLUMN_LOCAL
+    assert plan.style_of("lm_head") is SplitStyle.COLUMN_GATHERED
 
 
 def test_the_table_shows_shapes_before_and_after() -> None:
@@ -55,16 +55,16 @@ def test_the_table_shows_shapes_before_and_after() -> None:
 def test_sequence_and_loss_parallelism_show_in_the_plan() -> None:
     config = TensorConfig(sequence_parallel=True, loss_parallel=True)
     plan = find_tensor_plan(build("gpt"), tp=2, config=config)
-    assert plan.style_of("norm") is plan.style_of("position") is Style.SEQUENCE
-    assert plan.style_of("head") is Style.COLUMN
+    assert plan.style_of("norm") is plan.style_of("position") is SplitStyle.SEQUENCE
+    assert plan.style_of("head") is SplitStyle.COLUMN
 
 
 def test_an_override_wins_over_what_was_found() -> None:
     plan = find_tensor_plan(
         build("gpt"), tp=2, overrides={"blocks.*.feed_forward.*": "replicated", "token": "replicated"}
     )
-    assert plan.style_of("blocks.1.feed_forward.0") is plan.style_of("token") is Style.REPLICATED
-    assert plan.style_of("blocks.1.projection") is Style.ROW
+    assert plan.style_of("blocks.1.feed_forward.0") is plan.style_of("token") is SplitStyle.REPLICATED
+    assert plan.style_of("blocks.1.projection") is SplitStyle.ROW
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_unknown_heads_are_refused_until_overridden() -> None:
     with pytest.raises(ConfigurationError, match=r"the number of heads of blocks\.0 is not known"):
         find_tensor_plan(model, tp=2)
     whole = dict.fromkeys(("blocks.*.query_key_value", "blocks.*.projection"), "replicated")
-    assert find_tensor_plan(model, tp=2, overrides=whole).style_of("blocks.0.projection") is Style.REPLICATED
+    assert find_tensor_plan(model, tp=2, overrides=whole).style_of("blocks.0.projection") is SplitStyle.REPLICATED
 
 
 def test_a_model_without_known_layers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no layer was found that tensor parallelism could split"):
+    with pytest.raises(ConfigurationError, match="found no layer that tensor parallelism can split"):
         find_tensor_plan(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), tp=2)

@@ -1,7 +1,10 @@
-"""Axes of the mesh put together: tensor, pipeline and context beside replicas and shards."""
+"""Combines the axes of the mesh: tensor, pipeline and context with replicas and shards.
 
-from torsh_distributed.parallel.composed.build import composed_strategy, is_composed
-from torsh_distributed.parallel.composed.mesh_strategy import Composed
-from torsh_distributed.parallel.composed.pipelined import PipelineStages
+Read `build`, then `split_model` and `pipeline_strategy`.
+"""
 
-__all__ = ["Composed", "PipelineStages", "composed_strategy", "is_composed"]
+from torsh_distributed.parallel.composed.build import composed_strategy
+from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
+from torsh_distributed.parallel.composed.split_model import Composed
+
+__all__ = ["Composed", "PipelineStages", "composed_strategy"]

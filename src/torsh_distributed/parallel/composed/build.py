@@ -1,4 +1,4 @@
-"""Puts a plan's axes together in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
+"""Combines a plan's axes in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
-from torsh_distributed.parallel.composed.mesh_strategy import Composed, Context
-from torsh_distributed.parallel.composed.pipelined import PipelineStages
+from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
+from torsh_distributed.parallel.composed.split_model import Composed, Context
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
@@ -36,19 +36,13 @@ from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.compatibility.axes import splits_model
-
-
-def is_composed(plan: Plan) -> bool:
-    """Whether the plan splits the model itself or its sequences, or shards what differs between ranks."""
-    return splits_model(plan)
 
 
 def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
-    Everything that can be refused is refused first, on every rank alike: nothing has been changed or sent then.
-    `example` is a microbatch of inputs, to measure layers on for `pipeline.balance = "time"`.
+    Everything that can be refused is refused first, equally on every rank, before anything is changed or sent.
+    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`.
     """
     check_experts(model, plan)
     tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
@@ -67,7 +61,7 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
     spread_experts(model, mesh)
-    # Ranks of one stage choose alike what they recompute; other stages are other layers.
+    # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     checkpoint_activations(model, plan.activation, group=peers)
     if stages is not None:
@@ -81,7 +75,7 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
 
 
 def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> StagePlan:
-    """The cut into stages, and that there is an order in which they can run."""
+    """The split into stages; checks that there is an order in which they can run."""
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
     planned_order(plan.pipeline, plan.mesh.pp)
     if plan.mesh.shard > 1:
@@ -90,7 +84,7 @@ def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> St
 
 
 def _as_on_first_rank(costs: list[float]) -> list[float]:
-    """Measured times differ; all ranks cut the model where the first one would."""
+    """Measured times differ; all ranks split the model where the first one would."""
     return list(broadcast_object(costs, 0))
 
 
@@ -104,7 +98,7 @@ def _mine(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
-    """Replicas or shards over the axes along which ranks see different data; None where there is one such rank."""
+    """Replicas or shards over the axes along which ranks see different data; None if there is only one such rank."""
     if plan.mesh.shard > 1:
         return Sharded(
             FullyShardedDataParallel(
@@ -115,7 +109,7 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 seed=plan.training.seed,
                 broadcast_buffers=plan.ddp.broadcast_buffers,
                 compression=plan.compress,
-                apart=experts_apart(model, mesh),
+                separate=experts_apart(model, mesh),
             )
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:

@@ -1,4 +1,4 @@
-"""Between stages under sequence parallelism: pieces of the sequence travel, and are what they were on arrival.
+"""Stage boundaries under sequence parallelism: stages send pieces of the sequence and restore them on arrival.
 
 Each tensor-parallel rank sends its piece to its counterpart in the next stage: no gather, a fraction of the bytes.
 """
@@ -18,7 +18,7 @@ from torsh_distributed.parallel.pipeline.runtime import Wrap
 
 
 def sequence_edges(plan: StagePlan, mesh: DeviceMesh) -> Wrap:
-    """Wraps a stage so that activations enter and leave it as plain pieces of the sequence."""
+    """Wraps a stage so activations enter and leave it as plain pieces of the sequence."""
     last = len(plan.stages) - 1
 
     def wrap(index: int, stage: nn.Module) -> nn.Module:

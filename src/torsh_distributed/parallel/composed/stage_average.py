@@ -1,10 +1,8 @@
-"""Gradients of a pipeline's stages, averaged over the ranks that hold the same stage, in the form a plan asks for."""
+"""Averages the gradients of pipeline stages over the ranks that hold the same stage, as the plan says."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +20,13 @@ from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.state.whole_state import named_params
 from torsh_distributed.plan import Plan
 
-_log = logging.getLogger(__name__)
-
 
 class StageAverage:
-    """Averages what is not sharded, once a step: after the schedule, for only then are gradients complete.
+    """Averages gradients that are not sharded, once a step after the schedule: only then are they complete.
 
-    As under data parallelism they are summed as `distributed` says, in `precision.reduce_dtype`, or go through
-    `compress`. Every rank that holds the same stages makes it. Spread experts are averaged over their replicas:
-    backward through the exchange has added up what the ranks along `ep` ask of an expert.
+    As in data parallelism they are summed as `distributed` says, in `precision.reduce_dtype`, or sent through
+    `compress`. Every rank that holds the same stages constructs it. Spread experts are averaged over their replicas:
+    backward through the exchange has already summed over the ranks along `ep`.
     """
 
     def __init__(self, stages: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -43,14 +39,14 @@ class StageAverage:
         self._experts = {name: param for name, param in held.items() if id(param) in spread}
         others = {name: param for name, param in held.items() if id(param) not in spread}
         self._ep = mesh.layout.degree("ep")
-        self._parts = [_Part(stages, others, plan, mesh.group(*GRADIENT_AXES), device)]
+        self._averaged = [_AveragedParams(stages, others, plan, mesh.group(*GRADIENT_AXES), device)]
         if self._experts:
-            self._parts.append(_Part(stages, self._experts, plan, mesh.group(*REPLICA_AXES), device))
+            self._averaged.append(_AveragedParams(stages, self._experts, plan, mesh.group(*REPLICA_AXES), device))
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """What makes gradients smaller; None where they travel as they are."""
-        return self._parts[0].compressor
+        """What compresses gradients; None without compression."""
+        return self._averaged[0].compressor
 
     @torch.no_grad()
     def average(self) -> None:
@@ -58,22 +54,11 @@ class StageAverage:
         for param in self._experts.values():
             if param.grad is not None:
                 param.grad.div_(self._ep)
-        for part in self._parts:
-            part.average()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What compression left out so far."""
-        return {} if self.compressor is None else {"compressor": self.compressor.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        if self.compressor is not None and "compressor" in state:
-            self.compressor.load_state_dict(state["compressor"])
-        elif "compressor" in state:
-            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")
+        for params in self._averaged:
+            params.average()
 
 
-class _Part:
+class _AveragedParams:
     """Parameters that are averaged over one group."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stages of a pipeline whose parameters are sharded over ranks that hold the same stage."""
+"""Pipeline stages whose parameters are sharded over the ranks that hold the same stage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torsh_distributed.plan import Plan
 
 
 class StageShards:
-    """Shards each stage with FSDP2, by itself; torch's schedules gather before it works and reduce after its last
+    """Shards each stage separately with FSDP2; torch's schedules gather before a stage runs and reduce after its last
     backward.
 
-    What the plan says about pieces is about the whole model, so it is looked up there: a pattern need not match in
-    every stage. Made once the model's layers are what they will be, in place of the whole model's sharding.
+    The plan's patterns for pieces refer to the whole model, so they are resolved there: a pattern need not match in
+    every stage. Construct it once the model has its final layers, instead of sharding the whole model.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
@@ -44,10 +44,10 @@ class StageShards:
             precision=self._plan.precision,
             wrap_fn=lambda _, module: id(module) in self._pieces,
             seed=self._plan.training.seed,
-            # As in a pipeline of replicas: each computes with its own.
+            # As in a pipeline of replicas: each uses its own buffers.
             broadcast_buffers=False,
             compression=self._plan.compress,
-            apart=experts_apart(stage, self._mesh),
+            separate=experts_apart(stage, self._mesh),
         )
         return stage
 
@@ -69,7 +69,7 @@ class StageShards:
                 part.compressor.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """What compression left out so far, by stage."""
+        """The error that compression carries over, by stage."""
         return {
             str(index): part.compressor.state_dict()
             for index, part in self.parts.items()
@@ -77,7 +77,7 @@ class StageShards:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Resume from `state_dict()`."""
         for index, part in self.parts.items():
             if part.compressor is not None and str(index) in state:
                 part.compressor.load_state_dict(state[str(index)])
@@ -88,13 +88,13 @@ def _count_step(compressor: GradientCompressor, *_: object) -> None:
 
 
 def refuse_shared_on_one_rank(stages: StagePlan, stage_of: Mapping[int, int]) -> None:
-    """A parameter of two stages of one rank would become two shards of it, which drift apart."""
+    """Refuse a parameter of two stages on one rank: it would become two shards, which diverge."""
     for uses in stages.tied:
         ranks = {stage: stage_of[stage] for stage, _ in uses}
         if len(set(ranks.values())) < len(ranks):
             first, second = (next(name for stage, name in uses if stage == one) for one in list(ranks)[:2])
             raise ConfigurationError(
-                f"{first} and {second} are one parameter of two stages on one rank, which mesh.shard cannot keep one",
+                f"{first} and {second} are one parameter of two stages on one rank, which mesh.shard cannot keep tied",
                 hint="choose a schedule that puts them on different ranks, such as one_f_one_b; or use mesh.dp in"
                 " place of mesh.shard, or do not tie them",
                 stages=sorted(ranks),

@@ -1,4 +1,4 @@
-"""When buckets left and came back, and how much of that time backward was still computing."""
+"""Times the averaging of buckets, and how much of it overlaps with backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torsh_distributed.comm.measurement.intervals import covered_s
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapStats:
-    """How much of the communication of gradients was hidden behind backward, as measured on this rank."""
+    """How much of the communication of gradients overlapped with backward, as measured on this rank."""
 
     num_steps: int
     comm_s: float
-    """Seconds during which gradients were on their way; overlapping buckets count once."""
+    """Seconds during which gradients were being sent; overlapping buckets count once."""
 
     hidden_s: float
-    """The part of it before the last gradient of its step was ready: backward was computing meanwhile."""
+    """The part of it before the last gradient of its step was ready, while backward was computing."""
 
     @property
     def exposed_s(self) -> float:
@@ -28,14 +28,14 @@ class OverlapStats:
 
     @property
     def hidden_share(self) -> float | None:
-        """What was hidden, of all; None where nothing travelled."""
+        """The hidden share of all communication; None if there was none."""
         return self.hidden_s / self.comm_s if self.comm_s else None
 
 
 class BucketClock:
-    """Notes when each bucket left and when it was back.
+    """Records when the averaging of each bucket starts and ends.
 
-    `add` runs on the threads that move buckets, the rest on the one that trains; a list's append is atomic.
+    `add` runs on the threads that send buckets, the rest on the training thread; a list's append is atomic.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class BucketClock:
         self._taken_s = 0.0
 
     def add(self, index: int, num_bytes: int, start: float, *, codec: str | None, wire_bytes: int | None) -> None:
-        """A bucket that left at `start`, on the monotonic clock, is back."""
+        """Record a bucket whose averaging began at `start`, on the monotonic clock, and ends now."""
         end = time.monotonic()
         self._intervals.append((start, end))
         if events.wanted(events.BucketEvent):
@@ -64,11 +64,11 @@ class BucketClock:
             )
 
     def note_ready(self) -> None:
-        """The last gradient of the step is ready: from here on, communication is waited for."""
+        """The last gradient of the step is ready: from here on, training waits for communication."""
         self._ready = time.monotonic()
 
     def end_step(self) -> None:
-        """All buckets of the step are back."""
+        """All buckets of the step are averaged."""
         intervals, self._intervals = self._intervals, []
         if not intervals:
             return
@@ -79,7 +79,7 @@ class BucketClock:
         self._num_steps += 1
 
     def take_s(self) -> float:
-        """Seconds with gradients on their way since the last call, and begin a new step."""
+        """Seconds spent sending gradients since the last call; starts a new step."""
         self.end_step()
         new_s, self._taken_s = self._comm_s - self._taken_s, self._comm_s
         self.step += 1

@@ -1,4 +1,4 @@
-"""How a bucket of gradients is summed over the ranks, as the `distributed` section of a plan asks for."""
+"""How a bucket of gradients is summed over the ranks, as the `distributed` section of a plan says."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 Reduce = Callable[[Tensor], torch.futures.Future[Tensor]]
-"""Start the fold of a buffer over the ranks, in place; the future is the buffer."""
+"""Start reducing a buffer over the ranks, in place; the future holds the buffer."""
 
 
 def bucket_reducer(
     config: DistributedConfig, group: dist.ProcessGroup, device: torch.device, *, op: ReduceOp = ReduceOp.SUM
 ) -> Reduce:
-    """The sum, or mean, in the way that the plan asks for; every rank of the group calls this.
+    """The sum, or mean, as the plan says; every rank of the group calls this.
 
-    Only a rate limit puts a scheduler in the way: without one a bucket starts at once, in the backend or its algorithm.
+    Only a rate limit needs a scheduler: without one a bucket starts at once, in the backend or its algorithm.
     """
     _check_device(config, device)
     algorithm = None if config.algorithm == "backend" else config.algorithm
@@ -33,7 +33,7 @@ def bucket_reducer(
         return lambda buffer: all_reduce(
             buffer, op, group=group, algorithm=algorithm, deterministic=deterministic, async_op=True
         ).get_future()
-    # The scheduler's thread starts buckets while others use the group: they must not share one order of operations.
+    # The scheduler's thread starts buckets while others use the group: both must not share one order of operations.
     own = twin_group(group)
     scheduler = CommunicationScheduler(
         max_concurrent_ops=1,
@@ -49,7 +49,7 @@ def bucket_reducer(
 
 
 def _check_device(config: DistributedConfig, device: torch.device) -> None:
-    """Refuse before the first step what the gradients' device cannot have."""
+    """Refuse, before the first step, what the gradients' device does not support."""
     wanted = [
         name
         for name, is_wanted in (

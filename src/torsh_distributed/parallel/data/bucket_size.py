@@ -1,7 +1,8 @@
-"""Bucket sizes from what the link was measured to do."""
+"""Chooses bucket sizes from measurements of the link."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from torsh_distributed import events
@@ -13,16 +14,18 @@ _LATENCY_SHARE = 0.1
 _LEAST_MB, _MOST_MB = 1.0, 50.0
 
 
-def auto_bucket(config: DdpConfig | None = None, *, group: dist.ProcessGroup) -> DdpConfig:
+def auto_bucket(config: DdpConfig | None = None, *, group: dist.ProcessGroup, device: torch.device) -> DdpConfig:
     """`config` with both bucket sizes chosen by the measured link; every rank of the group calls this.
 
-    All ranks choose alike, by the slowest of them. In a group of one nothing travels, and the sizes stay as they are;
-    so they do where ranks share memory: there is no link to keep busy, and every bucket is a meeting.
+    `device` is where gradients are: a group may have a backend for each kind of device.
+
+    All ranks choose the same, by the slowest of them. Sizes do not change in a group of one, where nothing is sent, nor
+    where ranks share memory: there is no link to keep busy, and every bucket costs a synchronization.
     """
     chosen = config or DdpConfig()
     if group.size() == 1 or shares_memory(group):
         return chosen
-    network = NetworkProfiler(group).measure()
+    network = NetworkProfiler(group, device=device).measure()
     largest_mb = bucket_size_mb(latency_s=network.latency_s, byte_s=network.byte_s)
     sized = chosen.replace(max_bucket_size_mb=largest_mb, min_bucket_size_mb=max(0.5, largest_mb / 10), auto_size=False)
     events.emit(

@@ -1,29 +1,32 @@
-"""Data parallelism: every rank holds the whole model and works on its part of the batch."""
+"""Data parallelism as a strategy: every rank holds the whole model and works on its part of the batch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from torsh_distributed.comm.shared_memory import shares_memory
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
+from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
-_log = logging.getLogger(__name__)
+_NUMEL_TO_DIVIDE = 1 << 20
+"""From about here on, reading half of the gradients and a sum in shared memory is faster than reading all of them."""
 
 
 class GradientOptions(TypedDict, total=False):
-    """The format in which gradients travel; by default the one they have."""
+    """The form in which gradients are sent; by default as they are."""
 
     compression: Compression
     reduce_dtype: ReduceDtype
@@ -53,6 +56,8 @@ class DataParallel(Strategy):
     ) -> None:
         self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
         self._group = self._ddp.process_group
+        self._device = self._ddp.device
+        self._shares_memory = self._device.type == "cpu" and shares_memory(self._group)
 
     @property
     @override
@@ -83,28 +88,25 @@ class DataParallel(Strategy):
         return mean_over(loss, self._group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        # After backward every rank holds the same averaged gradients: the local norm is the norm.
-        return nn.utils.clip_grad_norm_(self._ddp.parameters(), max_norm)
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        grads = [param.grad for param in self._ddp.parameters() if param.grad is not None]
+        norm = grad_norm([self._equal_on_all_ranks(grads)], self._device)
+        clip_to_norm(grads, norm, max_norm)
+        return norm
+
+    def _equal_on_all_ranks(self, grads: Sequence[Tensor]) -> HeldGradients:
+        """Averaged gradients: each rank reads a part, if the sum over the ranks costs less than reading all of them."""
+        if not self._shares_memory or sum(grad.numel() for grad in grads) < _NUMEL_TO_DIVIDE:
+            return HeldGradients(grads)
+        num_ranks, rank = self._group.size(), self._group.rank()
+        parts = (grad.chunk(num_ranks) if grad.dim() and not grad.is_sparse else (grad,) for grad in grads)
+        return HeldGradients([part[rank] for part in parts if rank < len(part)], (self._group,))
 
     @override
     def take_comm_s(self) -> float | None:
         return self._ddp.take_comm_s()
 
+    @property
     @override
-    def rescale(self, factor: float) -> None:
-        if self._ddp.compressor is not None:
-            self._ddp.compressor.rescale(factor)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        compressor = self._ddp.compressor
-        return {} if compressor is None else {"compressor": compressor.state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressor = self._ddp.compressor
-        if compressor is not None and "compressor" in state:
-            compressor.load_state_dict(state["compressor"])
-        elif "compressor" in state:
-            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")
+    def compressor(self) -> GradientCompressor | None:
+        return self._ddp.compressor

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's, with compression, measurements, checks and a manual mode."""
+"""torch's DistributedDataParallel with compression, measurements, checks and a manual mode."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ ReduceDtype = Literal["same", "fp32", "bf16", "fp16"]
 REDUCE_DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Compression = CompressConfig | GradientCompressor | str | None
-"""Settings, a method such as "powersgd:4", a compressor that is at work already, or nothing."""
+"""Settings, a method such as "powersgd:4", an existing compressor, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSyncStats:
-    """The gradients of this rank, and how they travel."""
+    """The gradients of this rank, and how they are sent."""
 
     num_parameters: int
     num_with_gradient: int
@@ -59,7 +59,7 @@ class GradientSyncStats:
     num_buckets: int
     world_size: int
     compression: Mapping[str, float | int | None] | None
-    """`CompressionStats` as a dict; None where gradients travel as they are."""
+    """`CompressionStats` as a dict; None without compression."""
 
 
 class DistributedDataParallel(TorchDDP):
@@ -67,10 +67,11 @@ class DistributedDataParallel(TorchDDP):
 
     Everything of torch's class works as there: `no_sync`, `join`, `static_graph`, and so on. Gradients are summed as
     `distributed` says (algorithm, order, rate), in `reduce_dtype`, or sent through `compression`. Every rank constructs
-    it with the same settings, or all of them get a ConfigurationError that names two who differ. Parameters and buffers
+    it with the same settings, or all get a ConfigurationError that names two ranks that differ. Parameters and buffers
     become those of the group's first rank.
 
-    Backward averages. To decide by hand, run it in `no_sync()` and call `sync_gradients()` when gradients are complete.
+    Backward averages. To do it by hand, run backward in `no_sync()` and call `sync_gradients()` when gradients are
+    complete.
     """
 
     def __init__(
@@ -92,22 +93,25 @@ class DistributedDataParallel(TorchDDP):
         if compressor is not None:
             refuse_what_cannot_be_compressed(module, reduce_dtype)
         if config.auto_size:
-            config = auto_bucket(config, group=chosen_group)
+            config = auto_bucket(config, group=chosen_group, device=device)
         is_mean = can_divide_last(module, device, reduce_dtype)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
         reduce = bucket_reducer(transport, chosen_group, device, op=op)
+        # One rank has nothing to average; without buckets its gradients exist once, and only until they are cleared.
+        self._has_buckets = chosen_group.size() > 1 or compressor is not None
         super().__init__(
             module,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=chosen_group,
-            # Sizes of the first bucket to fill and of all others, which torch takes as a list of limits.
+            # torch takes the sizes of the first bucket to fill and of all others as a list of limits.
             bucket_cap_mb_list=[config.min_bucket_size_mb, config.max_bucket_size_mb],  # type: ignore[list-item]  # torch takes fractions
             find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
+            static_graph=config.static_graph and self._has_buckets,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
         self._settings = config
+        self._reduce_dtype = reduce_dtype
         self._trained = {
             plain_name(name): param
             for name, param in module.named_parameters()
@@ -125,33 +129,53 @@ class DistributedDataParallel(TorchDDP):
         )
         self._gradient_sync.compress_with(compressor)
         self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
+        if self._has_buckets:
+            self.register_comm_hook(self._gradient_sync, average_bucket)
+
+    @override
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        """torch builds its reducer and the buckets here."""
+        if self._has_buckets:
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _need_buckets(self) -> None:
+        """Build the buckets that a world of one does without, for features that need them; between steps."""
+        if self._has_buckets:
+            return
+        self._has_buckets = True
+        params, expect_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]  # untyped in torch
+        names = self._build_debug_param_to_name_mapping(params)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._ddp_init_helper(params, expect_sparse, names, self._settings.static_graph)
+        if self._settings.static_graph:
+            self._set_static_graph()  # type: ignore[no-untyped-call]  # untyped in torch
         self.register_comm_hook(self._gradient_sync, average_bucket)
 
     # --- settings ---------------------------------------------------------------------------------------------
 
     @property
     def bucket_config(self) -> DdpConfig:
-        """How gradients are packed; with sizes as measured where `auto_size` asked for that."""
+        """How gradients are packed, with the measured sizes under `auto_size`."""
         return self._settings
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """What makes gradients smaller; None where they travel as they are."""
+        """What compresses gradients; None without compression."""
         return self._gradient_sync.compressor
 
     def with_compression(self, compression: Compression) -> Self:
-        """Compress from the next step on, or, with None, no longer; every rank calls this between steps."""
+        """Compress from the next step on, or stop, with None; every rank calls this between steps."""
         compressor = _compressor(compression, 0)
         if compressor is not None:
-            refuse_what_cannot_be_compressed(self.module, "same")
+            refuse_what_cannot_be_compressed(self.module, self._reduce_dtype)
+            self._need_buckets()
         self._gradient_sync.compress_with(compressor)
         return self
 
     @property
     def bucketing_enabled(self) -> bool:
-        """Whether gradients travel in buckets; off sends each by itself, for finding out which one is at fault.
+        """Whether gradients are sent in buckets; off sends each by itself, to find out which one causes a problem.
 
-        May be changed between steps, on every rank alike. A compressor packs gradients either way.
+        May be changed between steps, equally on every rank. A compressor packs gradients either way.
         """
         return self._gradient_sync.is_bucketed
 
@@ -162,14 +186,17 @@ class DistributedDataParallel(TorchDDP):
     def register_gradient_hook(self, hook: GradientHook) -> RemovableHandle:
         """Call `hook(name, gradient)` on each gradient of this rank just before it is averaged.
 
-        What it returns, unless None, is averaged in its place: for clipping or noise of each rank's own.
+        What it returns, unless None, is averaged instead: for clipping or noise on each rank.
         """
+        self._need_buckets()
         return self._gradient_sync.add_hook(hook)
 
     # --- training ---------------------------------------------------------------------------------------------
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._has_buckets:
+            return self._forward_alone(inputs, kwargs)
         if torch.is_grad_enabled() and not self.require_backward_grad_sync:
             self._gradient_sync.has_pending = True
         try:
@@ -178,6 +205,13 @@ class DistributedDataParallel(TorchDDP):
             if not str(error).startswith(_UNFINISHED):
                 raise
             raise self._unused_error(str(error)) from error
+
+    def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward, with inputs on its device as under torch's."""
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]  # untyped in torch
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        return self.module(*inputs, **kwargs)
 
     def _unused_error(self, text: str) -> InvalidArgument:
         found = _UNUSED_INDICES.search(text)
@@ -190,7 +224,7 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def averaged_parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients are averaged, and which are therefore equal on all ranks."""
+        """The parameters whose gradients are averaged, and which are therefore equal on all ranks."""
         return list(self._trained.values())
 
     def has_gradients(self) -> bool:
@@ -198,9 +232,9 @@ class DistributedDataParallel(TorchDDP):
         return any(param.grad is not None for param in self._trained.values())
 
     def unused_parameters(self) -> list[str]:
-        """Parameters without a gradient from the last backward: on any rank where unused ones are searched for
-        (`find_unused_parameters`), else on this rank."""
-        used: Tensor | None = self.reducer._get_local_used_map()
+        """Parameters without a gradient from the last backward: on all ranks under `find_unused_parameters`, else on
+        this rank."""
+        used: Tensor | None = self.reducer._get_local_used_map() if self._has_buckets else None
         if used is not None:
             return [name for name, is_used in zip(self._trained, used.tolist(), strict=True) if not is_used]
         return [name for name, param in self._trained.items() if param.grad is None]
@@ -209,19 +243,19 @@ class DistributedDataParallel(TorchDDP):
     def sync_gradients(self) -> None:
         """Average the gradients that backward left under `no_sync()`; every rank calls this.
 
-        Nothing happens where backward has averaged them already. A parameter that got its gradient on some ranks only
-        counts as zero on the others; one without a gradient anywhere keeps none. A sparse gradient on any rank is
-        refused on all of them, before one is averaged.
+        Does nothing if backward has averaged them already. A parameter with a gradient on some ranks only counts as
+        zero on the others; one without a gradient on any rank keeps none. A sparse gradient on any rank raises on all
+        of them, before anything is averaged.
         """
         if not self._gradient_sync.has_pending:
             return
         gradients = gradients_held(self._trained, self.process_group)
         self._gradient_sync.sync_now(gradients, max_bytes=int(self._settings.max_bucket_size_mb * 2**20))
-        self.require_forward_param_sync = True  # as after a backward that averaged: buffers follow at the next forward
+        self.require_forward_param_sync = True  # as after a backward that averaged: the next forward broadcasts buffers
 
     @override
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """In `join`: take part in the averages of ranks that still have data; raise what went wrong."""
+        """In `join`: take part in the averages of ranks that still have data; raise what failed."""
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]  # untyped in torch
         self._gradient_sync.end_backward()
 
@@ -229,7 +263,7 @@ class DistributedDataParallel(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """As torch's: ranks that run out of data take part with zeros until all have. Means are over all ranks."""
+        """As in torch: ranks that run out of data take part with zeros until all have. Means are over all ranks."""
         if not divide_by_initial_world_size:
             raise InvalidArgument(
                 "join(divide_by_initial_world_size=False) is not possible: means are over all ranks of the group",
@@ -239,13 +273,14 @@ class DistributedDataParallel(TorchDDP):
 
     @override
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, which calls it on every rank where a `join` begins."""
-        self._gradient_sync.share_buckets(False)  # who is out of data comes with other buckets
+        """As in torch, which calls it on every rank when `join` begins."""
+        self._need_buckets()
+        self._gradient_sync.share_buckets(False)  # a rank out of data brings other buckets
         return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # --- figures and checks -----------------------------------------------------------------------------------
 
-    def get_sync_stats(self) -> GradientSyncStats:
+    def sync_stats(self) -> GradientSyncStats:
         """Counts and sizes of this rank's gradients, as they are now."""
         held = [param.grad for param in self._trained.values() if param.grad is not None]
         compressor = self.compressor
@@ -258,23 +293,23 @@ class DistributedDataParallel(TorchDDP):
             compression=None if compressor is None else compressor.stats.to_dict(),
         )
 
-    def get_bucket_info(self) -> list[BucketInfo]:
+    def bucket_info(self) -> list[BucketInfo]:
         """The buckets of the last backward, in the order they travelled; empty before the first."""
         return self._gradient_sync.bucket_info()
 
     def overlap_stats(self) -> OverlapStats | None:
-        """How much communication was hidden behind backward; None on a GPU, where the host's clock cannot tell."""
+        """How much communication overlapped with backward; None on a GPU, where the host's clock cannot tell."""
         return self._gradient_sync.clock.overlap() if self.device.type == "cpu" else None
 
     def take_comm_s(self) -> float | None:
-        """Seconds with gradients on their way since the last call; None on a GPU."""
+        """Seconds spent sending gradients since the last call; None on a GPU."""
         seconds = self._gradient_sync.clock.take_s()
         return seconds if self.device.type == "cpu" else None
 
     def check_gradient_consistency(self) -> list[GradientDifference]:
-        """Parameters whose gradients are not the same, bit by bit, on all ranks, with the ranks that differ.
+        """Parameters whose gradients are not bit-identical on all ranks, with the ranks that differ; empty if none.
 
-        Every rank calls this, after backward and before the optimizer's step, and gets the same answer; empty is good.
+        Every rank calls this, after backward and before the optimizer's step, and gets the same answer.
         """
         return gradient_differences({name: param.grad for name, param in self._trained.items()}, self.process_group)
 
@@ -289,7 +324,7 @@ def _compressor(compression: Compression, seed: int) -> GradientCompressor | Non
 def _agree(
     config: DdpConfig, compressor: GradientCompressor | None, reduce_dtype: str, group: dist.ProcessGroup
 ) -> None:
-    """Settings that differ would leave the ranks waiting for each other: found here, named on all of them."""
+    """Raise on all ranks if settings differ: the ranks would wait for each other."""
     mine = {
         "ddp": config.model_dump(mode="json"),
         "compress": None if compressor is None else compressor.config.model_dump(mode="json"),
@@ -299,7 +334,7 @@ def _agree(
 
 
 def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:
-    """Sparse gradients, and gradients that are to travel in two forms at once."""
+    """Refuse sparse gradients, and compression together with a `reduce_dtype`."""
     sparse = [name for name, part in _sparse_modules(module.named_modules())]
     if sparse:
         raise InvalidArgument(
@@ -309,16 +344,16 @@ def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> No
         )
     if reduce_dtype != "same":
         raise InvalidArgument(
-            "reduce_dtype and compression exclude each other: the codec decides in which form gradients travel",
+            "reduce_dtype and compression exclude each other: the codec decides the form in which gradients are sent",
             hint='use compression="fp16" or "bf16", or leave precision.reduce_dtype at "same"',
             reduce_dtype=reduce_dtype,
         )
 
 
 def can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: ReduceDtype) -> bool:
-    """Whether gradients may be added before they are divided, which saves a pass over them where the backend does both.
+    """Whether gradients may be summed before dividing, which saves a pass where the backend does both at once.
 
-    Not halves, whose sum might be too large, and not sparse ones, which backends only add.
+    Not 16-bit floats, whose sum may overflow, and not sparse gradients, which backends can only sum.
     """
     is_wide = reduce_dtype == "fp32" or (
         reduce_dtype == "same" and all(param.dtype.itemsize >= 4 for param in module.parameters())

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same gradients, and if not, who differs where."""
+"""Checks whether all ranks hold the same gradients, and which ranks differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GradientDifference:
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks of the world that differ from the most common value; where there is none, from the first rank's."""
+    """Ranks of the world that differ from the most common value, or from the first rank's if there is none."""
 
     @override
     def __str__(self) -> str:
@@ -31,8 +31,8 @@ class GradientDifference:
 def gradient_differences(named: Mapping[str, Tensor | None], group: dist.ProcessGroup) -> list[GradientDifference]:
     """Compare gradients bit by bit over the ranks, by hash; every rank calls this with the same names in order.
 
-    No gradient counts as a value of its own. All ranks get the same answer. Costs one pass over the gradients and eight
-    bytes for each parameter.
+    A missing gradient counts as a value too. All ranks get the same answer. Costs one pass over the gradients and
+    sends eight bytes per parameter.
     """
     if not named:
         return []

@@ -1,4 +1,4 @@
-"""How the ranks' gradients come together, bucket by bucket: behind DDP's hook, and in manual mode."""
+"""Averages gradients over the ranks, bucket by bucket: in DDP's hook, and in manual mode."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 
@@ -28,12 +28,12 @@ from torsh_distributed.parallel.data.shared_buckets import SharedBuckets
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
 GradientHook = Callable[[str, Tensor], Tensor | None]
-"""Given a parameter's name and this rank's gradient; what it returns takes the gradient's place."""
+"""Takes a parameter's name and this rank's gradient; what it returns, unless None, replaces the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketInfo:
-    """A bucket as it travelled last."""
+    """A bucket as it was sent last."""
 
     index: int
     size_mb: float
@@ -46,15 +46,15 @@ class BucketInfo:
 
 
 @dataclass(frozen=True)
-class _Parcel:
-    """A bucket on its way."""
+class _FullBucket:
+    """A bucket whose gradients are all computed."""
 
     index: int
     is_last: bool
     buffer: Tensor
     names: tuple[str, ...]
     gradients: list[Tensor]
-    """Views of the buffer; empty where only the whole of it is needed."""
+    """Views of the buffer; empty where only the whole buffer is needed."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,11 +62,11 @@ class _Parcel:
 
 
 class GradientSync:
-    """Averages buckets: in the way the plan says, or through a compressor in the background.
+    """Averages buckets, as the plan says or through a compressor in the background.
 
-    `is_mean` says that `reduce` gives means; else it gives sums, and what is summed is divided first.
+    `is_mean` says that `reduce` computes means; otherwise it computes sums, of gradients that are divided first.
 
-    A failure never stays in a thread: what failed holds NaN, and the error is raised when backward ends.
+    No failure is lost in a thread: a failed bucket is filled with NaN, and the error is raised when backward ends.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GradientSync:
         self._pipeline: Pipeline | None = None
         self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
         self._errors: list[BaseException] = []
-        self._held: list[tuple[_Parcel, Future[Tensor]]] = []
+        self._held: list[tuple[_FullBucket, Future[Tensor]]] = []
         self._travelling: list[Future[Tensor]] = []
         self._watched = -1
         self._buckets: SharedBuckets | None = None
@@ -100,16 +100,16 @@ class GradientSync:
         self._layout: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self.is_bucketed = is_bucketed
         self.has_pending = False
-        """Whether backward left gradients that have not been averaged yet."""
+        """Whether backward left gradients that are not averaged yet."""
         self.clock = BucketClock()
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """What makes gradients smaller; None where they travel as they are."""
+        """What compresses gradients; None without compression."""
         return self._compressor
 
     def compress_with(self, compressor: GradientCompressor | None) -> None:
-        """Send gradients through `compressor` from the next step on, or as they are; every rank calls this."""
+        """Send gradients through `compressor` from the next step on, or uncompressed; every rank calls this."""
         if compressor is not None:
             if compressor.group is not self._group:
                 compressor.use_group(self._group)
@@ -118,7 +118,7 @@ class GradientSync:
         self._compressor = compressor
 
     def share_buckets(self, is_wanted: bool) -> None:
-        """Move buckets into memory that ranks share, where they do; or let those that come be as they are."""
+        """Move buckets into memory that the ranks share, if they do; or leave them where they are."""
         self._buckets = SharedBuckets(self._group) if is_wanted else None
 
     def add_hook(self, hook: GradientHook) -> RemovableHandle:
@@ -128,31 +128,31 @@ class GradientSync:
         return handle
 
     def bucket_info(self) -> list[BucketInfo]:
-        """The buckets of the last backward, in the order they travelled."""
+        """The buckets of the last backward, in the order they were sent."""
         return [self._infos[index] for index in sorted(self._infos)]
 
     # --- in backward ------------------------------------------------------------------------------------------
 
     def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Average a bucket that is complete on this rank; the future is its buffer, which never fails."""
+        """Average a bucket that is complete on this rank; the future holds its buffer and never fails."""
         self._watch_backward()
-        # On a GPU this runs while the device waits for kernels: views nobody looks at are not made.
+        # On a GPU this runs while the device waits for kernels: do not create unused views.
         is_whole = self.is_bucketed and not self._hooks and self._compressor is None
-        parcel = _Parcel(
+        full = _FullBucket(
             bucket.index(),
             bucket.is_last(),
             bucket.buffer(),
             self._names_in(bucket),
             [] if is_whole else bucket.gradients(),
         )
-        self._note(parcel)
+        self._note(full)
         if self._hooks:
-            self._call_hooks(parcel.names, parcel.gradients)
+            self._call_hooks(full.names, full.gradients)
         if self._overlap:
-            return self._awaited(self._launch(parcel))
+            return self._awaited(self._launch(full))
         whole: Future[Tensor] = self._awaited(Future(devices=self._devices))
-        self._held.append((parcel, whole))
-        if parcel.is_last:
+        self._held.append((full, whole))
+        if full.is_last:
             held, self._held = self._held, []
             for each, result in held:
                 self._launch(each).then(_forward_to(result))
@@ -161,18 +161,18 @@ class GradientSync:
     def _names_in(self, bucket: dist.GradBucket) -> tuple[str, ...]:
         ids = tuple(map(id, bucket.parameters()))
         known = self._layout.get(bucket.index())
-        if known is None or known[0] != ids:  # DDP packs anew after its first backward
+        if known is None or known[0] != ids:  # DDP rebuilds its buckets after the first backward
             known = self._layout[bucket.index()] = (ids, tuple(self._names[one] for one in ids))
         return known[1]
 
-    def _note(self, parcel: _Parcel) -> None:
-        info = self._infos.get(parcel.index)
-        if info is None or info.parameter_names is not parcel.names:
-            self._infos[parcel.index] = BucketInfo(
-                index=parcel.index, size_mb=parcel.num_bytes / 2**20, parameter_names=parcel.names
+    def _note(self, full: _FullBucket) -> None:
+        info = self._infos.get(full.index)
+        if info is None or info.parameter_names is not full.names:
+            self._infos[full.index] = BucketInfo(
+                index=full.index, size_mb=full.num_bytes / 2**20, parameter_names=full.names
             )
-        if parcel.is_last:
-            self._infos = {index: info for index, info in self._infos.items() if index <= parcel.index}
+        if full.is_last:
+            self._infos = {index: info for index, info in self._infos.items() if index <= full.index}
             self.clock.note_ready()
             self.has_pending = False
 
@@ -191,31 +191,31 @@ class GradientSync:
                     )
                 gradient.copy_(changed)
 
-    def _launch(self, parcel: _Parcel) -> Future[Tensor]:
+    def _launch(self, full: _FullBucket) -> Future[Tensor]:
         if self._compressor is not None:
-            return self._start_compressed(parcel, self._compressor)
-        if self._group.size() == 1:  # it is the mean already
+            return self._start_compressed(full, self._compressor)
+        if self._group.size() == 1:  # it already is the mean
             alone: Future[Tensor] = Future(devices=self._devices)
-            alone.set_result(parcel.buffer)
+            alone.set_result(full.buffer)
             return alone
         try:
-            return self._start_sum(parcel)
-        except TorshError as error:  # refused at once: a group that was aborted
+            return self._start_sum(full)
+        except TorshError as error:  # refused at once: the group was aborted
             self._errors.append(error)
             failed: Future[Tensor] = Future(devices=self._devices)
-            failed.set_result(parcel.buffer.fill_(float("nan")))
+            failed.set_result(full.buffer.fill_(float("nan")))
             return failed
 
-    def _start_sum(self, parcel: _Parcel) -> Future[Tensor]:
-        """DDP's own averaging: divide, then sum; or both at once where the backend does that in one pass."""
-        # The callback must not hold the group: it runs on the backend's thread, where the group must not be freed.
-        clock, errors, buffer, index = self.clock, self._errors, parcel.buffer, parcel.index
-        num_bytes = parcel.num_bytes
+    def _start_sum(self, full: _FullBucket) -> Future[Tensor]:
+        """DDP's own averaging: divide, then sum; or both in one pass where the backend can."""
+        # The callback must not reference the group: it runs on the backend's thread, where the group must not be freed.
+        clock, errors, buffer, index = self.clock, self._errors, full.buffer, full.index
+        num_bytes = full.num_bytes
         if self._buckets is not None and self.is_bucketed and self._dtype is None:
-            self._buckets.settle(index, buffer, is_last=parcel.is_last)
+            self._buckets.settle(index, buffer, is_last=full.is_last)
         if not self._is_mean:
             buffer.div_(self._group.size())
-        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in parcel.gradients])
+        parts = [buffer] if self.is_bucketed else torch.split(buffer, [part.numel() for part in full.gradients])
         sent = [part if self._dtype is None else part.to(self._dtype) for part in parts]
         start = time.monotonic()
         sums = [self._reduce(part) for part in sent]
@@ -236,33 +236,33 @@ class GradientSync:
             return sums[0].then(finish)
         return collect_all(sums).then(finish)
 
-    def _start_compressed(self, parcel: _Parcel, compressor: GradientCompressor) -> Future[Tensor]:
+    def _start_compressed(self, full: _FullBucket, compressor: GradientCompressor) -> Future[Tensor]:
         assert self._pipeline is not None, "compress_with made it"
         result: Future[Tensor] = Future(devices=self._devices)
 
         def average(group: dist.ProcessGroup) -> None:
             start = time.monotonic()
-            wire_bytes = average_named(compressor, parcel.names, parcel.gradients, group, bucket=parcel.buffer)
+            wire_bytes = average_named(compressor, full.names, full.gradients, group, bucket=full.buffer)
             codec = DENSE if compressor.is_dense_step else compressor.config.method
-            if parcel.is_last:
+            if full.is_last:
                 compressor.step()
-            self.clock.add(parcel.index, parcel.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
+            self.clock.add(full.index, full.num_bytes, start, codec=codec, wire_bytes=wire_bytes)
 
         def finish(error: BaseException | None) -> None:
             try:
                 if error is not None:
                     self._errors.append(error)
-                    parcel.buffer.fill_(float("nan"))
-            finally:  # whatever happens, backward must not wait for ever
-                result.set_result(parcel.buffer)
+                    full.buffer.fill_(float("nan"))
+            finally:  # backward must never wait forever
+                result.set_result(full.buffer)
 
         self._pipeline.submit(average, finish)
         return result
 
     def _watch_backward(self) -> None:
-        """See to it that errors are raised, as they are, once the present backward is over.
+        """Make sure errors are raised, unchanged, at the end of the current backward.
 
-        Why not through the futures: an exception that passes through C++ arrives as a RuntimeError with its text.
+        Not through the futures: an exception that passes through C++ becomes a RuntimeError with its text.
         """
         task = torch._C._current_graph_task_id()
         if task in (-1, self._watched):
@@ -271,15 +271,15 @@ class GradientSync:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_computing)
 
     def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
-        """Waited for before the reducer does so, where somebody wants to know how long: its own wait is not seen."""
+        """Note a bucket to be waited for before the reducer does, if waits are timed: its own wait cannot be."""
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and self._device.type == "cpu" and events.wanted(events.WaitEvent):
             self._travelling.append(bucket)
         return bucket
 
     def _end_computing(self) -> None:
-        """Backward has computed all gradients; the reducer's own last act, which waits for all buckets, comes next."""
-        # It was queued after this: so the end of backward is queued from here.
+        """Backward has computed all gradients; next the reducer finalizes, which waits for all buckets."""
+        # That was queued after this callback, so the end of backward is queued from here.
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         travelling, self._travelling = self._travelling, []
         if travelling:
@@ -288,7 +288,7 @@ class GradientSync:
                     bucket.wait()
 
     def end_backward(self) -> None:
-        """All buckets are back: raise the first error there was."""
+        """All buckets are averaged: raise the first error, if any."""
         self.clock.end_step()
         errors, self._errors[:] = list(self._errors), []
         if errors:
@@ -329,10 +329,10 @@ class GradientSync:
 
 
 def gradients_held(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The gradients that some rank of the group has, the last layers first, as backward would give them.
+    """The gradients that any rank of the group has, the last layers first, in the order of backward.
 
-    A rank without one takes part with zeros; where nobody has one it stays None, so that the optimizer leaves the
-    parameter alone. A sparse one on any rank is refused on all. Every rank of the group calls this.
+    A rank without one takes part with zeros; if no rank has one it stays None, so the optimizer skips the parameter. A
+    sparse gradient on any rank raises on all. Every rank of the group calls this.
     """
     if not params:
         return {}
@@ -356,7 +356,7 @@ def gradients_held(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup)
 
 
 def _kind(gradient: Tensor | None) -> float:
-    """What ranks tell each other of a gradient; the largest number wins."""
+    """The kind of a gradient as a number; over the ranks the largest wins."""
     if gradient is None:
         return _NONE
     return _DENSE if gradient.layout is torch.strided else _SPARSE
@@ -368,13 +368,13 @@ def average_bucket(state: GradientSync, bucket: dist.GradBucket) -> Future[Tenso
 
 
 def _as_ours(error: Exception) -> TorshError:
-    """An error that went through a future: C++ keeps its text alone."""
+    """An error that passed through a future: C++ keeps only its text."""
     if isinstance(error, TorshError):
         return error
     text = str(error).removeprefix("Got the following error when running the callback: ")
     ours = CommunicationError(
         f"gradients could not be averaged: {text.splitlines()[0]}",
-        hint="look at the first rank that failed; the gradients of this step are worth nothing",
+        hint="look at the first rank that failed; the gradients of this step are invalid",
     )
     ours.__cause__ = error
     return ours

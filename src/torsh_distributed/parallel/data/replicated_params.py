@@ -1,4 +1,4 @@
-"""What every rank keeps whole beside its shards: made equal at the start, kept equal by averaging its gradients."""
+"""Parameters that every rank keeps whole beside its shards: broadcast at the start, their gradients averaged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T", bound=Tensor)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Make these tensors those of the group's first rank, in place; every rank of the group calls this.
+    """Overwrite these tensors with those of the group's first rank; every rank of the group calls this.
 
-    Tensors of one dtype and device travel together, in messages of about 25 MB.
+    Tensors of one dtype and device are sent together, in messages of about 25 MB.
     """
     if group.size() == 1:
         return
@@ -29,22 +29,21 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
 
 
 class ReplicatedGradients:
-    """Averages the gradients of whole parameters: once a step, in one message, before anybody reads them.
+    """Averages the gradients of whole parameters: once a step, in one message, before they are read.
 
-    A parameter that got no gradient on some rank counts there as zero; one that got none anywhere keeps None, so that
-    the optimizer leaves it alone, as in one process.
+    A parameter without a gradient on some rank counts as zero there; one without a gradient on any rank keeps None, so
+    the optimizer skips it, as in one process.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._params = [param for param in params if param.requires_grad]
         self._group = group
-        self._is_done = False
+        self._averaged: list[Tensor] = []
 
     def average(self) -> None:
-        """Average now, unless it was done since the last step; every rank of the group calls this."""
-        if self._is_done or not self._params or self._group.size() == 1:
+        """Average now, unless already done since the last step; every rank of the group calls this."""
+        if not self._params or self._group.size() == 1 or self._is_done():
             return
-        self._is_done = True
         has_gradient = torch.tensor([float(param.grad is not None) for param in self._params])
         flat = torch.cat([has_gradient.to(self._params[0].device), *(_gradient(param) for param in self._params)])
         mean = all_reduce(flat, op="mean", group=self._group)
@@ -52,10 +51,16 @@ class ReplicatedGradients:
         values = torch.split(mean[len(self._params) :], [param.numel() for param in self._params])
         for param, is_used, value in zip(self._params, used.tolist(), values, strict=True):
             param.grad = value.view_as(param).to(param.dtype) if is_used else None
+        self._averaged = [param.grad for param in self._params if param.grad is not None]
 
     def forget(self) -> None:
-        """The optimizer took its step: the next gradients are new ones."""
-        self._is_done = False
+        """The optimizer has stepped: the next gradients are new."""
+        self._averaged = []
+
+    def _is_done(self) -> bool:
+        """Whether the parameters hold what the last average gave: after a failed step they hold others, or none."""
+        held = [param.grad for param in self._params if param.grad is not None]
+        return bool(held) and list(map(id, held)) == list(map(id, self._averaged))
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
@@ -64,7 +69,7 @@ def _gradient(param: nn.Parameter) -> Tensor:
 
 
 def batches(tensors: Sequence[T], *, max_bytes: int = 25 * 2**20) -> Iterator[list[T]]:
-    """Tensors that can travel as one message: neighbours of one dtype and device, up to `max_bytes` together."""
+    """Tensors that can be sent as one message: neighbours of one dtype and device, up to `max_bytes` together."""
     batch: list[T] = []
     for tensor in tensors:
         same = bool(batch) and (batch[0].dtype, batch[0].device) == (tensor.dtype, tensor.device)

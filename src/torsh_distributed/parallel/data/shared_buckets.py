@@ -1,7 +1,7 @@
-"""DDP's buckets in memory that the ranks of a node share: their average copies nothing in and nothing out.
+"""DDP's buckets in memory that the ranks of a node share: averaging them copies nothing in or out.
 
-DDP makes its buckets itself, at first in the order of parameters, then once more as gradients came. A bucket that comes
-a second time is there to stay: its memory is exchanged for shared memory under it, and its views do not notice.
+DDP builds its buckets itself, first in the order of parameters, then again in the order of gradients. A bucket seen a
+second time is final: its memory is replaced by shared memory, and its views stay valid.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torsh_distributed.comm.shared_memory import share_buffer
 
 _WORTH_SHARING_BYTES = 256 * 1024
 _MAX_SHARED = 256
-"""Each takes a file descriptor."""
+"""Each uses a file descriptor."""
 
 
 class SharedBuckets:
-    """The buckets of one model. Every rank of the group shows the same buckets in the same order."""
+    """The buckets of one model. Every rank of the group passes the same buckets in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._seen: dict[int, Tensor] = {}
-        """Held, so that no other bucket can come at the same address."""
+        """Held so no other bucket can be allocated at the same address."""
         self._shared: dict[int, SharedBuffer | None] = {}
 
     def settle(self, index: int, buffer: Tensor, *, is_last: bool) -> None:
-        """Called with each bucket, which is about to be averaged."""
+        """Called with each bucket just before it is averaged."""
         if buffer.layout is not torch.strided:
             return
         known = self._seen.get(index)

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.measurement.intervals import covered_s
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
@@ -24,6 +23,7 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.expert.stacks import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.strategy import check_one_device
@@ -85,16 +85,14 @@ class ExpertDataParallel(DataParallel):
             self._is_last = True
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         experts = [param.grad for param in self._experts if param.grad is not None]
-        held = {id(grad) for grad in experts}
-        others = [param.grad for param in self.unwrapped.parameters() if param.grad is not None]
-        others = [grad for grad in others if id(grad) not in held]
+        spread = {id(grad) for grad in experts}
+        held = [param.grad for param in self.unwrapped.parameters() if param.grad is not None]
+        others = [grad for grad in held if id(grad) not in spread]
         # Experts are spread: their part of the norm is what all ranks of `ep` hold together.
-        spread = nn.utils.get_total_norm(experts).double().square().to(check_one_device(self.unwrapped))
-        shared = nn.utils.get_total_norm(others).double().square()
-        norm = (all_reduce(spread, group=self._ep) + shared.to(spread.device)).sqrt()
-        nn.utils.clip_grads_with_norm_(self.unwrapped.parameters(), max_norm, norm)
+        norm = grad_norm([HeldGradients(experts, (self._ep,)), self._equal_on_all_ranks(others)], self._device)
+        clip_to_norm(held, norm, max_norm)
         return norm
 
     @override

@@ -14,7 +14,7 @@ from typing_extensions import override
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.sharded.module import Apart
+from torsh_distributed.parallel.sharded.module import SeparateShards
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -31,13 +31,13 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
             _take_whole(layer, mesh.slice("tp"))
 
 
-def experts_apart(model: nn.Module, mesh: Mesh) -> Apart | None:
+def experts_apart(model: nn.Module, mesh: Mesh) -> SeparateShards | None:
     """How FSDP2 shards experts that are spread; None where every rank has all of them, and they are like the rest."""
     spread = tuple(layer.experts for layer in moe_layers(model).values() if layer.group is not None)
     if not spread:
         return None
     replicas = tuple(axis for axis in REPLICA_AXES if axis != "shard")
-    return Apart(spread, mesh.grid(replicas, "shard"), divisor=mesh.layout.degree(*GRADIENT_AXES))
+    return SeparateShards(spread, mesh.grid(replicas, "shard"), divisor=mesh.layout.degree(*GRADIENT_AXES))
 
 
 def _take_whole(layer: MoELayer, mesh: DeviceMesh) -> None:

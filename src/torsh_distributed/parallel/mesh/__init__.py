@@ -1,4 +1,4 @@
-"""The mesh: `layout` is arithmetic, `mesh` owns the groups; gradient norms and means over its axes."""
+"""The mesh: `layout` is arithmetic, `mesh` owns the groups; `mean` and `grad_norm` reduce over its axes."""
 
 from torsh_distributed.lazy import exports as _exports
 

@@ -1,50 +1,88 @@
-"""The norm of the whole gradient where every rank holds a part of it."""
+"""The norm of the whole gradient, however it is spread over ranks, and clipping to a maximum norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """Gradients that this rank holds: whole, or a part, with the rest on the other ranks of `groups`."""
+
+    grads: Sequence[Tensor]
+    """Plain tensors, or DTensors, of which the local part counts."""
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    num_copies: int = 1
+    """How many ranks of `groups` hold each of these elements."""
+
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm` (None only measures); returns it as it was.
+def grad_norm(held: Iterable[HeldGradients], device: torch.device) -> Tensor:
+    """The 2-norm over all ranks: an fp32 scalar on `device`, equal on every rank; not finite if any element is not.
 
-    Every rank calls this with the same parameters; sharded gradients are summed over the ranks that hold the rest, and
-    every rank gets the same value. A gradient that is not finite gives a norm that is not, as in torch.
+    Every rank of the groups calls this with the same groups in the same order. On a GPU the host does not wait.
     """
-    by_place: dict[object, list[DTensor]] = {}
-    local: list[Tensor] = []
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor):
-            by_place.setdefault((grad.device_mesh, grad.placements), []).append(grad)
-        elif grad is not None:
-            local.append(grad)
-    squares = [_square(local)] if local else []
-    for grads in by_place.values():
-        square = _square([grad.to_local() for grad in grads])
-        for axis, placement in enumerate(grads[0].placements):
-            if not isinstance(placement, Replicate):
-                all_reduce(square, group=grads[0].device_mesh.get_group(axis))
-        squares.append(square)
-    if not squares:
-        return torch.zeros(())
-    norm = torch.stack(squares).sum().sqrt()
-    if max_norm is not None:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for tensors in (local, *([grad.to_local() for grad in grads] for grads in by_place.values())):
-            if tensors:
-                torch._foreach_mul_(tensors, scale.to(tensors[0].device))
-    return norm
+    squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    for one in held:
+        square = _sum_of_squares(one.grads, device) / one.num_copies
+        known = squares.get(one.groups)
+        squares[one.groups] = square if known is None else known + square
+    for groups, square in squares.items():
+        for group in groups:
+            all_reduce(square, group=group)
+    return torch.stack([*squares.values(), torch.zeros((), device=device)]).sum().sqrt()
 
 
-def _square(grads: list[Tensor]) -> Tensor:
-    """The sum of squares of this rank's parts, in fp32."""
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return torch.stack(list(norms)).square().sum()
+@torch.no_grad()
+def clip_to_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """Scale gradients of this norm, in place, so it is at most `max_norm`; None leaves them alone."""
+    local = [_local(grad) for grad in grads]
+    if max_norm is None or not local:
+        return
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], scale)
+
+
+def held_by_placement(grads: Iterable[Tensor]) -> list[HeldGradients]:
+    """Sharded gradients with the groups that hold their other shards; plain ones are whole on every rank."""
+    by_place: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_place.setdefault((grad.device_mesh, grad.placements) if _is_dtensor(grad) else None, []).append(grad)
+    return [HeldGradients(found, _shard_groups(found[0])) for found in by_place.values()]
+
+
+def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not _is_dtensor(grad):
+        return ()
+    placements = enumerate(grad.placements)
+    return tuple(grad.device_mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
+
+
+def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    local = [_local(grad) for grad in grads]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+    if not values:
+        return torch.zeros((), device=device)
+    is_wide = any(value.dtype.itemsize > 4 for value in values)
+    norms = torch._foreach_norm(values, 2, dtype=None if is_wide else torch.float32)
+    return torch.stack(list(norms)).square().sum().to(device, torch.float32)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if _is_dtensor(grad) else grad
+
+
+def _is_dtensor(grad: Tensor) -> TypeGuard[DTensor]:
+    """Not by type: importing DTensor takes a second that many jobs need not spend."""
+    return hasattr(grad, "to_local")

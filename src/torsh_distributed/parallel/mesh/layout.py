@@ -1,4 +1,4 @@
-"""Which rank sits where in the mesh: arithmetic alone, for any world size, without a process group."""
+"""Where each rank is in the mesh: arithmetic only, for any world size, without a process group."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 
 TP_FASTEST = ("dp", "pp", "shard", "ep", "cp", "tp")
-"""Axes from the outermost to the innermost: neighbouring ranks differ in tp, which talks most, so that its groups stay
-inside a node; replicas, which talk once a step, lie farthest apart."""
+"""Axes from the outermost to the innermost: neighbouring ranks differ in tp, which communicates most, so its groups
+stay inside a node; replicas, which communicate once a step, are farthest apart."""
 
 PP_FASTEST = ("dp", "shard", "ep", "cp", "tp", "pp")
 """The other order some launch scripts expect: neighbouring ranks are neighbouring pipeline stages."""
 
 DATA_AXES = ("dp", "shard", "ep")
-"""Along these every rank has samples of its own."""
+"""Along these every rank has different samples."""
 
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """Along these ranks hold the same parameters (or shards of them) and see different tokens: gradients are averaged."""
 
 REPLICA_AXES = tuple(axis for axis in GRADIENT_AXES if axis != "ep")
-"""Along these ranks hold the same experts, or shards of them; along `ep` others."""
+"""Along these ranks hold the same experts, or shards of them; along `ep` they hold different ones."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MeshLayout:
             )
         if min(self.config.degrees.values()) < 1:
             raise InvalidArgument(
-                "the mesh still has a degree to fill in",
+                "the mesh still has an unresolved degree",
                 hint="resolve it first: config.resolve(world_size)",
                 equation=self.config.equation,
             )
@@ -92,7 +92,7 @@ class MeshLayout:
         return rank
 
     def group_ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along these axes at most, itself included, in the mesh's order."""
+        """The ranks that differ from `rank` only along these axes, itself included, in the mesh's order."""
         chosen = self._checked(axes)
         first = rank - sum(
             index * self._strides[axis] for axis, index in self.coordinates(rank).items() if axis in chosen
@@ -124,20 +124,20 @@ class MeshLayout:
         return self.coordinates(rank)[self._checked((axis,))[0]] == self.degree(axis) - 1
 
     def next_rank(self, rank: int, axis: str) -> int | None:
-        """The neighbour one further along the axis; None at its end."""
+        """The next rank along the axis; None at its end."""
         return None if self.is_tail(rank, axis) else self._shifted(rank, axis, 1)
 
     def previous_rank(self, rank: int, axis: str) -> int | None:
-        """The neighbour one back along the axis; None at its start."""
+        """The previous rank along the axis; None at its start."""
         return None if self.is_head(rank, axis) else self._shifted(rank, axis, -1)
 
     def crossing_groups(self, axis: str, nodes: Sequence[object]) -> list[tuple[int, ...]]:
-        """The groups along an axis whose ranks lie on more than one node; `nodes[rank]` identifies a rank's node."""
+        """The groups along an axis whose ranks are on more than one node; `nodes[rank]` identifies a rank's node."""
         return [members for members in self.groups(axis) if len({nodes[rank] for rank in members}) > 1]
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """How far apart neighbours along each axis are in ranks."""
+        """The distance in ranks between neighbours along each axis."""
         strides, stride = {}, 1
         for axis in reversed(self.order):
             strides[axis] = stride
@@ -145,7 +145,7 @@ class MeshLayout:
         return strides
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """The ranks of the grid that these axes span from rank 0, in order."""
+        """The ranks of the grid that these axes span, starting at rank 0, in order."""
         steps = [
             range(0, self.degree(axis) * self._strides[axis], self._strides[axis])
             for axis in self.order

@@ -1,4 +1,4 @@
-"""The mean of a scalar over ranks that travels while backward computes, and is read without waiting for backward."""
+"""The mean of a scalar over ranks, communicated while backward computes and read without waiting for backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torsh_distributed.parallel.strategy import PendingNumber
 
 
 def mean_over(value: Tensor, group: dist.ProcessGroup) -> PendingNumber:
-    """Start averaging a scalar over the group; every rank of it calls this. `value` is left as it is.
+    """Start averaging a scalar over the group; every rank of it calls this. `value` is not changed.
 
-    On our own CPU backends it travels when it is waited for: a small synchronous sum there costs less than waking the
-    thread that would do it meanwhile.
+    Our CPU backends communicate when the mean is waited for: a small synchronous sum costs less there than waking a
+    background thread.
     """
     sent = value.detach().float() / group.size()
     if group.size() == 1:
@@ -51,7 +51,7 @@ class _StartedMean(PendingNumber):
 
 
 class _CudaMean(PendingNumber):
-    """Copied to the host beside the computation: reading it does not wait for kernels queued later."""
+    """Copied to the host on a second stream: reading it does not wait for kernels queued later."""
 
     def __init__(self, work: Work[Tensor], sent: Tensor) -> None:
         aside = torch.cuda.Stream(sent.device)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,4 +1,4 @@
-"""The mesh of a running world: one owner of the groups along its axes and of torch's DeviceMesh over them."""
+"""The mesh of a running world: owns the groups along its axes and torch's DeviceMesh over them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 class Mesh:
     """This rank's place in the mesh, and a process group along any axis or set of axes.
 
-    Every rank of the world (or of `group`, which it then lays out instead) makes one, and asks for the same groups in
-    the same order: a group is brought up when it is first asked for. Axes with one rank cost nothing; a group that
-    spans everyone is the one that was there.
+    Every rank of the world (or of `group`, which is laid out instead) constructs one and asks for the same groups in
+    the same order: a group is created when first asked for. Axes with one rank cost nothing; a group that spans all
+    ranks is the existing one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Mesh:
 
     @property
     def data_degree(self) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts a batch is divided into."""
         return self.layout.config.data_degree
 
     @property
@@ -83,9 +83,9 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's view: a dimension for each axis with more than one rank, outermost first; of `shard` alone if none.
+        """torch's view: a dimension for each axis with more than one rank, outermost first; only `shard` if none has.
 
-        Slices that go together (sharding and tensor parallelism) are cut from this one: `device_mesh["dp", "shard"]`.
+        Slices used together (sharding and tensor parallelism) come from this one: `device_mesh["dp", "shard"]`.
         """
         if self._device_mesh is None:
             axes = self.layout.used_axes or ("shard",)
@@ -97,7 +97,7 @@ class Mesh:
         return self._device_mesh
 
     def slice(self, *axes: str) -> DeviceMesh:
-        """torch's view of some axes, in the mesh's order; those with one rank are left out, but for the last."""
+        """torch's view of some axes, in the mesh's order, without those of one rank; if all are, only the last."""
         used = tuple(axis for axis in self.layout.used_axes if axis in axes)
         if used:
             return self.device_mesh[used]
@@ -106,7 +106,7 @@ class Mesh:
     def grid(self, outer: tuple[str, ...], inner: str) -> DeviceMesh:
         """torch's view in two dimensions: the ranks along all of `outer` as one, then those along `inner`.
 
-        For replicas of shards, where several axes replicate. One dimension alone where none of `outer` is used.
+        For replicas of shards where several axes replicate. One dimension if none of `outer` is used.
         """
         if self.layout.degree(*outer) == 1:
             return self.slice(inner)
@@ -117,15 +117,15 @@ class Mesh:
 
 
 def _warn_of_crossing(layout: MeshLayout, ranks: list[int]) -> None:
-    """Tensor parallelism talks in every layer: over a network it is slow, and most often a mistake."""
+    """Tensor parallelism communicates in every layer: over a network it is slow, and usually a mistake."""
     try:
         nodes = process_group.roster().nodes
     except BackendNotInitialized:
-        return  # a world brought up by torch alone: where its ranks live is not known
+        return  # a world that torch alone started: the nodes of its ranks are not known
     crossing = layout.crossing_groups("tp", [nodes[rank] for rank in ranks])
     if crossing:
         message = (
-            f"mesh.tp {layout.degree('tp')}: {len(crossing)} tensor-parallel groups lie on more than one node, such as"
+            f"mesh.tp {layout.degree('tp')}: {len(crossing)} tensor-parallel groups span more than one node, such as"
             f" ranks {', '.join(str(ranks[one]) for one in crossing[0])}; every layer then waits for the network"
         )
         _log.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Questions about a model: which modules belong together, is it the same on all ranks, how it gets its weights."""
+"""Questions about a model: which modules belong together, whether ranks hold the same one, how it gets weights."""
 
 from torsh_distributed.lazy import exports as _exports
 

@@ -1,4 +1,4 @@
-"""Give a model that was built on the meta device its weights, a piece at a time: no rank ever holds all of them."""
+"""Initializes a model built on the meta device, a piece at a time, so no rank ever holds all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torsh_distributed.errors import InvalidArgument
 
 ParamInit = Callable[[nn.Module], None]
-"""Fills the parameters and buffers that one module holds itself, not those of modules inside it."""
+"""Fills the parameters and buffers of one module, not those of its submodules."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -20,10 +20,10 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 class Materializer:
-    """Makes and initialises what is on the meta device.
+    """Allocates and initialises tensors on the meta device.
 
-    What a module gets depends on `seed` and its name alone: equal on every rank, at every world size, however the model
-    is cut into pieces. Without `init_fn` every such module must have `reset_parameters()`, as torch's own layers have.
+    The values of a module depend only on `seed` and its name: equal on every rank, at every world size, however the
+    model is divided into pieces. Without `init_fn` every such module needs a `reset_parameters()`, like torch's layers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, init_fn: ParamInit | None, seed: int) -> None:
@@ -35,12 +35,12 @@ class Materializer:
         lacking = sorted({type(module).__name__ for _, module in self._pending() if not _can_reset(module)})
         if init_fn is None and lacking:
             raise InvalidArgument(
-                f"modules on the meta device do not say how their parameters begin: {', '.join(lacking)}",
+                f"modules on the meta device cannot initialize their parameters: {', '.join(lacking)}",
                 hint="give them a reset_parameters() method, or pass param_init_fn",
             )
 
     def make(self, piece: nn.Module) -> None:
-        """Make all of `piece` that is not yet made. The caller's random state is left as it was."""
+        """Materialize all of `piece` that is still on meta. The caller's random state is not changed."""
         inside = set(map(id, piece.modules()))
         for name, module in self._pending():
             if id(module) not in inside:

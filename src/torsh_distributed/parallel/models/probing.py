@@ -1,4 +1,4 @@
-"""Forwards that only find out shapes: what they compute is worth nothing, and must leave no trace."""
+"""Forwards that only find out shapes: their results are discarded, and they change no state."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _num_probes = 0
 
 
 def is_probing() -> bool:
-    """Whether the present forward is a probe: modules that learn from what passes through them look away then."""
+    """Whether the current forward is a probe: modules that learn in forward must not do so then."""
     return _num_probes > 0
 
 
 @contextmanager
 def probing(module: nn.Module) -> Iterator[None]:
-    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, and the random numbers of the
-    host are afterwards as before."""
+    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, and the host's random state
+    are restored afterwards."""
     global _num_probes
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     _num_probes += 1

@@ -1,4 +1,4 @@
-"""Ranks must hold the same model: compared by hash before the first step, and the difference named on every rank."""
+"""Checks, before the first step, that all ranks hold the same model; names the difference on every rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ABSENT = "not there"
 def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise TensorShapeMismatch on every rank, naming parameter and ranks, unless all of the group (the world) agree.
 
-    Compared are names, order, shapes, dtypes, what is trained and what is shared; not the values. A hash travels first,
-    the description only where it differs.
+    Compares names, order, shapes, dtypes, what is trained and what is shared; not values. Ranks exchange a hash, and
+    the description only if it differs.
     """
     members = resolve_group(group)
     if members.size() == 1:
@@ -41,7 +41,7 @@ def check_same_model(model: nn.Module, group: dist.ProcessGroup | None = None) -
                 parameter=name,
             )
     raise TensorShapeMismatch(
-        "the model differs between ranks: the same parameters come in another order",
+        "the model differs between ranks: the same parameters are in another order",
         hint="build the modules in the same order on every rank; do not iterate over sets",
     )
 

@@ -1,4 +1,4 @@
-"""Which modules of a model go together: the pieces that are gathered as one, the layers that are recomputed as one."""
+"""Groups the modules of a model: pieces that are gathered as one, layers that are recomputed as one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Named = dict[str, nn.Module]
 """Modules by name, in the order of the model."""
 
 WrapFn = Callable[[str, nn.Module], bool]
-"""Whether the module of this name travels as one piece; the same answers on every rank."""
+"""Whether the module of this name is one piece; must answer the same on every rank."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# They have no forward of their own: nothing tells when their parameters are needed.
+# They have no forward, so nothing signals when their parameters are needed.
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SHOWN = 8
 
 
 def pieces_of(model: nn.Module, config: FsdpConfig, wrap_fn: WrapFn | None = None) -> Named:
-    """The modules whose parameters travel as one piece, as the config says; what is left travels with the model itself.
+    """The modules whose parameters are gathered as one piece, as the config says; the rest belongs to the model itself.
 
-    `wrap_fn(name, module)` says of each module whether it is one, in place of the config.
-    A piece may hold smaller ones. A module that shares a parameter with one outside of it is no piece, for a parameter
-    can travel with one piece only: it is left to the piece around both, or to the model.
+    `wrap_fn(name, module)` decides for each module instead of the config. A piece may contain smaller ones. A module
+    that shares a parameter with a module outside it is not a piece, because a parameter belongs to one piece only: it
+    is left to the piece around both, or to the model.
     """
     ignored = ignored_modules(model, config.ignored_modules)
     if wrap_fn is not None:
@@ -64,7 +64,7 @@ def ignored_modules(model: nn.Module, patterns: Collection[str]) -> Named:
 
 
 def repeated_layers(model: nn.Module) -> Named:
-    """The layers a deep model is made of: modules of one class, two or more in one list, the outermost such lists."""
+    """The layers a deep model consists of: modules of one class, two or more in one list; outermost lists only."""
     found: Named = {}
     for path, module in model.named_modules():
         if not isinstance(module, _CONTAINERS) or any(path.startswith(f"{layer}.") or path == layer for layer in found):
@@ -112,7 +112,7 @@ def _nothing(message: str, wanted: str, candidates: list[str]) -> ConfigurationE
 
 
 def _by_size(model: nn.Module, min_params: int, *, except_for: Named) -> Named:
-    """Bottom-up: a module becomes a piece when what its own pieces leave of it has at least `min_params` parameters."""
+    """Bottom-up: a module is a piece if it has at least `min_params` parameters outside its own pieces."""
     taken: set[int] = set()
     found: Named = {}
     for name, module in reversed(list(model.named_modules())):
@@ -130,7 +130,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _shares_outside(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of `module` is also one of a module that is not inside it."""
+    """Whether a module outside `module` shares one of its parameters."""
     inside = set(map(id, module.modules()))
     mine = set(map(id, module.parameters()))
     outside = (other for other in model.modules() if id(other) not in inside)

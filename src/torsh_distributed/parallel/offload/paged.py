@@ -162,11 +162,13 @@ class PagedDataParallel(Strategy):
         return HostValue(loss.detach()) if self._group is None else mean_over(loss, self._group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         total = self._gradients.norm()
-        norm = float(total)
-        if norm > max_norm and self._optimizer is not None:
-            self._optimizer.divide_grads((norm + 1e-6) / max_norm)
+        if max_norm is not None and self._optimizer is not None:
+            # The update divides as it reads: gradients in the store are not passed over once more.
+            norm = float(total)
+            if norm > max_norm:
+                self._optimizer.divide_grads((norm + 1e-6) / max_norm)
         return total
 
     @override

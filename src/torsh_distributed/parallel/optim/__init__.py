@@ -1,1 +1,1 @@
-"""Optimizers on host memory: `cpu_adam`, and `divided_update` for replicas of one node."""
+"""Optimizers for host memory: `cpu_adam`, and `divided_update` for replicas on one node."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW on host memory by a kernel of our own, on torch's optimizer with its state and its settings."""
+"""Adam and AdamW in host memory with our own kernel, on top of torch's optimizer, its state and settings."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.native import ADAM_KERNEL, load
 from torsh_distributed.parallel.optim.divided_update import DividedUpdate
 
-# Fewer elements than this are done before another thread has been started.
+# Fewer elements than this are updated before another thread has started.
 _ELEMENTS_PER_THREAD = 1 << 17
 
 
 class CpuAdam(Adam):
-    """torch's Adam, or AdamW with `decoupled_weight_decay=True`, for fp32 parameters in host memory: the fastest there.
+    """torch's Adam, or AdamW with `decoupled_weight_decay=True`, for fp32 parameters in host memory, but faster.
 
-    Sharded parameters are updated where they lie. The state is torch's: either can load what the other has saved.
-    Threads are torch's number (`torch.set_num_threads`). Where the kernel was not compiled torch's fused one is used.
+    Sharded parameters are updated in place. The state is torch's: either can load what the other saved. Uses as many
+    threads as torch (`torch.set_num_threads`), and torch's fused kernel if ours was not compiled.
     """
 
     _divided: DividedUpdate | None = None
@@ -48,7 +48,7 @@ class CpuAdam(Adam):
             weight_decay,
             maximize=maximize,
             decoupled_weight_decay=decoupled_weight_decay,
-            foreach=False,  # nor fused: GradScaler leaves it to those that are to divide by its scale
+            foreach=False,  # nor fused: GradScaler leaves unscaling to fused optimizers
         )
 
     @override
@@ -65,10 +65,10 @@ class CpuAdam(Adam):
                 )
 
     def divide(self, params: Iterable[Tensor], group: dist.ProcessGroup) -> bool:
-        """Let the ranks of `group`, where these and their gradients are equal, each do a part of every update for all.
+        """Let each rank of `group`, where these and their gradients are equal, do a part of every update for all.
 
-        Says whether that is so from now on: where they are on one node, and the kernel was compiled. Then all ranks
-        call `step` at the same point, and parameters and state lie in memory that they share.
+        Returns whether it does: if all ranks are on one node and the kernel was compiled. Then all ranks must call
+        `step` at the same point, and parameters and state are in memory that they share.
         """
         if compiled_kernel() is not None:
             self._divided = DividedUpdate.of(params, ("exp_avg", "exp_avg_sq"), group)
@@ -93,44 +93,44 @@ class CpuAdam(Adam):
         means: list[Tensor] = []
         squares: list[Tensor] = []
         steps: list[Tensor] = []
-        _refuse_amsgrad(group)  # settings come with loaded state, too
+        _refuse_amsgrad(group)  # loaded state brings settings too
         self._init_group(group, params, grads, means, squares, [], steps)  # type: ignore[no-untyped-call]  # untyped in torch
         if not params:
             return
         torch._foreach_add_(steps, 1)
         kernel, divided = compiled_kernel(), self._divided
-        alone, together, odd = list[_Piece](), list[_Piece](), list[_Piece]()
+        alone, together, odd = list[_ParamSlice](), list[_ParamSlice](), list[_ParamSlice]()
         for param, grad, step in zip(params, grads, steps, strict=True):
             state = self.state[param]
             part = None if divided is None else divided.part(param, state)
             value, mean, square = map(_held, (param, state["exp_avg"], state["exp_avg_sq"]))
             tensors = value, _like(value, _held(grad)), mean, square
             if part is not None:
-                together.append(_Piece(tensors, step, part))
+                together.append(_ParamSlice(tensors, step, part))
             elif kernel is not None and all(tensor.is_contiguous() for tensor in tensors):
-                alone.append(_Piece(tensors, step, slice(0, tensors[0].numel())))
+                alone.append(_ParamSlice(tensors, step, slice(0, tensors[0].numel())))
             else:
-                odd.append(_Piece(tensors, step, slice(None)))
+                odd.append(_ParamSlice(tensors, step, slice(None)))
         _by_kernel(kernel, group, alone, [])
         _by_kernel(kernel, group, together, [] if divided is None else divided.distances)
         _by_torch(group, odd)
 
 
-class _Piece(NamedTuple):
-    """A parameter, its gradient, the means of that and of its square; its number of updates; what is to be updated."""
+class _ParamSlice(NamedTuple):
+    """A parameter, its gradient and both moments; its number of updates; the elements to update."""
 
     tensors: tuple[Tensor, ...]
     step: Tensor
     part: slice
 
     def entry(self) -> tuple[float, ...]:
-        """As the kernel takes it: addresses, the number of elements, the number of updates."""
+        """The kernel's argument: addresses, number of elements, number of updates."""
         start, stop = self.part.start, self.part.stop
         return (*(tensor.data_ptr() + 4 * start for tensor in self.tensors), stop - start, float(self.step))
 
 
-def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_Piece], distances: list[int]) -> None:
-    """Update in place, and as far away as `distances` say, in bytes."""
+def _by_kernel(kernel: Any, group: dict[str, Any], pieces: list[_ParamSlice], distances: list[int]) -> None:
+    """Update in place, and at each of `distances`, in bytes, from there."""
     if not pieces:
         return
     num_elements = sum(piece.part.stop - piece.part.start for piece in pieces)
@@ -153,16 +153,16 @@ def _refuse_amsgrad(group: dict[str, Any]) -> None:
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """What this rank holds of it. Not by type: to import DTensor takes a second that many jobs need not spend."""
+    """What this rank holds of it. Not by type: importing DTensor takes a second that many jobs need not spend."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _like(value: Tensor, grad: Tensor) -> Tensor:
-    """The gradient, its elements in the order of the parameter's: kernels go through memory, torch's as well."""
+    """The gradient with its elements in the order of the parameter's: kernels, torch's too, ignore strides."""
     return grad if grad.stride() == value.stride() else torch.empty_like(value).copy_(grad)
 
 
-def _by_torch(group: dict[str, Any], pieces: list[_Piece]) -> None:
+def _by_torch(group: dict[str, Any], pieces: list[_ParamSlice]) -> None:
     if not pieces:
         return
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
@@ -186,5 +186,5 @@ def _by_torch(group: dict[str, Any], pieces: list[_Piece]) -> None:
 
 
 def compiled_kernel() -> Any | None:
-    """What was compiled, if it was."""
+    """The compiled kernel; None if it was not compiled."""
     return load(ADAM_KERNEL)

@@ -1,11 +1,11 @@
-"""Replicas of one node that update their parameters together: each rank a part of them, written into all replicas.
+"""Divides the optimizer's update among the replicas on one node: each rank updates a part, in all replicas.
 
-Every rank of plain data parallelism does the whole update, and all of them do the same one. Where ranks have memory in
-common it is done once: a rank takes its part of each parameter, and what it computes goes into its own replica and,
-while it is in the cache, into those of the others. The optimizer's state lies there once for all ranks, whole on each.
+In plain data parallelism every rank does the same whole update. With shared memory it is done once: a rank updates its
+part of each parameter and writes the result to its own replica and, while it is in the cache, to the others. The
+optimizer's state exists once for all ranks, which all see it whole.
 
-A replica stays its rank's own: whatever the rank itself does to its parameters, nobody else sees. Only in an update do
-others write into it, and they meet before and after: who still reads is waited for.
+A replica still belongs to its rank: other ranks do not see what the rank itself does to its parameters. Others write to
+it only during an update, with a barrier before and after, so no rank is still reading.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter of this rank's replica and its state lie, and which of its elements this rank updates."""
+class _SharedParam:
+    """A parameter of this rank's replica and its state in shared memory, and the elements this rank updates."""
 
     value: Tensor
     address: int
@@ -37,9 +37,9 @@ class _Place:
 
 
 class DividedUpdate:
-    """Memory for equal replicas of fp32 parameters on the ranks of a node, and who updates what.
+    """Shared memory for equal replicas of fp32 parameters on the ranks of a node, and which rank updates what.
 
-    `state` names what the optimizer keeps for each element, in tensors like the parameter.
+    `state` names the optimizer's per-element state, in tensors shaped like the parameter.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class DividedUpdate:
         rank, num_ranks = group.rank(), group.size()
         replica_bytes = len(memory) // (num_ranks + len(state))
         self._group = group
-        self._places: dict[Tensor, _Place] = {}
+        self._shared: dict[Tensor, _SharedParam] = {}
         self.distances = [(other - rank) * replica_bytes for other in range(num_ranks) if other != rank]
-        """From an element of this rank's replica to the same one of each of the others, in bytes."""
+        """Bytes from an element of this rank's replica to the same element of each other replica."""
         start = 0
         for param in params:
             value, *kept = (
@@ -58,13 +58,13 @@ class DividedUpdate:
                 for region in (rank, *range(num_ranks, num_ranks + len(state)))
             )
             part = _part(param.numel(), rank, num_ranks)
-            self._places[param] = _Place(value, value.data_ptr(), dict(zip(state, kept, strict=True)), part)
+            self._shared[param] = _SharedParam(value, value.data_ptr(), dict(zip(state, kept, strict=True)), part)
             start += _whole_lines(param)
-        self._bring_home()
+        self._move_back()
 
     @classmethod
     def of(cls, params: Iterable[Tensor], state: tuple[str, ...], group: dist.ProcessGroup) -> Self | None:
-        """For those of `params` that can be divided, or None where none can; every rank of the group calls this."""
+        """For those of `params` that can be divided, or None if none can; every rank of the group calls this."""
         if group.size() == 1:
             return None
         dividable = _dividable(list(params))
@@ -73,48 +73,52 @@ class DividedUpdate:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an update of all ranks: nobody reads what others write, and after it everything is written."""
-        self._bring_home()
+        """Around an update of all ranks: no rank reads what others write, and afterwards everything is written."""
+        self._move_back()
         barrier(group=self._group)
         yield
         try:
             barrier(group=self._group)
         except TorshError as error:
             error.add_note(
-                "An update was cut short, and a part of the parameters not updated: go on from a checkpoint."
+                "The update was interrupted, and some parameters were not updated: resume from a checkpoint."
             )
             raise
 
     def part(self, param: Tensor, state: MutableMapping[str, Any]) -> slice | None:
-        """The elements that this rank updates, with the state in its place; None for all of them, as if alone."""
-        place = self._places.get(param)
-        if place is None:
+        """The elements that this rank updates, their state moved to shared memory; None for all, as if alone."""
+        shared = self._shared.get(param)
+        if shared is None:
             return None
-        for name, home in place.state.items():
+        for name, home in shared.state.items():
             held = state[name]
-            if held is not home:  # new, or loaded: equal on all ranks, each of which brings what it will change
-                home.view(-1)[place.part] = held.reshape(-1)[place.part]
+            if held is not home:  # new or loaded, equal on all ranks: each copies the part it will update
+                home.view(-1)[shared.part] = held.reshape(-1)[shared.part]
                 state[name] = home
-        return place.part
+        return shared.part
 
-    def _bring_home(self) -> None:
-        """What gave a parameter other memory, as `to` and `share_memory` do, left the others without it."""
-        for param, place in self._places.items():
-            if param.data_ptr() == place.address:
+    def _move_back(self) -> None:
+        """Move parameters back that were given other memory, as `to` and `share_memory` do."""
+        for param, shared in self._shared.items():
+            if param.data_ptr() == shared.address:
                 continue
-            if (param.shape, param.dtype, param.device) != (place.value.shape, place.value.dtype, place.value.device):
+            if (param.shape, param.dtype, param.device) != (
+                shared.value.shape,
+                shared.value.dtype,
+                shared.value.device,
+            ):
                 raise InvalidArgument(
                     "a parameter cannot change its shape, dtype or device once the ranks of a node update it together",
                     hint="convert the model before parallelize()",
-                    was=f"{tuple(place.value.shape)} {place.value.dtype} on {place.value.device}",
+                    was=f"{tuple(shared.value.shape)} {shared.value.dtype} on {shared.value.device}",
                     became=f"{tuple(param.shape)} {param.dtype} on {param.device}",
                 )
-            place.value.copy_(param.detach())
-            param.data = place.value
+            shared.value.copy_(param.detach())
+            param.data = shared.value
 
 
 def _dividable(params: list[Tensor]) -> list[Tensor]:
-    """Whole fp32 parameters in host memory that share it with no other; the same on all ranks of equal replicas."""
+    """Whole fp32 parameters in host memory that share no storage; the same on all ranks of equal replicas."""
     owners: dict[int, int] = {}
     for param in params:
         if not hasattr(param, "to_local"):
@@ -133,17 +137,17 @@ def _dividable(params: list[Tensor]) -> list[Tensor]:
 
 
 def _whole_lines(param: Tensor) -> int:
-    """Its bytes in whole lines of the cache, of which no two parameters share one."""
+    """Its bytes rounded up to whole cache lines, so no two parameters share one."""
     return -(-param.nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _tensor(memory: memoryview, like: Tensor) -> Tensor:
-    """At the start of `memory`, with a storage of its own size: what is saved is no more than it."""
+    """A tensor at the start of `memory` with a storage of just its size, so saving it saves no more."""
     return torch.frombuffer(memory[: like.nbytes], dtype=like.dtype).view(like.shape)
 
 
 def _part(numel: int, rank: int, num_ranks: int) -> slice:
-    """Whole lines of the cache, but for the end: no two ranks write the same."""
+    """Whole cache lines, except at the end: no two ranks write the same line."""
     line = _LINE_BYTES // 4
     num_lines = -(-numel // line)
     return slice(num_lines * rank // num_ranks * line, min(numel, num_lines * (rank + 1) // num_ranks * line))

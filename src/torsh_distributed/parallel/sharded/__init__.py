@@ -1,4 +1,4 @@
-"""Sharded data parallelism: `module` (ZeRO-2 and 3 on FSDP2), `zero1`, and how both communicate and compress."""
+"""Sharded data parallelism: `module` (ZeRO-2 and 3 on FSDP2), `zero1`, then how both communicate and compress."""
 
 from torsh_distributed.lazy import exports as _exports
 

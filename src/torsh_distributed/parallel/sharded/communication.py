@@ -1,4 +1,4 @@
-"""The gathers and reductions of FSDP2, counted and timed through the slots it has for them."""
+"""The gathers and reductions of FSDP2, counted and timed through its custom-communication slots."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _CPU = torch.device("cpu")
 
 
 class CommTally:
-    """How often pieces travelled, and how long ranks waited for them. On a GPU the waiting is not seen here."""
+    """Counts gathers and reductions, and the seconds spent waiting for them; on a GPU waits are not visible here."""
 
     def __init__(self) -> None:
         self.num_gathers = 0
         self.num_reductions = 0
         self.wire_bytes = 0
-        """Bytes of gradients this rank sent, where they are counted: under compression."""
+        """Bytes of gradients this rank sent; counted only under compression."""
         self.step = 0
         self._waited_s = 0.0
 
     def add_reduction(
         self, started: float, *, num_bytes: int, codec: str | None = None, wire_bytes: int | None = None
     ) -> None:
-        """Note that a piece's gradients were reduced."""
+        """Count the reduction of a piece's gradients."""
         index, self.num_reductions = self.num_reductions, self.num_reductions + 1
         self.wire_bytes += wire_bytes or 0
         self.add(started)
@@ -57,7 +57,7 @@ class CommTally:
             )
 
     def add(self, started: float) -> None:
-        """Note a wait that began at `started` and ends now."""
+        """Add a wait that began at `started` and ends now."""
         self._waited_s += time.monotonic() - started
 
     def take_s(self) -> float:
@@ -67,16 +67,16 @@ class CommTally:
         return taken
 
 
-class Empty:
-    """Buffers as FSDP2 makes them itself."""
+class PlainBuffers:
+    """Allocates buffers as FSDP2 does by default."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for a piece."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class TalliedAllGather(Empty, AllGather):
-    """FSDP2's own all-gather, counted; on one node of CPUs into memory that the ranks share, without a copy."""
+class TalliedAllGather(PlainBuffers, AllGather):
+    """FSDP2's own all-gather, counted; with ranks on one CPU node, into memory they share, without a copy."""
 
     def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
         self._tally = tally
@@ -98,8 +98,8 @@ class TalliedAllGather(Empty, AllGather):
         return work
 
 
-class TalliedReduceScatter(Empty, ReduceScatter):
-    """FSDP2's own reduce-scatter, counted; on one node of CPUs out of memory that the ranks share."""
+class TalliedReduceScatter(PlainBuffers, ReduceScatter):
+    """FSDP2's own reduce-scatter, counted; with ranks on one CPU node, from memory they share."""
 
     def __init__(self, tally: CommTally, group: dist.ProcessGroup) -> None:
         self._tally = tally
@@ -108,7 +108,7 @@ class TalliedReduceScatter(Empty, ReduceScatter):
 
     @override
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # FSDP2 asks for the source, then for the output, which becomes the gradient and stays.
+        # FSDP2 allocates the source, then the output, which becomes the gradient and is kept.
         is_source, self._has_source = not self._has_source, not self._has_source
         shared = None
         if is_source and device == _CPU:

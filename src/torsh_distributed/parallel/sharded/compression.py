@@ -1,8 +1,8 @@
-"""Compression under FSDP2: encoded gradients in its reduce-scatter slot, or between replicas of shards, with feedback.
+"""Compression under FSDP2: encoded gradients in its reduce-scatter slot, or between replicas of shards.
 
-Over one shard axis every rank encodes its part of the gradient for each owner; error feedback then keeps what was left
-out of the whole piece: as many bytes as its gradient in fp32. Where there are replicas of shards (mesh.dp), they are
-what lies across the slow link: shards are reduced as they are, and their means travel encoded between the replicas.
+Over one shard axis every rank encodes its gradient for each owner; error feedback then keeps what was left out of the
+whole piece: as many bytes as its gradient in fp32. Replicas of shards (mesh.dp) are connected by the slow link: shards
+are reduced uncompressed, and their means are sent encoded between the replicas.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torsh_distributed.compress.messages.compressed_gradient import is_finite
 from torsh_distributed.compress.messages.sparse import dense
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.sharded.communication import CommTally, Empty, gather, reduce_scatter
+from torsh_distributed.parallel.sharded.communication import CommTally, PlainBuffers, gather, reduce_scatter
 from torsh_distributed.plan import CompressConfig
 from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS
 
 
-class Segment(NamedTuple):
+class ParamShard(NamedTuple):
     """One parameter's part of a rank's shard of a piece."""
 
     name: str
     shape: tuple[int, ...]
-    """Rows that a rank owns, padded to equal counts, and the parameter's other dims."""
+    """Rows that a rank owns, padded to equal counts, then the parameter's other dims."""
 
     @property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
     if not has_replicas and config.name in NEEDS_WHOLE_GRADIENTS:
         raise ConfigurationError(
             f"compress.method {config.name!r} needs whole gradients, which a shard axis does not have",
-            hint="choose int8, topk or another method for elements, or add replicas (mesh.dp above 1)",
+            hint="choose int8, topk or another element-wise method, or add replicas (mesh.dp above 1)",
         )
     if not has_replicas and config.error_feedback == "ef21":
         raise ConfigurationError(
@@ -62,23 +62,23 @@ def check_method(config: CompressConfig, *, has_replicas: bool) -> None:
         )
 
 
-def segments_of(numel: int, known: Sequence[Segment], name: str) -> Sequence[Segment]:
-    """The segments of a shard of `numel` elements; one for all where parameters without a gradient are left out."""
-    return known if sum(segment.numel for segment in known) == numel else [Segment(name, (numel,))]
+def param_shards_of(numel: int, known: Sequence[ParamShard], name: str) -> Sequence[ParamShard]:
+    """The param_shards of a shard of `numel` elements; one for all where parameters without a gradient are left out."""
+    return known if sum(param_shard.numel for param_shard in known) == numel else [ParamShard(name, (numel,))]
 
 
-class CompressedReduceScatter(Empty, ReduceScatter):
+class CompressedReduceScatter(PlainBuffers, ReduceScatter):
     """The reduce-scatter of one piece, through the compressor's codec.
 
-    Every call begins with one small all-reduce: what is never compressed, and whether some rank's gradients are not
-    finite. If so all ranks get NaN, as they would without compression, and nothing is remembered.
+    Every call begins with one small all-reduce: of what is never compressed, and of whether any rank's gradients are
+    not finite. If so all ranks get NaN, as without compression, and error feedback is unchanged.
     """
 
     def __init__(
-        self, name: str, segments: Sequence[Segment], compressor: GradientCompressor, tally: CommTally
+        self, name: str, param_shards: Sequence[ParamShard], compressor: GradientCompressor, tally: CommTally
     ) -> None:
         self._name = name
-        self._segments = segments
+        self._segments = param_shards
         self._compressor = compressor
         self._tally = tally
 
@@ -93,15 +93,18 @@ class CompressedReduceScatter(Empty, ReduceScatter):
     ) -> dist.Work | None:
         started = time.monotonic()
         rows = input_tensor.view(group.size(), -1)
-        segments = segments_of(rows.shape[1], self._segments, self._name)
-        numels = [segment.numel for segment in segments]
-        is_small = [self._compressor.travels_dense(segment.name, segment.numel * group.size()) for segment in segments]
+        param_shards = param_shards_of(rows.shape[1], self._segments, self._name)
+        numels = [param_shard.numel for param_shard in param_shards]
+        is_small = [
+            self._compressor.travels_dense(param_shard.name, param_shard.numel * group.size())
+            for param_shard in param_shards
+        ]
         columns, outputs = torch.split(rows, numels, dim=1), torch.split(output_tensor, numels)
-        small = _Part.of(columns, outputs, is_small, rows)
-        large = _Part.of(columns, outputs, [not one for one in is_small], rows)
-        names = [segment.name for segment, one in zip(segments, is_small, strict=True) if not one]
+        small = _Columns.of(columns, outputs, is_small, rows)
+        large = _Columns.of(columns, outputs, [not one for one in is_small], rows)
+        names = [param_shard.name for param_shard, one in zip(param_shards, is_small, strict=True) if not one]
         wire_bytes = self._reduce(small, large, names, group)
-        if op == dist.ReduceOp.SUM:  # FSDP2 divides by itself then: fp16 could overflow in between
+        if op == dist.ReduceOp.SUM:  # FSDP2 divides afterwards, because fp16 could overflow
             output_tensor.mul_(group.size())
         self._tally.add_reduction(
             started, num_bytes=input_tensor.nbytes, codec=self._compressor.codec.name, wire_bytes=wire_bytes
@@ -109,7 +112,7 @@ class CompressedReduceScatter(Empty, ReduceScatter):
         return None
 
     @torch.no_grad()
-    def _reduce(self, small: _Part, large: _Part, names: list[str], group: dist.ProcessGroup) -> int:
+    def _reduce(self, small: _Columns, large: _Columns, names: list[str], group: dist.ProcessGroup) -> int:
         compressor, feedback = self._compressor, self._compressor.feedback
         layout: Layout = (Piece(f"{self._name}/{stream_of(names)}", large.numel),)
         gradient = large.rows().reshape(-1)
@@ -131,8 +134,8 @@ class CompressedReduceScatter(Empty, ReduceScatter):
         large.put(dense(feedback.accept(layout, x, averaged.sent_vector, averaged.mean_vector)))
         return wire_bytes + averaged.num_bytes
 
-    def _reduce_dense(self, x: Tensor, large: _Part, layout: Layout, group: dist.ProcessGroup) -> int:
-        """As it is, with what was carried over: during warm-up, and between compressed steps."""
+    def _reduce_dense(self, x: Tensor, large: _Columns, layout: Layout, group: dist.ProcessGroup) -> int:
+        """Reduce uncompressed, with what was carried over: during warm-up, and between compressed steps."""
         feedback = self._compressor.feedback
         carried = feedback.carried(layout, x.device)
         if carried is not None:
@@ -145,15 +148,17 @@ class CompressedReduceScatter(Empty, ReduceScatter):
         return x.nbytes * (group.size() - 1) // group.size()
 
 
-class _Part(NamedTuple):
-    """Some of a piece's columns, and where this rank's shard of their mean goes."""
+class _Columns(NamedTuple):
+    """Some of a piece's columns, and the outputs for this rank's shard of their mean."""
 
     columns: list[Tensor]
     outputs: list[Tensor]
     whole: Tensor
 
     @classmethod
-    def of(cls, columns: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[bool], whole: Tensor) -> _Part:
+    def of(
+        cls, columns: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[bool], whole: Tensor
+    ) -> _Columns:
         return cls(
             [column for column, is_in in zip(columns, wanted, strict=True) if is_in],
             [output for output, is_in in zip(outputs, wanted, strict=True) if is_in],
@@ -165,7 +170,7 @@ class _Part(NamedTuple):
         return sum(column.numel() for column in self.columns)
 
     def rows(self) -> Tensor:
-        """A copy in fp32: one row for each owner."""
+        """A copy in fp32, with one row per owner."""
         if not self.columns:
             return self.whole.new_empty(0, dtype=torch.float32)
         return torch.cat([column.float() for column in self.columns], dim=1)
@@ -176,23 +181,27 @@ class _Part(NamedTuple):
 
 
 def replica_average(
-    name: str, segments: Sequence[Segment], compressor: GradientCompressor, group: dist.ProcessGroup, tally: CommTally
+    name: str,
+    param_shards: Sequence[ParamShard],
+    compressor: GradientCompressor,
+    group: dist.ProcessGroup,
+    tally: CommTally,
 ) -> Callable[[Tensor], None]:
-    """What FSDP2 calls after the reduce-scatter of a piece: its shard averaged over the replicas, encoded, in place."""
+    """The hook FSDP2 calls after a reduce-scatter: averages the shard over the replicas, encoded, in place."""
 
     def average(shard: Tensor) -> None:
         started = time.monotonic()
-        found = segments_of(shard.numel(), segments, name)
-        parts = torch.split(shard, [segment.numel for segment in found])
-        views = [part.view(segment.shape) for part, segment in zip(parts, found, strict=True)]
-        wire_bytes = average_named(compressor, [segment.name for segment in found], views, group)
+        found = param_shards_of(shard.numel(), param_shards, name)
+        parts = torch.split(shard, [param_shard.numel for param_shard in found])
+        views = [part.view(param_shard.shape) for part, param_shard in zip(parts, found, strict=True)]
+        wire_bytes = average_named(compressor, [param_shard.name for param_shard in found], views, group)
         tally.add_reduction(started, num_bytes=shard.nbytes, codec=compressor.codec.name, wire_bytes=wire_bytes)
 
     return average
 
 
-class EncodedAllGather(Empty, AllGather):
-    """Parameters gathered in fewer bytes: every rank computes with what the messages say, its own shard included.
+class EncodedAllGather(PlainBuffers, AllGather):
+    """Gathers parameters in fewer bytes: every rank computes with the decoded values, also of its own shard.
 
     The shards that the optimizer updates stay exact.
     """

@@ -1,4 +1,4 @@
-"""Sharded data parallelism on FSDP2: each rank keeps a shard of the model's state and has its own part of a batch."""
+"""Sharded data parallelism on FSDP2: each rank keeps a shard of the model's state and gets a part of each batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.policy import stream_of
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.replicated_params import ReplicatedGradients, broadcast_from_first
-from torsh_distributed.parallel.mesh.grad_norm import clip_grad_norm
+from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
@@ -32,7 +32,7 @@ from torsh_distributed.parallel.sharded.communication import CommTally, TalliedA
 from torsh_distributed.parallel.sharded.compression import (
     CompressedReduceScatter,
     EncodedAllGather,
-    Segment,
+    ParamShard,
     check_method,
     replica_average,
 )
@@ -49,28 +49,27 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Modules whose parameters differ between some of the replicas, as spread experts do: sharded over other ranks."""
+class SeparateShards:
+    """Modules whose parameters differ between some replicas, such as spread experts: sharded over other ranks."""
 
     modules: tuple[nn.Module, ...]
     mesh: DeviceMesh
     """The ranks that hold the same parameters: to shard over, or replicas × shards."""
     divisor: int
-    """What summed gradients are divided by: the parts of the batch, also those that no rank of `mesh` has."""
+    """Divides summed gradients: the number of parts of the batch, including those that no rank of `mesh` has."""
 
 
 class FullyShardedDataParallel(nn.Module):
     """A model whose parameters, gradients and optimizer state are sharded; called like the model itself.
 
-    Every rank of the mesh makes it, with the same model: parameters and buffers become those of the first rank, and the
-    model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta device
-    gets its weights here, a piece at a time. `module` is the user's model, changed in place.
+    Every rank of the mesh constructs it with the same model: parameters and buffers become those of the first rank, and
+    the model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta
+    device gets its weights here, a piece at a time. `module` is the user's model, changed in place.
 
-    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`, `ep`, `cp`); left out,
+    `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`, `ep`, `cp`); by default
     `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
-    backward. `compression` sends gradients encoded: over the shard axis, or, where there are replicas, between them.
-    `attach` the optimizer where there is compression, or something that is not sharded. `apart` are modules that are
-    sharded otherwise.
+    backward. `compression` encodes gradients: over the shard axis, or between replicas if there are any. `attach` the
+    optimizer if there is compression, or a parameter that is not sharded. `separate` modules are sharded differently.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class FullyShardedDataParallel(nn.Module):
         seed: int = 0,
         broadcast_buffers: bool = True,
         compression: CompressConfig | None = None,
-        apart: Apart | None = None,
+        separate: SeparateShards | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -102,12 +101,12 @@ class FullyShardedDataParallel(nn.Module):
         if is_on_meta(module):
             materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
         else:
-            differing = {id(param) for one in apart.modules for param in one.parameters()} if apart else set()
+            differing = {id(param) for one in separate.modules for param in one.parameters()} if separate else set()
             equal = [param for param in module.parameters() if id(param) not in differing]
             broadcast_from_first([*equal, *module.buffers()], self._group)
         self.tally = CommTally()
         replicated = _kept_whole(module, self.config)
-        self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, apart)
+        self._shard(torch_mesh, precision or PrecisionConfig(), replicated, materializer, wrap_fn, separate)
         self._replicated = ReplicatedGradients(
             [param for param in module.parameters() if not isinstance(param, DTensor)], self._group
         )
@@ -121,18 +120,18 @@ class FullyShardedDataParallel(nn.Module):
         replicated: set[str],
         materializer: Materializer | None,
         wrap_fn: WrapFn | None,
-        apart: Apart | None,
+        separate: SeparateShards | None,
     ) -> None:
-        """Apply `fully_shard` to every piece, innermost first, then to the model; make what is on meta right before."""
-        done = apart.modules if apart else ()
+        """Apply `fully_shard` to every piece, innermost first, then to the model; meta tensors are filled before."""
+        done = separate.modules if separate else ()
         pieces = [one for one in pieces_of(self.module, self.config, wrap_fn).values() if one not in done]
         policy = MixedPrecisionPolicy(
             param_dtype=_DTYPES.get(precision.dtype) if precision.dtype != "fp32" else None,
             reduce_dtype=_DTYPES.get(precision.reduce_dtype),
         )
         keeps_gathered = self.config.strategy == "shard_grad_op"
-        if apart is not None:
-            _shard_apart(apart, policy, keeps_gathered=keeps_gathered)
+        if separate is not None:
+            _shard_separately(separate, policy, keeps_gathered=keeps_gathered)
         for piece in [*reversed(pieces), self.module]:
             if materializer is not None:
                 materializer.make(piece)
@@ -143,7 +142,7 @@ class FullyShardedDataParallel(nn.Module):
             fully_shard(
                 piece,
                 mesh=mesh,
-                # None lets FSDP2 keep the model's own piece gathered, for backward begins with it.
+                # None lets FSDP2 keep the model's own piece gathered, because backward begins with it.
                 reshard_after_forward=False if keeps_gathered else (None if piece is self.module else True),
                 mp_policy=policy,
                 ignored_params=whole,
@@ -153,7 +152,7 @@ class FullyShardedDataParallel(nn.Module):
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
-        if policy.param_dtype is None and self.config.gather_codec == "none":  # else what is gathered is not the shard
+        if policy.param_dtype is None and self.config.gather_codec == "none":  # else gathered values are not the shards
             share_shards(self.module, group)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
@@ -165,8 +164,8 @@ class FullyShardedDataParallel(nn.Module):
             inside = dict.fromkeys(_travelling(piece))
             if not isinstance(piece, FSDPModule):
                 continue
-            segments = [
-                Segment(names[id(param)], (-(-param.shape[0] // num_shards), *param.shape[1:]))
+            param_shards = [
+                ParamShard(names[id(param)], (-(-param.shape[0] // num_shards), *param.shape[1:]))
                 for param in inside
                 if isinstance(param, DTensor) and param.requires_grad
             ]
@@ -174,12 +173,12 @@ class FullyShardedDataParallel(nn.Module):
             gathering = EncodedAllGather(method, stream, self.tally) if method != "none" else None
             piece.set_custom_all_gather(gathering or TalliedAllGather(self.tally, group))
             if compressor is not None and not has_replicas:
-                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, segments, compressor, self.tally))
+                piece.set_custom_reduce_scatter(CompressedReduceScatter(name, param_shards, compressor, self.tally))
                 continue
             piece.set_custom_reduce_scatter(TalliedReduceScatter(self.tally, group))
             if compressor is not None:
                 replicas = self.mesh.group("dp")
-                piece.set_all_reduce_hook(replica_average(name, segments, compressor, replicas, self.tally))
+                piece.set_all_reduce_hook(replica_average(name, param_shards, compressor, replicas, self.tally))
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +187,7 @@ class FullyShardedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def set_gradient_sync(self, is_syncing: bool) -> None:
-        """Whether the next backward brings gradients together; off, they add up on each rank, whole."""
+        """Whether the next backward reduces gradients; if not, they accumulate on each rank, unsharded."""
         if is_syncing != self._is_syncing:
             root = self.module
             assert isinstance(root, FSDPModule)
@@ -197,7 +196,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around forward and backward of all microbatches but the last: gradients add up and do not travel."""
+        """Around forward and backward of all microbatches but the last: gradients accumulate and are not sent."""
         self.set_gradient_sync(False)
         try:
             yield
@@ -205,7 +204,7 @@ class FullyShardedDataParallel(nn.Module):
             self.set_gradient_sync(True)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Hook into the optimizer's steps: average what is not sharded before each, count them for compression."""
+        """Hook into the optimizer's steps: average unsharded gradients before each, count steps for compression."""
         optimizer.register_step_pre_hook(lambda *_: self._replicated.average())
         optimizer.register_step_post_hook(lambda *_: self._replicated.forget())
         if self.compressor is not None:
@@ -213,16 +212,19 @@ class FullyShardedDataParallel(nn.Module):
             optimizer.register_step_post_hook(lambda *_: compressor.step())
 
     def average_replicated(self) -> None:
-        """Average the gradients of what is not sharded, unless that was done since the last step."""
+        """Average the gradients of parameters that are not sharded, unless already done since the last step."""
         self._replicated.average()
 
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most this norm over the whole model (None: only measure it); returns the norm."""
         self.average_replicated()
-        return clip_grad_norm(self.module.parameters(), max_norm)
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        norm = grad_norm(held_by_placement(grads), torch.device(self.mesh.device_type))
+        clip_to_norm(grads, norm, max_norm)
+        return norm
 
     def reshard(self) -> None:
-        """Free what forward left gathered, as after evaluation; the module's parameters are shards then."""
+        """Free what forward left gathered, as after evaluation: the module's parameters are shards again."""
         for piece in self._sharded_modules():
             piece.reshard()
 
@@ -249,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def memory_stats(self, optimizer: Optimizer | None = None) -> MemoryStats:
-        """What this rank holds at this moment, `optimizer`'s state included where one is given."""
+        """What this rank holds now, with the state of `optimizer` if one is given."""
         params = list(self.module.parameters())
         state = [] if optimizer is None else [value for one in optimizer.state.values() for value in one.values()]
         return MemoryStats(
@@ -264,12 +266,12 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's state with whole tensors, on every rank, all of which call this."""
+        """The model's state with whole tensors, on every rank; all ranks call this."""
         self.reshard()
         return whole_state.model_state(self.module)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's shards of a whole state, made at any world size; equal on all ranks."""
+        """Load this rank's shards of a whole state, saved at any world size; equal on all ranks."""
         self.reshard()
         whole_state.load_model_state(self.module, state)
 
@@ -282,22 +284,22 @@ class FullyShardedDataParallel(nn.Module):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
-def _shard_apart(apart: Apart, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
-    for module in apart.modules:
+def _shard_separately(separate: SeparateShards, policy: MixedPrecisionPolicy, *, keeps_gathered: bool) -> None:
+    for module in separate.modules:
         made = fully_shard(
             module,
-            mesh=apart.mesh,
+            mesh=separate.mesh,
             reshard_after_forward=not keeps_gathered,
-            shard_placement_fn=partial(_evenly, num_shards=apart.mesh.size(-1)),
+            shard_placement_fn=partial(_evenly, num_shards=separate.mesh.size(-1)),
             mp_policy=policy,
         )
-        made.set_gradient_divide_factor(apart.divisor)
-        # Not every backend can multiply on the way.
+        made.set_gradient_divide_factor(separate.divisor)
+        # Not every backend can scale while it reduces.
         made.set_force_sum_reduction_for_comms(True)
 
 
 def _evenly(param: nn.Parameter, *, num_shards: int) -> Shard:
-    """Along the first dim that all ranks can have an equal part of: a few experts do not divide, but their rows do."""
+    """Shard the first dim that divides evenly: the number of experts may not, but their rows do."""
     return Shard(next((dim for dim, size in enumerate(param.shape) if size % num_shards == 0), 0))
 
 
@@ -314,7 +316,7 @@ def _check_strategy(config: FsdpConfig) -> None:
 
 
 def _compressor(config: CompressConfig | None, mesh: Mesh, seed: int) -> GradientCompressor | None:
-    """What encodes gradients: between the replicas, if there are any, else over the shard axis."""
+    """The compressor: between the replicas if there are any, else over the shard axis."""
     if config is None or config.method == "none":
         return None
     axis = "dp" if mesh.layout.degree("dp") > 1 else "shard"
@@ -323,7 +325,7 @@ def _compressor(config: CompressConfig | None, mesh: Mesh, seed: int) -> Gradien
 
 
 def _shard_mesh(mesh: Mesh, *, has_compressor: bool) -> DeviceMesh:
-    """The ranks to shard over, or replicas × shards; with a compressor it is that which sums over `dp`."""
+    """The ranks to shard over, or replicas × shards; without `dp` if a compressor averages over it."""
     layout = mesh.layout
     replicas = tuple(axis for axis in GRADIENT_AXES if axis != "shard")
     if layout.degree(*replicas) > 1 and layout.degree("shard") == 1:
@@ -335,7 +337,7 @@ def _shard_mesh(mesh: Mesh, *, has_compressor: bool) -> DeviceMesh:
 
 
 def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:
-    """Names of the parameters that every rank keeps whole: ignored ones, and single numbers, which cannot be cut."""
+    """Names of the parameters that every rank keeps whole: ignored ones, and scalars, which cannot be sharded."""
     ignored = {id(module) for module in ignored_modules(model, config.ignored_modules).values()}
     inside = {
         id(param) for module in model.modules() if id(module) in ignored for param in module.parameters(recurse=False)
@@ -345,7 +347,7 @@ def _kept_whole(model: nn.Module, config: FsdpConfig) -> set[str]:
 
 
 def _check_dtypes(model: nn.Module, piece: nn.Module, whole: set[nn.Parameter]) -> None:
-    """FSDP2 sends the gradients of a piece as one buffer: its trained parameters must have one dtype."""
+    """FSDP2 sends the gradients of a piece as one buffer, so its trained parameters must have one dtype."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: dict[torch.dtype, str] = {}
     for param in piece.parameters():
@@ -354,13 +356,13 @@ def _check_dtypes(model: nn.Module, piece: nn.Module, whole: set[nn.Parameter]) 
     if len(seen) > 1:
         (one, first), (two, second), *_ = seen.items()
         raise InvalidArgument(
-            f"parameters that travel together have two dtypes: {first} is {one}, {second} is {two}",
-            hint="convert the model to one dtype, or make their modules pieces of their own (fsdp.wrap_names)",
+            f"parameters of one piece have two dtypes: {first} is {one}, {second} is {two}",
+            hint="convert the model to one dtype, or make their modules separate pieces (fsdp.wrap_names)",
         )
 
 
 def _travelling(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a piece in the order in which FSDP2 packs them: those of inner modules first."""
+    """The parameters of a piece in the order in which FSDP2 packs them: inner modules first."""
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _travelling(child)
@@ -368,26 +370,26 @@ def _travelling(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _set_prefetch(pieces: Sequence[FSDPModule], config: FsdpConfig) -> None:
-    """Tell each piece what to gather ahead, in the order of the model. FSDP2 by itself gathers one, in backward."""
+    """Set what each piece prefetches, in the order of the model. FSDP2's default prefetches one, in backward."""
     ahead = config.max_gathered_ahead
     for index, piece in enumerate(pieces):
         if config.forward_prefetch:
             piece.set_modules_to_forward_prefetch(list(pieces[index + 1 : index + 1 + ahead]))
         if config.backward_prefetch != "backward_pre":
-            # A list of its own turns FSDP2's choice off, and this piece is there already.
+            # An explicit list turns FSDP2's choice off, and this piece is gathered already.
             piece.set_modules_to_backward_prefetch([piece])
         elif ahead > 1:
             piece.set_modules_to_backward_prefetch(list(pieces[max(0, index - ahead) : index][::-1]) or [piece])
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Buffers that are part of the model's state, such as running means: replicas of them must not drift apart."""
+    """Buffers that are part of the model's state, such as running means: their replicas must not diverge."""
     kept = module.state_dict(keep_vars=True)
     return [buffer for name, buffer in module.named_buffers() if name in kept]
 
 
 def _check_batch_norms(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """On a CPU torch normalises only with means and weights of one dtype, and says so in the middle of a forward."""
+    """On a CPU torch normalises only with means and weights of one dtype, and raises in the middle of a forward."""
     for name, norm in module.named_modules():
         is_cast = isinstance(norm, nn.modules.batchnorm._BatchNorm) and isinstance(norm.weight, DTensor)
         mean = norm.running_mean if is_cast else None

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model: records, and how the bytes are counted."""
+"""Records of what a rank holds of a sharded model, and how its bytes are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ShardInfo:
 
     name: str
     dim: int
-    """The tensor dim that is cut."""
+    """The tensor dim that is sharded."""
     start: int
     """First row of this rank's part along `dim`."""
     size: int
@@ -25,7 +25,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStats:
-    """Bytes this rank holds now, counted from the storages, and what the same would take without shards."""
+    """Bytes this rank holds now, counted from the storages, and what it would hold without sharding."""
 
     param_bytes: int
     grad_bytes: int
@@ -38,11 +38,11 @@ class MemoryStats:
     num_reductions: int
     """Pieces whose gradients were reduced so far."""
     peak_device_bytes: int | None
-    """Most that the device's allocator has held so far; None on a CPU, which has no such count."""
+    """Peak bytes of the device's allocator so far; None on a CPU, which does not count them."""
 
     @property
     def saved_param_bytes(self) -> int:
-        """Bytes of parameters that other ranks hold in this one's place."""
+        """Bytes of parameters that this rank need not hold because others do."""
         return self.whole_param_bytes - self.param_bytes
 
     @property

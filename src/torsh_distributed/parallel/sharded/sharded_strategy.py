@@ -1,8 +1,7 @@
-"""The strategy behind `mesh.shard`: FullyShardedDataParallel as the Engine drives it."""
+"""The strategy for `mesh.shard`: adapts FullyShardedDataParallel to the Engine."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,41 +10,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.mesh.mean import mean_over
+from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
-from torsh_distributed.parallel.strategy import PendingNumber, Strategy
-
-_log = logging.getLogger(__name__)
+from torsh_distributed.parallel.strategy import PendingNumber
 
 
-class Sharded(Strategy):
+class Sharded(MeshStrategy):
     """Shards of parameters, gradients and optimizer state, gathered and reduced piece by piece (ZeRO-2 and ZeRO-3)."""
 
     def __init__(self, wrapped: FullyShardedDataParallel) -> None:
         self.wrapped = wrapped
-        self._mesh = wrapped.mesh
-        # The sum over replicas of shards has no slot in FSDP2 to be timed in, and a GPU's work is not seen from here.
+        super().__init__(wrapped.mesh)
+        # FSDP2 has no slot to time the sum over replicas of shards, and the host does not see a GPU's work.
         self._is_timed = self._mesh.layout.degree("dp", "ep", "cp") == 1 and self._mesh.device_type == "cpu"
 
     @property
     @override
     def model(self) -> nn.Module:
         return self.wrapped
-
-    @property
-    @override
-    def data_rank(self) -> int:
-        return self._mesh.data_rank
-
-    @property
-    @override
-    def data_degree(self) -> int:
-        return self._mesh.data_degree
-
-    @property
-    @override
-    def forward_is_collective(self) -> bool:
-        return True
 
     @override
     def attach(self, optimizer: Optimizer) -> None:
@@ -68,7 +52,7 @@ class Sharded(Strategy):
         return mean_over(loss, self._mesh.data_group)
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         return self.wrapped.clip_grad_norm(max_norm)
 
     @override
@@ -86,20 +70,7 @@ class Sharded(Strategy):
         self.wrapped.reshard()
         super().load_whole_state(optimizer, state)
 
+    @property
     @override
-    def rescale(self, factor: float) -> None:
-        if self.wrapped.compressor is not None:
-            self.wrapped.compressor.rescale(factor)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        compressor = self.wrapped.compressor
-        return {} if compressor is None else {"compressor": compressor.state_dict()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        compressor = self.wrapped.compressor
-        if compressor is not None and "compressor" in state:
-            compressor.load_state_dict(state["compressor"])
-        elif "compressor" in state:
-            _log.warning("the state was saved under compression, and this run has none: what was left out is lost")
+    def compressor(self) -> GradientCompressor | None:
+        return self.wrapped.compressor

@@ -1,14 +1,15 @@
-"""Shards that lie in memory the ranks of a node share: together they are the whole parameter, and nothing is gathered.
+"""Shards in memory that the ranks of a node share: together they form the whole parameter, so nothing is gathered.
 
 FSDP2 copies each shard into a buffer, gathers the buffers and copies the result out, in forward and again in backward.
-Here the shards of a parameter lie one after the other in one piece of memory, so a whole parameter is a view of it, and
-a gather is no more than a meeting of the ranks. FSDP2 is told so through its own extension of all-gather.
+Here the shards of a parameter are adjacent in one block of memory, so a whole parameter is a view of it, and a gather
+is only a synchronization of the ranks. FSDP2's all-gather extension makes this possible.
 
-A rank writes its shard when it updates it, and the others read it in forward and backward: these must not meet. After a
-gather all earlier updates are there. Before an update all are done with reading, for gradients are reduced after the
-last use of a parameter; and because a forward may have no backward, the ranks also meet where it ends.
+A rank writes its shard when it updates it, and the others read it in forward and backward: these must not overlap.
+After a gather all earlier updates are visible. Before an update all ranks have finished reading, because gradients are
+reduced after the last use of a parameter; and since a forward may have no backward, the ranks also synchronize at its
+end.
 
-What gives a parameter other memory, as `to` and loading with `assign` do, is brought back before the next forward.
+A parameter that was given other memory, as `to` and loading with `assign` do, is moved back before the next forward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ALIGNMENT = 64
 
 
 def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Move the shards into shared memory, where all ranks of `group` are on one node; says whether it was done.
+    """Move the shards into shared memory if all ranks of `group` are on one node; returns whether it did.
 
     Every rank calls this, after `fully_shard` and before the first forward.
     """
@@ -48,41 +49,41 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
         owner, _, name = path.rpartition(".")
         shards.append((model.get_submodule(owner), name, shard))
         start += size
-    bring_back = _Places(shards).bring_back
+    bring_back = _SharedShards(shards).bring_back
 
     def meet(*_: object) -> None:
         barrier(group=group)
 
-    # The compiler leaves these alone, as it does FSDP2's hooks: a meeting happens, and is not traced.
+    # The compiler must not trace these, as with FSDP2's hooks: a barrier has to happen.
     untraced: Callable[..., Any] = torch.compiler.disable
     model.register_forward_pre_hook(untraced(bring_back), prepend=True)  # before FSDP2 gathers
     model.register_forward_hook(untraced(meet))
     return True
 
 
-class _Places:
-    """Where the shards belong: what has become of them goes back into the memory that all ranks read."""
+class _SharedShards:
+    """The shards in shared memory; moves parameters back there that were given other memory."""
 
     def __init__(self, shards: list[tuple[nn.Module, str, Tensor]]) -> None:
         self._shards = shards
         self._has_run = False
 
     def bring_back(self, *_: object) -> None:
-        """Before each forward."""
+        """Called before each forward."""
         self._shards = [one for one in self._shards if self._is_back(*one)]
         self._has_run = True
 
     def _is_back(self, module: nn.Module, name: str, shard: Tensor) -> bool:
-        """Whether the parameter's values are in the shard; if not, it is not shared any more."""
+        """Whether the parameter's values are in the shard; if not, it is no longer shared."""
         param = module._parameters.get(name)
-        if not isinstance(param, DTensor) or param._local_tensor is shard:  # whole at the moment, or as it was
+        if not isinstance(param, DTensor) or param._local_tensor is shard:  # gathered now, or unchanged
             return True
         local = param._local_tensor.detach()
         if (local.shape, local.dtype, local.device) == (shard.shape, shard.dtype, shard.device):
             shard.copy_(local)
             param._local_tensor = shard
             return True
-        if self._has_run:  # FSDP2 has settled what it gathers, and would go on computing with the old values
+        if self._has_run:  # FSDP2 has fixed what it gathers, and would keep computing with the old values
             raise InvalidArgument(
                 f"a sharded parameter cannot change its dtype or shape after the first forward: {name}",
                 hint="convert the model before it is sharded",
@@ -93,7 +94,7 @@ class _Places:
 
 
 def _is_even(param: DTensor, group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of `group` hold equal numbers of its rows, which then lie as in the whole parameter."""
+    """Whether the ranks of `group` hold equal numbers of its rows, in the order of the whole parameter."""
     *replicas, cut = param.placements
     return (
         param.device.type == "cpu"
@@ -107,24 +108,24 @@ def _is_even(param: DTensor, group: dist.ProcessGroup) -> bool:
 
 
 def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup) -> Tensor:
-    """Put this rank's part of a parameter into its place in the memory; returns it."""
+    """Copy this rank's part of a parameter into the shared memory; returns it."""
     local = param.to_local().detach()
     own = memory[group.rank() * local.nbytes : (group.rank() + 1) * local.nbytes]
     shard = torch.frombuffer(own, dtype=param.dtype).view(local.shape)
     shard.copy_(local)
     before, after = _extensions(torch.frombuffer(memory, dtype=param.dtype).view(param.shape))
-    # FSDP2 looks for these two on the local tensor, at the first forward, and keeps the tensor object as it is.
+    # FSDP2 looks for these two on the local tensor at the first forward, and keeps the tensor object.
     shard.fsdp_pre_all_gather = before  # type: ignore[attr-defined]
     shard.fsdp_post_all_gather = after  # type: ignore[attr-defined]
-    # They mean nothing in another process: a pickle is that of the values alone.
+    # They are meaningless in another process: pickle only the values.
     shard.__getstate__ = dict  # type: ignore[method-assign]
     param._local_tensor = shard
     return shard
 
 
 def _extensions(whole: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What FSDP2 calls before and after it gathers a parameter of which every rank sees all shards."""
-    # FSDP2 cannot gather less than a number from each rank; it is the meeting that counts.
+    """The functions FSDP2 calls before and after it gathers a parameter whose shards every rank can read."""
+    # FSDP2 must gather at least one number from each rank; only the synchronization matters.
     inputs = (whole.new_zeros(1),)
 
     def before(mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
@@ -136,6 +137,6 @@ def _extensions(whole: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # The second is what FSDP2 frees when the parameter is no longer needed: nothing.
         return None if out is not None else (whole, ())
 
-    # FSDP2 asks for the signature at every gather; worked out each time it takes longer than the meeting.
+    # FSDP2 asks for the signature at every gather; computing it takes longer than the synchronization.
     before.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]
     return before, after

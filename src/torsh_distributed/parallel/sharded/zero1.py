@@ -1,9 +1,9 @@
-"""ZeRO-1: every rank holds the whole model, and the optimizer state of a shard of it only.
+"""ZeRO-1: every rank holds the whole model, but the optimizer state of only a shard of it.
 
 The optimizer works on shards that are views into the replica: while it steps, its groups hold this rank's rows of each
-parameter (DTensors, as FSDP2 would have them) with the same rows of the gradient; afterwards the rows of all ranks are
-gathered into every replica. Between steps its groups hold the parameters themselves, so that clipping, loss scaling
-and schedulers see what they expect, while its state stays sharded.
+parameter (DTensors, as under FSDP2) with the same rows of the gradient; afterwards the rows of all ranks are gathered
+into every replica. Between steps its groups hold the parameters themselves, so clipping, loss scaling and schedulers
+see what they expect, while its state stays sharded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 
 class ShardedOptimizerState:
-    """Makes an optimizer over whole parameters keep the state of this rank's rows only; every rank makes one.
+    """Makes an optimizer over whole parameters keep only the state of this rank's rows; every rank constructs one.
 
-    Right for optimizers that treat every element by itself, or compute with DTensors: the same that FSDP2 can serve.
+    Correct for optimizers that are element-wise, or compute with DTensors: the same ones that work under FSDP2.
     """
 
     def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
@@ -41,14 +41,14 @@ class ShardedOptimizerState:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._grads: dict[nn.Parameter, DTensor] = {}
         for param in _params(optimizer):
-            if param.dim() > 0:  # a single number cannot be cut: every rank updates it alike
+            if param.dim() > 0:  # a scalar cannot be sharded: every rank updates it equally
                 self._shards[param] = nn.Parameter(_rows(param.data, mesh), requires_grad=param.requires_grad)
         self.cut_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def cut_state(self) -> None:
-        """Keep of whole optimizer state, such as was just loaded, this rank's rows."""
+        """Reduce whole optimizer state, such as was just loaded, to this rank's rows."""
         for param, shard in self._shards.items():
             if param in self._optimizer.state:
                 self._optimizer.state[param] = carried(self._optimizer.state[param], shard)
@@ -56,7 +56,7 @@ class ShardedOptimizerState:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             raise InvalidArgument(
-                "a sharded optimizer takes no closure: gradients must be there before its step",
+                "a sharded optimizer takes no closure: gradients must be computed before its step",
                 hint="compute the loss and call backward before step()",
             )
         for param, shard in self._shards.items():
@@ -64,7 +64,7 @@ class ShardedOptimizerState:
         self._exchange(optimizer, self._shards)
 
     def _rows_of_grad(self, param: nn.Parameter, grad: Tensor) -> DTensor:
-        """This rank's rows of a gradient, in the wrapper of the last step: one takes longer to make than to update."""
+        """This rank's rows of a gradient, reusing the last step's DTensor, which is slower to build than to update."""
         known = self._grads.get(param)
         if known is None or known.stride() != grad.stride():
             known = self._grads[param] = _rows(grad, self._mesh)
@@ -75,13 +75,13 @@ class ShardedOptimizerState:
         self._exchange(optimizer, {shard: param for param, shard in self._shards.items()})
         for param, shard in self._shards.items():
             if shard.grad is not None:
-                self._grads[param]._local_tensor = _local(shard)  # the gradient's memory may go
+                self._grads[param]._local_tensor = _local(shard)  # frees the gradient's memory
                 shard.grad = None
         self._gather_rows()
 
     @torch.no_grad()
     def _gather_rows(self) -> None:
-        """Bring the rows that each rank updated into every replica, in messages of about 25 MB of one dtype."""
+        """Gather the rows that each rank updated into every replica, in messages of about 25 MB of one dtype."""
         trained = {param: shard for param, shard in self._shards.items() if param.requires_grad}
         group, num_ranks, rank = self._mesh.get_group(), self._mesh.size(), self._mesh.get_local_rank()
         for params in batches(list(trained)):
@@ -94,7 +94,7 @@ class ShardedOptimizerState:
             gather(everyone, everyone.view(num_ranks, -1)[rank], group=group)
             for owner, parts in enumerate(by_rank):
                 if owner == rank:
-                    continue  # its rows are where they belong
+                    continue  # its rows are in place already
                 for param, part in zip(params, parts, strict=True):
                     count = _rows_per_rank(param, num_ranks)
                     rows = param[owner * count : (owner + 1) * count]
@@ -107,7 +107,7 @@ class ShardedOptimizerState:
 
     @staticmethod
     def _exchange(optimizer: Optimizer, new_for: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Put other parameters into the groups, and move their state along."""
+        """Replace parameters in the groups, and move their state to the new ones."""
         for group in optimizer.param_groups:
             group["params"] = [new_for.get(param, param) for param in group["params"]]
         for old, new in new_for.items():
@@ -147,7 +147,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _rows_per_rank(tensor: Tensor, num_ranks: int) -> int:
-    """As DTensor cuts: equal pieces, the last ones smaller or empty."""
+    """As DTensor shards: equal parts, the last ones smaller or empty."""
     return -(-tensor.shape[0] // num_ranks)
 
 

@@ -1,19 +1,19 @@
-"""Tensor parallelism: every layer's matrices split between ranks."""
+"""Tensor parallelism: `rules` and `plan` choose how layers are split, `apply` splits them, `layers` compute."""
 
 from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 
 __all__ = [
     "ColumnParallelLinear",
-    "Cut",
     "ParallelAttention",
     "ParallelEmbedding",
     "PlannedModule",
     "RowParallelLinear",
-    "Style",
+    "SplitStyle",
+    "TensorCut",
     "TensorPlan",
     "find_tensor_plan",
     "param_cuts",

@@ -11,7 +11,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
 from torsh_distributed.parallel.tensor.layers import (
     Activation,
@@ -21,15 +21,15 @@ from torsh_distributed.parallel.tensor.layers import (
     keeps_logits_split,
     replicate_param,
 )
-from torsh_distributed.parallel.tensor.plan import PlannedModule, Style, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
-_OUTPUTS: dict[Style, Activation] = {
-    Style.COLUMN: "sharded",
-    Style.COLUMN_LOCAL: "local",
-    Style.COLUMN_GATHERED: "whole",
+_OUTPUTS: dict[SplitStyle, Activation] = {
+    SplitStyle.COLUMN: "sharded",
+    SplitStyle.COLUMN_LOCAL: "local",
+    SplitStyle.COLUMN_GATHERED: "whole",
 }
 
 
@@ -38,19 +38,19 @@ def tensor_parallel(
     mesh: DeviceMesh,
     config: TensorConfig | None = None,
     *,
-    overrides: Mapping[str, Style | str] | None = None,
+    overrides: Mapping[str, SplitStyle | str] | None = None,
     plan: TensorPlan | None = None,
 ) -> TensorPlan:
     """Split the model's layers over a mesh of one axis, in place; every rank of it calls this with the same model.
 
-    The parameters keep their identity and names and hold this rank's pieces, cut from the first rank's values: an
-    optimizer built before goes on working. Returns the plan that was applied (`plan`, where one was given). Call the
-    model, its loss and backward inside `tensor_parallel_context(plan)`.
+    The parameters keep their identity and names and hold this rank's pieces of the first rank's values: an optimizer
+    built before keeps working. Returns the plan that was applied (`plan`, if given). Call the model, its loss and
+    backward inside `tensor_parallel_context(plan)`.
     """
     chosen = plan or find_tensor_plan(model, tp=mesh.size(), config=config, overrides=overrides)
     if mesh.ndim != 1 or mesh.size() != chosen.tp:
         raise ConfigurationError(
-            "tensor parallelism needs a mesh of one axis, of the size it was planned for",
+            "tensor parallelism needs a mesh of one axis, of the planned size",
             hint='slice the mesh: device_mesh["tp"]',
             mesh=tuple(mesh.shape),
             tp=chosen.tp,
@@ -77,16 +77,16 @@ def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceM
         assert isinstance(module, nn.Linear), "the plan checks this"
         assert row.cut is not None, "these styles have one"
         column = ColumnParallelLinear.from_linear(module, mesh, output=_OUTPUTS[row.style], sections=row.cut.sections)
-        column.is_head = row.style is Style.COLUMN and is_head(row.name, module)
+        column.is_head = row.style is SplitStyle.COLUMN and is_head(row.name, module)
         new: nn.Module = column
-    elif row.style is Style.ROW:
+    elif row.style is SplitStyle.ROW:
         assert isinstance(module, nn.Linear), "the plan checks this"
         new = RowParallelLinear.from_linear(module, mesh, sequence_output=on_sequence)
-    elif row.style is Style.VOCABULARY:
+    elif row.style is SplitStyle.VOCABULARY:
         assert isinstance(module, nn.Embedding), "the plan checks this"
         new = ParallelEmbedding.from_embedding(module, mesh, sequence_output=on_sequence)
     else:
-        if row.style is Style.SEQUENCE:
+        if row.style is SplitStyle.SEQUENCE:
             work_on_sequence(module, mesh)
         for param in module.parameters(recurse=False):
             replicate_param(param, mesh.get_group())
@@ -95,14 +95,14 @@ def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceM
     root.get_submodule(parent).register_module(child, new)
 
 
-def param_cuts(model: nn.Module) -> dict[str, Cut]:
-    """Name to cut of every parameter of which this rank holds a piece; a tied one under each of its names."""
-    cuts: dict[str, Cut] = {}
+def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
+    """Name to cut, for every parameter of which this rank holds a piece; a tied one under each of its names."""
+    cuts: dict[str, TensorCut] = {}
     for where, module in model.named_modules():
         cut = getattr(module, "cut", None)
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelEmbedding):
             continue
-        assert isinstance(cut, Cut), "split layers have one"
+        assert isinstance(cut, TensorCut), "split layers have one"
         names = ["weight"]
         if isinstance(module, ColumnParallelLinear) and module.bias is not None:
             names.append("bias")
@@ -114,8 +114,8 @@ def param_cuts(model: nn.Module) -> dict[str, Cut]:
 def tensor_parallel_context(plan: TensorPlan) -> Iterator[None]:
     """Around forward, loss and backward of a tensor-parallel model.
 
-    Inside, plain tensors that meet split activations count as whole (masks, rotary tables), and with
-    `tensor.loss_parallel` cross-entropy works on logits as they are split.
+    Inside, plain tensors combined with split activations count as whole (masks, rotary tables), and with
+    `tensor.loss_parallel` cross-entropy works on split logits.
     """
     with implicit_replication():
         if plan.config.loss_parallel:

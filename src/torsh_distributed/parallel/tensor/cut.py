@@ -1,4 +1,4 @@
-"""How a tensor is cut along one dim into the pieces that the ranks of an axis keep. Pure: no process, no group."""
+"""Cuts a tensor along one dim into pieces, one for each rank of an axis. Pure: no process, no group."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torsh_distributed.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A cut along `dim`, as torch.chunk does it: the last pieces may be smaller, or empty.
+class TensorCut:
+    """A cut along `dim`, like torch.chunk: the last pieces may be smaller, or empty.
 
-    With `sections` the dim holds several matrices one after the other, such as query, key and value in one linear
-    layer: every rank gets its piece of each.
+    With `sections` the dim holds several adjacent matrices, such as query, key and value in one linear layer: every
+    rank gets its piece of each.
     """
 
     dim: int
@@ -39,7 +39,7 @@ class Cut:
         return torch.cat([torch.cat(pieces, dim=self.dim) for pieces in zip(*cuts, strict=True)], dim=self.dim)
 
     def length(self, whole: int, *, rank: int, size: int) -> int:
-        """How much of a dim of `whole` rank keeps."""
+        """How much of a dim of length `whole` the rank keeps."""
         return sum(_chunk_length(length, rank, size) for length in self.sections or (whole,))
 
     def shape(self, whole: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Cut:
         if sum(self.sections) != whole.shape[self.dim]:
             raise InvalidArgument(
                 f"sections {self.sections} do not add up to dim {self.dim} of the tensor",
-                hint="name the length of every matrix in the fused layer",
+                hint="give the length of every matrix in the fused layer",
                 shape=tuple(whole.shape),
             )
         return torch.split(whole, list(self.sections), dim=self.dim)

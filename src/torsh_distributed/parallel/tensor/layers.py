@@ -1,11 +1,11 @@
-"""Layers split over the ranks of a mesh axis; each gives the output and gradients of the whole layer.
+"""Layers split over the ranks of a mesh axis, with the output and gradients of the whole layer.
 
-Parameters are plain tensors, this rank's piece alone: any optimizer, DDP, FSDP2 or pipeline takes them as they are.
-Activations between two layers of a pair travel as one of
+Parameters are plain tensors, only this rank's piece: they work with any optimizer, DDP, FSDP2 and pipelines.
+Activations between two layers of a pair are one of
 
 - whole: a plain tensor, equal on every rank;
-- local: a plain tensor with this rank's piece of the last dim, for code that works element by element;
-- sharded: a DTensor, which shows user code the whole shape and keeps it right through views and attention.
+- local: a plain tensor with this rank's piece of the last dim, for element-wise code;
+- sharded: a DTensor, which has the whole shape for user code and stays correct through views and attention.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.tensor.cut import Cut, bounds
+from torsh_distributed.parallel.tensor.cut import TensorCut, bounds
 from torsh_distributed.parallel.tensor.regions import enter_split, gather_last, sum_parts, take_last
 
 Activation = Literal["whole", "local", "sharded"]
 
 keeps_logits_split: ContextVar[bool] = ContextVar("keeps_logits_split", default=False)
-"""Whether what follows can work with split logits: then a head gives them as they are, otherwise whole."""
+"""Whether the loss can work with split logits: then a head returns them split, otherwise whole."""
 
 
-# DTensor of older versions cannot cut the output of a fused layer into heads; there it is gathered, and every rank
-# attends with all heads: right, but slower. Drop with support for torch < 2.13.
+# Older DTensor versions cannot split the output of a fused layer into heads; there it is gathered, and every rank
+# computes all heads: correct, but slower. Drop with support for torch < 2.13.
 _VIEWS_SECTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Linear):
     """
 
     is_head = False
-    """Whether the output is logits: whole, unless a loss waits that takes them split."""
+    """Whether the output is logits: whole, unless the loss takes them split."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class ColumnParallelLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, output: Activation = "whole", sections: tuple[int, ...] = ()
     ) -> Self:
-        """The same layer, split; it takes over the parameters of `linear`, which keep their identity."""
+        """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
         layer = cls.__new__(cls)
         _adopt(layer, linear)
         layer._split(mesh, output, sections)
         return layer
 
     def _split(self, mesh: DeviceMesh, output: Activation, sections: tuple[int, ...]) -> None:
-        self.mesh, self.output, self.cut = mesh, output, Cut(0, sections)
+        self.mesh, self.output, self.cut = mesh, output, TensorCut(0, sections)
         self.whole_features = self.out_features
         split_param(self.weight, self.cut, mesh.get_group())
         if self.bias is not None:
@@ -83,7 +83,7 @@ class ColumnParallelLinear(nn.Linear):
         self.out_features = self.weight.shape[0]
         if len(set(sections)) > 1 and output == "sharded":
             raise InvalidArgument(
-                "a fused layer of unequal sections has no sharded output: DTensor cannot say how it is cut",
+                "a fused layer of unequal sections has no sharded output: DTensor cannot describe how it is split",
                 hint='use output="whole" or "local"',
                 sections=sections,
             )
@@ -95,7 +95,7 @@ class ColumnParallelLinear(nn.Linear):
         group = self.mesh.get_group()
         part = functional.linear(whole_input(input, self.mesh), self.weight, self.bias)
         if self.output == "whole" or (self.is_head and not keeps_logits_split.get()):
-            return gather_last(part, self.whole_features, group, cut=Cut(-1, self.cut.sections))
+            return gather_last(part, self.whole_features, group, cut=TensorCut(-1, self.cut.sections))
         return part if self.output == "local" else self._sharded(part)
 
     def _sharded(self, part: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ class RowParallelLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, *, input_is_parallel: bool = False, sequence_output: bool = False
     ) -> Self:
-        """The same layer, split; it takes over the parameters of `linear`, which keep their identity."""
+        """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
         layer = cls.__new__(cls)
         _adopt(layer, linear)
         layer._split(mesh, input_is_parallel=input_is_parallel, sequence_output=sequence_output)
         return layer
 
     def _split(self, mesh: DeviceMesh, *, input_is_parallel: bool, sequence_output: bool) -> None:
-        self.mesh, self.cut = mesh, Cut(1)
+        self.mesh, self.cut = mesh, TensorCut(1)
         self.input_is_parallel, self.sequence_output = input_is_parallel, sequence_output
         self.whole_features = self.in_features
         split_param(self.weight, self.cut, mesh.get_group())
@@ -154,7 +154,7 @@ class RowParallelLinear(nn.Linear):
             out = to_sequence(partial, self.mesh)
             if not isinstance(out, DTensor):
                 return out if self.bias is None else out + self.bias
-            # As a DTensor the bias gets its gradient summed over the ranks, each of which sees its positions alone.
+            # As a DTensor the bias has its gradient summed over the ranks, each of which sees only its own positions.
             return out if self.bias is None else out + _replicated(self.bias, self.mesh)
         out = sum_parts(partial, group)
         return out if self.bias is None else out + self.bias
@@ -200,7 +200,7 @@ class ParallelEmbedding(nn.Embedding):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, mesh: DeviceMesh, *, sequence_output: bool = False) -> Self:
-        """The same table, split; it takes over the parameter of `embedding`, which keeps its identity."""
+        """The same table, split; it reuses the parameter of `embedding`, which keeps its identity."""
         layer = cls.__new__(cls)
         _adopt(layer, embedding)
         layer._split(mesh, sequence_output=sequence_output)
@@ -213,7 +213,7 @@ class ParallelEmbedding(nn.Embedding):
                 f"an embedding with {' and '.join(unsupported)} cannot be split over its vocabulary",
                 hint="override it with 'replicated', or drop the option",
             )
-        self.mesh, self.cut, self.sequence_output = mesh, Cut(0), sequence_output
+        self.mesh, self.cut, self.sequence_output = mesh, TensorCut(0), sequence_output
         group = mesh.get_group()
         self.whole_embeddings = self.num_embeddings
         self._start, self._stop = bounds(self.num_embeddings, rank=group.rank(), size=group.size())
@@ -283,9 +283,9 @@ def to_sequence(partial: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def splits_sequence(length: int, mesh: DeviceMesh) -> bool:
-    """Whether a sequence is split over the ranks: always in training, where one that cannot be is refused.
+    """Whether a sequence is split over the ranks: always in training, where an uneven one is refused.
 
-    Without gradients there is little to save, and prompts have any length: those that do not split evenly stay whole.
+    Without gradients there is little to save, and prompts have any length: uneven ones stay whole.
     """
     if length and length % mesh.size() == 0:
         return True
@@ -297,14 +297,14 @@ def splits_sequence(length: int, mesh: DeviceMesh) -> bool:
     )
 
 
-def split_param(param: Tensor, cut: Cut, group: dist.ProcessGroup) -> None:
-    """Leave this rank's piece in the parameter, of the first rank's values; a tied one is cut once."""
+def split_param(param: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> None:
+    """Reduce a parameter to this rank's piece of the first rank's values; a tied one is cut once."""
     if getattr(param, _MARK, None) == cut:
         return
     if hasattr(param, _MARK):
         raise InvalidArgument(
             "a tied parameter would be cut in two ways",
-            hint="override one of the layers that share it, so that both are cut along the same dim",
+            hint="override one of the layers that share it, so both are cut along the same dim",
             first=getattr(param, _MARK),
             second=cut,
         )
@@ -314,18 +314,18 @@ def split_param(param: Tensor, cut: Cut, group: dist.ProcessGroup) -> None:
 
 
 def replicate_param(param: Tensor, group: dist.ProcessGroup) -> None:
-    """Give every rank the first one's values."""
+    """Broadcast the first rank's values to every rank."""
     if param.device.type != "meta" and not hasattr(param, _MARK):
         param.data = param.data.contiguous()
         dist.broadcast(param.data, group=group, group_src=0)
 
 
 _MARK = "_torsh_cut"
-"""Set on a parameter once it holds a piece: how it was cut. Guards tied parameters against a second cut."""
+"""Set on a parameter that holds a piece: how it was cut. Keeps tied parameters from being cut twice."""
 
 
 def _adopt(layer: nn.Module, source: nn.Module) -> None:
-    """Make `layer` a module with the very parameters, buffers, hooks and settings of `source`."""
+    """Give `layer` the same parameters, buffers, hooks and settings as `source`."""
     layer.__dict__.update(source.__dict__)
     layer._parameters = dict(source._parameters)
 

@@ -1,4 +1,4 @@
-"""The plan of a tensor-parallel model: which module is cut in which style. Pure, printable before it is applied."""
+"""The plan of a tensor-parallel model: how each module is split. Pure; can be printed before it is applied."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor import rules
 from torsh_distributed.parallel.tensor.attention import check_heads
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 
-class Style(StrEnum):
-    """What becomes of a module."""
+class SplitStyle(StrEnum):
+    """How a module is split."""
 
     COLUMN = "column"
     """A linear layer split by output features; what follows sees the whole shape (a DTensor)."""
     COLUMN_LOCAL = "column_local"
-    """A linear layer split by output features; what follows sees this rank's piece, element by element."""
+    """A linear layer split by output features; what follows sees this rank's piece and is element-wise."""
     COLUMN_GATHERED = "column_gathered"
     """A linear layer split by output features, its output gathered."""
     ROW = "row"
@@ -31,7 +31,7 @@ class Style(StrEnum):
     VOCABULARY = "vocabulary"
     """An embedding split by rows."""
     SEQUENCE = "sequence"
-    """A norm or table of positions that works on this rank's piece of the sequence."""
+    """A norm or position table that works on this rank's piece of the sequence."""
     REPLICATED = "replicated"
     """Whole on every rank."""
 
@@ -42,10 +42,10 @@ class PlannedModule:
 
     name: str
     kind: str
-    style: Style
+    style: SplitStyle
     shape: tuple[int, ...]
     """Of its weight, whole."""
-    cut: Cut | None
+    cut: TensorCut | None
     """How its weight is cut; None where it stays whole."""
     note: str = ""
 
@@ -58,13 +58,13 @@ class TensorPlan:
     config: TensorConfig
     modules: tuple[PlannedModule, ...]
 
-    def style_of(self, name: str) -> Style:
-        """What becomes of a module; REPLICATED for one the plan does not name."""
-        return next((row.style for row in self.modules if row.name == name), Style.REPLICATED)
+    def style_of(self, name: str) -> SplitStyle:
+        """How a module is split; REPLICATED for one that the plan does not name."""
+        return next((row.style for row in self.modules if row.name == name), SplitStyle.REPLICATED)
 
     @property
     def num_split(self) -> int:
-        """How many modules are cut."""
+        """The number of modules that are split."""
         return sum(row.cut is not None for row in self.modules)
 
     def describe(self) -> Table:
@@ -85,13 +85,13 @@ def find_tensor_plan(
     *,
     tp: int,
     config: TensorConfig | None = None,
-    overrides: Mapping[str, Style | str] | None = None,
+    overrides: Mapping[str, SplitStyle | str] | None = None,
 ) -> TensorPlan:
     """The plan for a transformer-shaped model, found by the classes, names and shapes of its layers.
 
-    `overrides` maps patterns of module names (`blocks.*.fc1`) to styles and wins over what was found; every pattern
-    must match something. Nothing is changed; no process group is needed. Raises ConfigurationError where heads do not
-    divide or nothing can be split.
+    `overrides` maps patterns of module names (`blocks.*.fc1`) to styles and overrides what was found; every pattern
+    must match something. Changes nothing and needs no process group. Raises ConfigurationError if heads do not divide
+    or nothing can be split.
     """
     chosen = config or TensorConfig()
     wanted = _overridden(model, overrides or {})
@@ -104,20 +104,20 @@ def find_tensor_plan(
     plan = TensorPlan(tp, chosen, rows)
     if tp > 1 and not plan.num_split:
         raise ConfigurationError(
-            f"mesh.tp {tp}: no layer was found that tensor parallelism could split",
+            f"mesh.tp {tp}: found no layer that tensor parallelism can split",
             hint='name the layers: overrides={"encoder.*.first": "column_local", "encoder.*.second": "row"}',
             modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)][:6],
         )
     return plan
 
 
-def _overridden(model: nn.Module, overrides: Mapping[str, Style | str]) -> dict[str, Style]:
+def _overridden(model: nn.Module, overrides: Mapping[str, SplitStyle | str]) -> dict[str, SplitStyle]:
     names = dict(model.named_modules())
-    out: dict[str, Style] = {}
+    out: dict[str, SplitStyle] = {}
     for pattern, style in overrides.items():
-        if style not in tuple(Style):
+        if style not in tuple(SplitStyle):
             raise ConfigurationError(
-                f"overrides[{pattern!r}]: there is no style {style!r}", hint=f"one of {', '.join(Style)}"
+                f"overrides[{pattern!r}]: there is no style {style!r}", hint=f"one of {', '.join(SplitStyle)}"
             )
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -126,12 +126,14 @@ def _overridden(model: nn.Module, overrides: Mapping[str, Style | str]) -> dict[
                 hint="patterns match whole names, such as blocks.*.fc1",
                 modules=[name for name in names if name][:8],
             )
-        out.update({name: Style(style) for name in matched if _has_params(names[name])})
+        out.update({name: SplitStyle(style) for name in matched if _has_params(names[name])})
     return out
 
 
-def _found(model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, Style]) -> Iterator[PlannedModule]:
-    """The rows by rule; earlier rules win, so each name is given once."""
+def _found(
+    model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, SplitStyle]
+) -> Iterator[PlannedModule]:
+    """The rows by rule; earlier rules win, so each name occurs once."""
     seen: set[str] = set()
     for row in _candidates(model, tp, config, wanted):
         if row.name not in seen:
@@ -140,7 +142,7 @@ def _found(model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str,
 
 
 def _candidates(
-    model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, Style]
+    model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, SplitStyle]
 ) -> Iterator[PlannedModule]:
     modules = dict(model.named_modules())
     for attention in rules.attentions(model):
@@ -148,20 +150,20 @@ def _candidates(
         if not layers <= wanted.keys():
             yield from _attention_rows(modules, attention, tp)
     for pair in rules.feed_forwards(model):
-        up = Style.COLUMN_LOCAL if pair.is_elementwise else Style.COLUMN
+        up = SplitStyle.COLUMN_LOCAL if pair.is_elementwise else SplitStyle.COLUMN
         for name in pair.up:
             yield _planned(name, modules[name], up)
-        yield _planned(pair.down, modules[pair.down], Style.ROW)
-    whole = Style.SEQUENCE if config.sequence_parallel else Style.REPLICATED
+        yield _planned(pair.down, modules[pair.down], SplitStyle.ROW)
+    whole = SplitStyle.SEQUENCE if config.sequence_parallel else SplitStyle.REPLICATED
     for name, module in modules.items():
         if rules.is_head(name, module):
-            yield _planned(name, module, Style.COLUMN if config.loss_parallel else Style.COLUMN_GATHERED)
+            yield _planned(name, module, SplitStyle.COLUMN if config.loss_parallel else SplitStyle.COLUMN_GATHERED)
         elif rules.is_position_table(name, module) or rules.is_norm(module):
             yield _planned(name, module, whole)
         elif isinstance(module, nn.Embedding):
-            yield _planned(name, module, Style.VOCABULARY)
+            yield _planned(name, module, SplitStyle.VOCABULARY)
         elif _has_params(module):
-            yield _planned(name, module, Style.REPLICATED)
+            yield _planned(name, module, SplitStyle.REPLICATED)
 
 
 def _attention_rows(modules: Mapping[str, nn.Module], found: rules.Attention, tp: int) -> Iterator[PlannedModule]:
@@ -179,27 +181,27 @@ def _attention_rows(modules: Mapping[str, nn.Module], found: rules.Attention, tp
         width = layer.out_features * heads // (heads + 2 * shared)
         sections = (width, width * shared // heads, width * shared // heads)
         is_equal = heads == shared
-        style = Style.COLUMN if is_equal else Style.COLUMN_GATHERED
+        style = SplitStyle.COLUMN if is_equal else SplitStyle.COLUMN_GATHERED
         note = "query, key and value fused" + ("" if is_equal else "; attention itself runs whole")
         yield _planned(found.fused, layer, style, sections=sections, note=note)
     for name in found.split:
-        yield _planned(name, modules[name], Style.COLUMN, note=f"{heads // tp} of {heads} heads on each rank")
-    yield _planned(found.out, modules[found.out], Style.ROW)
+        yield _planned(name, modules[name], SplitStyle.COLUMN, note=f"{heads // tp} of {heads} heads on each rank")
+    yield _planned(found.out, modules[found.out], SplitStyle.ROW)
 
 
 _CUTS = {
-    Style.COLUMN: Cut(0),
-    Style.COLUMN_LOCAL: Cut(0),
-    Style.COLUMN_GATHERED: Cut(0),
-    Style.ROW: Cut(1),
-    Style.VOCABULARY: Cut(0),
+    SplitStyle.COLUMN: TensorCut(0),
+    SplitStyle.COLUMN_LOCAL: TensorCut(0),
+    SplitStyle.COLUMN_GATHERED: TensorCut(0),
+    SplitStyle.ROW: TensorCut(1),
+    SplitStyle.VOCABULARY: TensorCut(0),
 }
 
 
 def _planned(
-    name: str, module: nn.Module, style: Style, *, sections: tuple[int, ...] = (), note: str = ""
+    name: str, module: nn.Module, style: SplitStyle, *, sections: tuple[int, ...] = (), note: str = ""
 ) -> PlannedModule:
-    needed = {Style.VOCABULARY: nn.Embedding}.get(style, nn.Linear if style in _CUTS else nn.Module)
+    needed = {SplitStyle.VOCABULARY: nn.Embedding}.get(style, nn.Linear if style in _CUTS else nn.Module)
     if not isinstance(module, needed):
         raise ConfigurationError(
             f"{name} is a {type(module).__name__}, which cannot be split as {style.value!r}",
@@ -209,7 +211,7 @@ def _planned(
     shape = tuple(weight.shape) if weight is not None else ()
     cut = _CUTS.get(style)
     if cut is not None and sections:
-        cut = Cut(cut.dim, sections)
+        cut = TensorCut(cut.dim, sections)
     return PlannedModule(name, type(module).__name__, style, shape, cut, note)
 
 

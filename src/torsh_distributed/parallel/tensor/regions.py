@@ -1,7 +1,7 @@
-"""Where an activation passes between whole and split: the four crossings of tensor parallelism, with their backward.
+"""Converts activations between whole and split: the four operations of tensor parallelism, with their backward.
 
-Each is a pair: what forward does to the activation, backward does the opposite to its gradient. Every rank of the group
-calls them in the same order.
+Backward does to the gradient the opposite of what forward does to the activation. Every rank of the group calls them in
+the same order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.tensor.cut import TensorCut
 
-LAST = Cut(-1)
+LAST = TensorCut(-1)
 
 
 def enter_split(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A whole activation, equal on all ranks, on its way into a split layer. Backward: gradients are summed."""
+    """A whole activation, equal on all ranks, as input of a split layer. Backward: gradients are summed."""
     out: Tensor = _EnterSplit.apply(whole, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of what each computed from its piece. Backward: the gradient passes as it is."""
+    """The sum over ranks of what each computed from its piece. Backward: the gradient is unchanged."""
     out: Tensor = _SumParts.apply(part, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
-def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: Cut = LAST) -> Tensor:
+def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: TensorCut = LAST) -> Tensor:
     """The whole last dim, of length `whole`, from the ranks' pieces. Backward: each rank takes its piece."""
     out: Tensor = _GatherLast.apply(part, whole, group, cut)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
@@ -71,7 +71,7 @@ class _SumParts(torch.autograd.Function):
 class _GatherLast(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, part: Tensor, whole: int, group: dist.ProcessGroup, cut: Cut) -> Tensor:
+    def forward(ctx: Any, part: Tensor, whole: int, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
         ctx.group, ctx.cut = group, cut
         return _gathered(part, whole, group, cut)
 
@@ -94,12 +94,12 @@ class _TakeLast(torch.autograd.Function):
         return _gathered(grads[0], ctx.whole, ctx.group, LAST), None
 
 
-def _piece(whole: Tensor, group: dist.ProcessGroup, cut: Cut) -> Tensor:
+def _piece(whole: Tensor, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
     return cut.part(whole, rank=group.rank(), size=group.size())
 
 
-def _gathered(part: Tensor, whole: int, group: dist.ProcessGroup, cut: Cut) -> Tensor:
-    """The whole last dim from the pieces, padded to one length on the way where they differ."""
+def _gathered(part: Tensor, whole: int, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
+    """The whole last dim from the pieces, which are padded to one length to be sent."""
     lengths = [cut.length(whole, rank=rank, size=group.size()) for rank in range(group.size())]
     missing = lengths[0] - part.shape[-1]
     sent = torch.nn.functional.pad(part, (0, missing)) if missing else part.contiguous()

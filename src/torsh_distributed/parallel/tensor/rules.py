@@ -1,6 +1,6 @@
-"""Which layers of a transformer go together, told by class, name and shape.
+"""Finds which layers of a transformer belong together, by class, name and shape.
 
-Names are those that widely used models give to their layers; anything else can be named with overrides.
+The names are those that widely used models give their layers; others can be named with overrides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FeedForward:
     up: tuple[str, ...]
     down: str
     is_elementwise: bool
-    """Whether nothing but element-wise modules lies between: then pieces need not know the whole width."""
+    """Whether only element-wise modules are in between: then pieces need not know the whole width."""
 
 
 def attentions(model: nn.Module) -> Iterator[Attention]:

@@ -1,7 +1,7 @@
-"""Modules that see only this rank's piece of the sequence: what sequence parallelism does between split layers.
+"""Modules that work on this rank's piece of the sequence: sequence parallelism between split layers.
 
-The module keeps its class as a base, its parameters and their names. Each rank computes with its own positions, so the
-gradients of its (whole) parameters are summed over the ranks in backward.
+The module keeps its class as a base, its parameters and their names. Each rank computes its own positions, so the
+gradients of the (whole) parameters are summed over the ranks in backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torsh_distributed.parallel.tensor.regions import enter_split
 
 
 def work_on_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Change a norm or a table of positions, in place, into one that works on its piece of the sequence."""
+    """Change a norm or position table, in place, to work on its piece of the sequence."""
     mixin = _OnPositions if isinstance(module, nn.Embedding) else _OnSequence
     for param in module.parameters(recurse=False):
         replicate_param(param, mesh.get_group())
@@ -33,7 +33,7 @@ class _SummedGradients(nn.Module):
 
     @contextmanager
     def _summed_gradients(self) -> Iterator[None]:
-        """While open, the parameters stand for themselves with gradients summed over the ranks."""
+        """Inside, the gradients of the parameters are summed over the ranks."""
         own = dict(self._parameters)
         group = self.tp_mesh.get_group()
         for name, param in own.items():
@@ -46,7 +46,7 @@ class _SummedGradients(nn.Module):
 
 
 class _OnSequence(_SummedGradients):
-    """In and out: a DTensor split along the sequence. A plain (whole) input is taken as it is: nothing is split."""
+    """In and out: a DTensor split along the sequence. A plain (whole) input is not split."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:

@@ -22,6 +22,6 @@ class Demo:
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     tokens_per_sample: int = 1
-    """What a sample counts for in tokens/s; 1 where samples are not text."""
+    """Tokens per sample, for tokens/s; 1 where samples are not text."""
     sample: Callable[[nn.Module], str] | None = field(default=None)
-    """Something to look at after training, made with the trained model."""
+    """Text to show after training, produced with the trained model."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: measured while training runs, told per axis of the mesh."""
+"""Where the time of a step goes, measured while training runs, by axis of the mesh: `meter`, `account`, `report`."""
 
 from torsh_distributed.train.efficiency.meter import EfficiencyMeter
 from torsh_distributed.train.efficiency.report import AxisTime, EfficiencyReport, StepTimes

@@ -1,4 +1,4 @@
-"""Adds up the spans of one thread so that every moment of a step is counted once. Pure: no clock, no groups."""
+"""Adds up the spans of one thread so every moment of a step is counted once. Pure: no clock, no groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PART_OF: dict[str, str] = {
     "optimizer": "optimizer",
     "data": "data",
 }
-"""What the time of a phase is spent on, but for what lies inside it."""
+"""What the time of a phase is spent on, except for the spans inside it."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Span:
     part: str
     axis: str | None
     inside: float
-    """Seconds of it that belong to the spans directly inside."""
+    """Seconds of it that belong to the spans directly inside it."""
 
     @property
     def own(self) -> float:
@@ -34,7 +34,7 @@ class _Span:
 
 
 class Account:
-    """Spans come when they end, so those inside another come before it; what no span covers is `other`."""
+    """Spans are added when they end, so inner spans come before the outer one; time no span covers is `other`."""
 
     def __init__(self, started: float) -> None:
         self.num_steps = 0
@@ -47,21 +47,21 @@ class Account:
         self._open: list[_Span] = []
 
     def count(self, axis: str, *, num_operations: int, num_bytes: int) -> None:
-        """Operations of a group along an axis began, in whichever thread."""
+        """Count operations started by a group along an axis, in any thread."""
         self._operations[axis] += num_operations
         self._bytes[axis] += num_bytes
 
     def add_phase(self, phase: Phase, start: float, duration: float) -> None:
-        """The thread has left a part of a step."""
-        # Whoever waits between the stages of a schedule waits for another stage: that is what a bubble is.
+        """Add a phase of a step that the thread has finished."""
+        # Waiting between the stages of a schedule is waiting for another stage, which is a bubble.
         self._add(start, duration, _PART_OF[phase], None, absorbs="pp" if phase == "schedule" else None)
 
     def add_wait(self, axis: str, start: float, duration: float) -> None:
-        """The thread was held up by an operation along an axis."""
+        """Add the time the thread was blocked by an operation along an axis."""
         self._add(start, duration, "wait", axis)
 
     def end_step(self, now: float) -> None:
-        """A step is over: all since the last one, or since the beginning, was for it."""
+        """End a step: all time since the previous one, or since the start, belongs to it."""
         covered = 0.0
         for span in self._open:
             covered += span.end - span.start
@@ -73,7 +73,7 @@ class Account:
         self.num_steps += 1
 
     def times(self, axes: tuple[str, ...]) -> StepTimes:
-        """A step in the mean; `axes` come first, used or not."""
+        """The mean step; `axes` come first, used or not."""
         per = 1 / self.num_steps
         found = [*axes, *(axis for axis in sorted({*self._operations, *self._waits}) if axis not in axes)]
         return StepTimes(
@@ -94,7 +94,7 @@ class Account:
         )
 
     def _add(self, start: float, duration: float, part: str, axis: str | None, *, absorbs: str | None = None) -> None:
-        # What began before the measuring did counts from there on.
+        # A span that began before measuring did counts from there on.
         span = _Span(max(start, self._begun), start + duration, part, axis, 0.0)
         while self._open and self._open[-1].start >= span.start:
             inner = self._open.pop()

@@ -1,4 +1,4 @@
-"""Listens to what the Engine and the groups tell while training runs, and makes the efficiency report of it."""
+"""Collects the events of the Engine and the groups while training runs, for the efficiency report."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torsh_distributed.train.engine import Engine
 class EfficiencyMeter:
     """Measures the steps of an Engine: `with EfficiencyMeter(engine) as meter:`, steps, then `meter.report()`.
 
-    In the thread that trains, on every rank. What a rank waits for is timed in the process groups themselves, so that
-    what torch's DDP, FSDP2, DTensor and pipelines send counts too; without a meter that costs nothing. For models on
-    the CPU and the backends of this library: elsewhere operations end behind the host's back.
+    Use it in the training thread, on every rank. The process groups themselves time what a rank waits for, so the
+    communication of torch's DDP, FSDP2, DTensor and pipelines counts too; without a meter that costs nothing. For
+    models on the CPU and our backends: elsewhere the host does not see when operations end.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -59,20 +59,20 @@ class EfficiencyMeter:
         self.stop()
 
     def start(self) -> None:
-        """Measure from here on, and forget what was measured before."""
+        """Measure from here on, discarding earlier measurements."""
         self.stop()
         self._thread = threading.get_ident()
         self._account = Account(time.monotonic())
         self._end = events.subscribe(self._take, events.PhaseEvent, events.WaitEvent, events.StepEvent)
 
     def stop(self) -> None:
-        """Measure no more; a step that has begun is not counted."""
+        """Stop measuring; a step in progress is not counted."""
         end, self._end = self._end, None
         if end is not None:
             end()
 
     def report(self) -> EfficiencyReport:
-        """The steps so far; every rank calls this, between two steps."""
+        """The report on the steps so far; every rank calls this, between two steps."""
         account = self._account
         if account is None or account.num_steps == 0:
             raise InvalidArgument(
@@ -87,7 +87,7 @@ class EfficiencyMeter:
         )
 
     def _take(self, event: events.Event) -> None:
-        """In whichever thread it happened; only what holds up the one that trains costs time."""
+        """Called in the thread of the event; only waits of the training thread count as time."""
         account = self._account
         assert account is not None, "start() makes it"
         is_training = threading.get_ident() == self._thread

@@ -1,4 +1,4 @@
-"""The efficiency report: the seconds of a step by what they were spent on, for every rank and in the mean."""
+"""The efficiency report: how each rank spent the seconds of a step, and the mean over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 _MUCH_WAITING, _MUCH_BUBBLE, _MUCH_TENSOR, _MUCH_DATA = 0.3, 0.3, 0.2, 0.1
-"""Shares of a step above which a part is worth a remark."""
+"""Shares of a step above which a part is reported as a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,19 @@ class AxisTime:
     """Size of the tensors they filled on this rank; a reduce-scatter counts before the cut."""
 
     wait_s: float
-    """Seconds in which the rank could do nothing else; what travels beside computing costs none."""
+    """Seconds the rank was blocked; communication that overlaps with computing counts as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """A step in the mean over steps: parts that add up to `step_s`, the time from one step's end to the next's."""
+    """The mean step: parts that add up to `step_s`, the time from the end of one step to the end of the next."""
 
     step_s: float
     compute_s: float
     """Forward and backward."""
 
     bubble_s: float
-    """A pipeline's rank has no microbatch to work on: it waits for another stage, or starts or ends the schedule."""
+    """A pipeline rank has no microbatch to work on: it waits for another stage, or the schedule starts or ends."""
 
     optimizer_s: float
     """Clipping and update."""
@@ -45,7 +45,7 @@ class StepTimes:
     """Waiting for the next batch of `engine.batches`."""
 
     other_s: float
-    """All else between two steps: bookkeeping, evaluation, your own code."""
+    """Everything else between two steps: bookkeeping, evaluation, your own code."""
 
     axes: Mapping[str, AxisTime]
     """By axis; a group that spans several has a name such as `dp×shard`."""
@@ -74,7 +74,7 @@ class StepTimes:
 
     @classmethod
     def mean(cls, several: Sequence[StepTimes]) -> StepTimes:
-        """The mean over ranks; an axis that a rank does not know counts there as nothing."""
+        """The mean over ranks; an axis that a rank does not use counts as zero there."""
         names = ("step_s", "compute_s", "bubble_s", "optimizer_s", "data_s", "other_s")
         none = AxisTime(num_operations=0, num_bytes=0, wait_s=0)
         axes = {
@@ -91,7 +91,7 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyReport:
-    """Where the time of a step goes, on every rank and in the mean over them."""
+    """Where the time of a step goes, on every rank and on average."""
 
     num_steps: int
     """Steps that were measured."""
@@ -111,12 +111,12 @@ class EfficiencyReport:
     def efficiency(self) -> float:
         """Parallel efficiency: the share of all ranks' time that went into computing and updating.
 
-        The rest was lost to waiting, bubbles and data. Work that several ranks do alike counts as computing.
+        The rest was lost to waiting, bubbles and data. Work that several ranks repeat counts as computing.
         """
         return sum(one.compute_s + one.optimizer_s for one in self.ranks) / sum(one.step_s for one in self.ranks)
 
     def findings(self) -> list[str]:
-        """What stands out, with its numbers; empty where nothing does."""
+        """What stands out, with its numbers; empty if nothing does."""
         mean, found = self.mean, []
         if mean.wait_s > _MUCH_WAITING * mean.step_s:
             axis, time = max(mean.axes.items(), key=lambda item: item[1].wait_s)
@@ -148,7 +148,7 @@ class EfficiencyReport:
         }
 
     def table(self) -> Table:
-        """For people: parts of a step in the mean over ranks, and the rank that spends most on each."""
+        """A table for people: the mean parts of a step, and the rank that spends most on each."""
         mean = self.mean
         title = (
             f"{mean.step_s * 1e3:.1f} ms a step, parallel efficiency {self.efficiency:.0%}"

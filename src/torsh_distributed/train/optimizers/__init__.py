@@ -1,4 +1,4 @@
-"""Optimizers that keep ranks together by themselves, for loops without the Engine."""
+"""Optimizers that synchronize ranks by themselves, for loops without the Engine."""
 
 from torsh_distributed.train.optimizers.async_sgd import AsyncSGD
 from torsh_distributed.train.optimizers.distributed import DistributedOptimizer

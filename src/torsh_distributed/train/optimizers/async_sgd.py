@@ -1,6 +1,6 @@
-"""Asynchronous SGD with bounded staleness: ranks push gradients to one that holds the parameters, and wait for none.
+"""Asynchronous SGD with bounded staleness: ranks push gradients to the rank that holds the parameters.
 
-Unless they run ahead: a rank may be at most `staleness` updates ahead of the slowest, then it waits for it.
+A rank waits for others only when it is more than `staleness` updates ahead of the slowest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Center:
             return self.flat()
 
     def leave(self, rank: int) -> None:
-        """`rank` makes no more updates: nobody waits for it."""
+        """`rank` makes no more updates: other ranks stop waiting for it."""
         with self._changed:
             self._clocks[rank] = float("inf")
             self._changed.notify_all()
@@ -75,8 +75,8 @@ class Center:
         if not self._changed.wait_for(is_ready, self._timeout_s):
             slowest = min(self._clocks.values())
             raise OperationTimeout(
-                f"rank {rank} waited {self._timeout_s:g} s for ranks that fell behind",
-                hint="raise staleness or timeout_s, or look at why the missing ranks are slow",
+                f"rank {rank} waited {self._timeout_s:g} s for slower ranks",
+                hint="raise staleness or timeout_s, or find out why the missing ranks are slow",
                 operation="async_sgd",
                 rank=rank,
                 missing_ranks=[other for other, clock in self._clocks.items() if clock == slowest],
@@ -85,14 +85,15 @@ class Center:
 
 
 class AsyncSGD:
-    """SGD whose updates are applied as they come, on the parameters that rank `server` holds; all ranks train.
+    """SGD whose updates are applied as they arrive, to the parameters that rank `server` holds; all ranks train.
 
-    `step()` sends this rank's gradients and takes the parameters as they are then, with what others have done since;
-    `finish()`, called by every rank, waits for all and leaves every rank with the same parameters. Ranks may make
-    different numbers of steps. A gradient may be based on parameters that miss up to `staleness` updates of each other
-    rank; at 0 a rank begins an update once all have done the one before. No wait is longer than `timeout_s`. A rank
-    that fails does not stop the others; `finish()` raises its error on the server. Parameters are floating, of one
-    dtype and device; those of the server are copied to all at the start. Every rank of the world makes it.
+    `step()` sends this rank's gradients and receives the current parameters, including the updates of other ranks;
+    `finish()`, called by every rank, waits for all and leaves every rank with the same parameters. Ranks may take
+    different numbers of steps. A gradient may be computed from parameters that lack up to `staleness` updates of each
+    other rank; at 0 a rank starts an update once all have finished the previous one. No wait is longer than
+    `timeout_s`. A rank that fails does not stop the others; `finish()` raises its error on the server. Parameters are
+    floating-point, of one dtype and device; the server's are copied to all at the start. Every rank of the world
+    constructs it.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class AsyncSGD:
 
     @property
     def max_lead(self) -> int:
-        """By how many updates a rank that went on was ahead of the slowest, at most; known on the server."""
+        """The most updates that a rank was ahead of the slowest when it continued; known on the server."""
         return self._held().max_lead
 
     @property
@@ -148,14 +149,14 @@ class AsyncSGD:
         return self._held().optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for param in self._params:
             param.grad = None
 
     def step(self) -> None:
-        """Hand in the gradients and take the newest parameters."""
+        """Send the gradients and take the newest parameters."""
         if self._is_finished:
-            raise InvalidArgument("step() after finish(): the server has gone", hint="make a new AsyncSGD")
+            raise InvalidArgument("step() after finish(): the server has stopped", hint="make a new AsyncSGD")
         grads = _flat([torch.zeros_like(param) if param.grad is None else param.grad for param in self._params])
         self._take(self._exchange(grads) if self._center is None else self._center.push(self._rank, grads))
 
@@ -180,7 +181,7 @@ class AsyncSGD:
         return self._held().optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, on the server."""
+        """Resume from `state_dict()`, on the server."""
         self._held().optimizer.load_state_dict(dict(state))
 
     def _held(self) -> Center:
@@ -191,7 +192,7 @@ class AsyncSGD:
         return self._center
 
     def _exchange(self, grads: Tensor | None) -> Tensor:
-        """A message to the server, and the parameters it answers with."""
+        """Send a message to the server; returns the parameters it answers with."""
         like = self._params[0]
         numel = sum(param.numel() for param in self._params)
         body = like.new_zeros(numel) if grads is None else grads
@@ -202,7 +203,7 @@ class AsyncSGD:
         return answer
 
     def _serve(self, rank: int, pair: dist.ProcessGroup) -> None:
-        """On the server, a thread for each other rank: take its gradients, answer with parameters, until it is done."""
+        """The server's thread for another rank: receive its gradients, answer with parameters, until it is done."""
         center = self._held()
         message = self._params[0].new_empty(1 + sum(param.numel() for param in self._params))
         try:

@@ -1,4 +1,4 @@
-"""A wrapper that makes any optimizer average gradients over the ranks before it steps; the model stays unwrapped."""
+"""Wraps any optimizer so it averages gradients over the ranks before it steps; the model stays unwrapped."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from torsh_distributed.errors import InvalidArgument
 
 Sync = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Finish = Callable[[], Tensor]
-"""Waits for the average of a bucket and gives it."""
+"""Waits for the average of a bucket and returns it."""
 
 
 @dataclass
-class _Bucket:
-    """Gradients that travel together. They are copied in as backward makes them."""
+class _GradientBucket:
+    """Gradients that are sent together, copied into one buffer when all of them are computed."""
 
     params: list[Tensor]
     missing: int = 0
     finish: Finish | None = field(default=None)
 
     def flat(self) -> Tensor:
-        """All gradients in one buffer; zeros for those that backward did not make."""
+        """All gradients in one buffer; zeros for those that backward did not compute."""
         return torch.cat(
             [(torch.zeros_like(param) if param.grad is None else param.grad).reshape(-1) for param in self.params]
         )
@@ -50,13 +50,13 @@ class _Bucket:
 
 
 class DistributedOptimizer:
-    """Averages gradients in buckets, while backward still computes them, and then lets the optimizer step.
+    """Averages gradients in buckets while backward still computes, then steps the optimizer.
 
-    `sync` is how a bucket is averaged: `all_reduce`; `all_gather`, where each rank adds all contributions in the order
-    of ranks, so that every backend gives the same bits; `reduce_scatter`, where each rank averages one part and all are
+    `sync` is how a bucket is averaged: `all_reduce`; `all_gather`, where each rank adds all contributions in rank
+    order, so every backend gives the same bits; `reduce_scatter`, where each rank averages one part and all parts are
     gathered. All ranks hold the same parameters, in the same order; those of rank 0 are copied to all at the start.
-    Sums are started in the same order on every rank, whatever the order in which backward ends. Inside `no_sync()`
-    gradients only accumulate.
+    Buckets start in the same order on every rank, whatever the order of backward. Inside `no_sync()` gradients only
+    accumulate.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DistributedOptimizer:
         params.reverse()
         kinds = [(param.dtype, param.device) for param in params]
         packs = plan_buckets([param.nbytes for param in params], kinds, bucket_bytes=max(1, int(bucket_mb * 2**20)))
-        self._buckets = [_Bucket([params[index] for index in pack]) for pack in packs]
+        self._buckets = [_GradientBucket([params[index] for index in pack]) for pack in packs]
         self._num_started = 0
         self._begin()
         if overlap:
@@ -94,16 +94,16 @@ class DistributedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer inside, so that schedulers may change them."""
+        """Those of the wrapped optimizer, so schedulers can change them."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around backward of all but the last microbatch: gradients stay on their rank and add up."""
+        """Around backward of all but the last microbatch: gradients accumulate on each rank and are not averaged."""
         self._is_syncing = False
         try:
             yield
@@ -126,11 +126,11 @@ class DistributedOptimizer:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside; equal on every rank."""
+        """The state of the wrapped optimizer; equal on every rank."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Resume from `state_dict()`."""
         self.optimizer.load_state_dict(dict(state))
 
     def _begin(self) -> None:
@@ -138,20 +138,20 @@ class DistributedOptimizer:
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
 
-    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
-        """A gradient is there: start every bucket that is whole and has none before it that is not."""
+    def _arrived(self, bucket: _GradientBucket, _: Tensor) -> None:
+        """A gradient is computed: start every bucket that is complete, in order, up to the first that is not."""
         if not self._is_syncing:
             return
         if bucket.missing == 0:
             raise InvalidArgument(
-                "a second backward() before step(): its gradients would not travel",
+                "a second backward() before step(): its gradients would not be averaged",
                 hint="put all but the last backward() of an update into `with optimizer.no_sync():`",
             )
         bucket.missing -= 1
         while self._num_started < len(self._buckets) and self._buckets[self._num_started].missing == 0:
             self._start(self._buckets[self._num_started])
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: _GradientBucket) -> None:
         bucket.finish = self._average(bucket.flat(), self._group)
         self._num_started += 1
 

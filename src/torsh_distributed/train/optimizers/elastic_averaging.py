@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: ranks explore on their own and are pulled, now and then, towards a common centre."""
+"""Elastic averaging SGD: ranks train independently and are pulled towards a common centre at intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ElasticAveragingSGD(SGD):
     """SGD on each rank's own parameters; every `period` steps, rank and centre move towards each other.
 
     With x the parameters of a rank and c the centre: d = alpha·(x - c), x ← x - d, c ← c + sum of d over the ranks. The
-    centre is what to evaluate and keep (`at_center`). It is stable for alpha·ranks < 2; 0.9 / ranks is a usual choice.
+    centre is what to evaluate and save (`at_center`). It is stable for alpha·ranks < 2; 0.9 / ranks is a usual choice.
     Communication is one sum of the model's size every `period` steps. All ranks start from the parameters of rank 0.
     """
 
@@ -60,11 +60,11 @@ class ElasticAveragingSGD(SGD):
     def step(self, closure: Callable[[], float]) -> float: ...
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """A step of SGD; at every `period`-th one all ranks of the group meet."""
+        """A step of SGD; every `period`-th one averages over all ranks of the group."""
         loss: float | None = super().step(closure)
         self._num_steps += 1
         if self._num_steps % self.period == 0:
-            self._meet()
+            self._pull_together()
         return loss
 
     @contextmanager
@@ -83,7 +83,7 @@ class ElasticAveragingSGD(SGD):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """SGD's state, the centre, and the steps since the start; the parameters are this rank's own."""
+        """SGD's state, the centre, and the number of steps; the parameters belong to this rank."""
         return {**super().state_dict(), "num_steps": self._num_steps}
 
     @override
@@ -93,7 +93,7 @@ class ElasticAveragingSGD(SGD):
         super().load_state_dict(rest)
 
     @torch.no_grad()
-    def _meet(self) -> None:
+    def _pull_together(self) -> None:
         params = list(self._params())
         centers = [self.state[param]["center"] for param in params]
         pulls = [(param - center).mul_(self.alpha) for param, center in zip(params, centers, strict=True)]

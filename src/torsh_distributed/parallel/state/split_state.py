@@ -1,6 +1,6 @@
-"""State of a model spread over tensor and pipeline axes, as whole tensors by the model's own names; and back.
+"""State of a model split over tensor, pipeline and expert axes, as whole tensors by the model's own names.
 
-The same form that `whole_state` gives for replicas and shards: saved at one layout, loaded at any other.
+The same form that `whole_state` gives for replicas and shards: saved under one layout, it loads under any other.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.parallel.expert.stacks import check_stacked, cut_stack, gather_stack
-from torsh_distributed.parallel.state.whole_state import named_params, part_of, plain_name, whole
-from torsh_distributed.parallel.tensor.cut import Cut
+from torsh_distributed.parallel.state.whole_state import (
+    named_params,
+    other_groups,
+    part_of,
+    plain_name,
+    require_same_names,
+    require_same_shape,
+    whole,
+)
+from torsh_distributed.parallel.tensor.cut import TensorCut
 
 _DTYPES = {str(one): one for one in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)}
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Where the tensors of a model are."""
+class ModelSplit:
+    """How the tensors of a model are split over ranks."""
 
     model: nn.Module
-    """The whole model; layers of other stages lie on the meta device."""
-    cuts: Mapping[str, Cut]
-    """Name to cut of parameters of which this rank holds a piece."""
+    """The whole model; layers of other stages are on the meta device."""
+    cuts: Mapping[str, TensorCut]
+    """Name to cut, for parameters of which this rank holds a piece."""
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     owner: Callable[[str], int]
@@ -39,10 +46,10 @@ class Spread:
     names: Mapping[str, str]
     """Another name of a shared parameter to its first one."""
     experts: Mapping[str, MoELayer]
-    """Name to layer of stacks of which this rank holds its experts."""
+    """Name to layer, for stacks of which this rank holds its experts."""
 
     def joined(self, name: str, value: Tensor) -> Tensor:
-        """All of a tensor of which ranks along tp or ep hold pieces; every rank of the axis calls this."""
+        """The whole of a tensor of which ranks along tp or ep hold pieces; every rank of the axis calls this."""
         held = whole(value.detach())
         layer = self.experts.get(name)
         if layer is not None:
@@ -53,7 +60,7 @@ class Spread:
         return _gather(held, cut, self.tp)
 
     def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
-        """What this rank keeps of a whole tensor."""
+        """This rank's part of a whole tensor."""
         layer = self.experts.get(name)
         if layer is not None:
             value = cut_stack(value, layer)
@@ -63,57 +70,44 @@ class Spread:
         return part_of(value, like)
 
 
-def model_state(spread: Spread) -> dict[str, Any]:
-    """Whole tensors by name, equal on every rank, all of which call this."""
+def model_state(split: ModelSplit) -> dict[str, Any]:
+    """Whole tensors by name, equal on every rank; all ranks call this."""
     out: dict[str, Any] = {}
-    for raw, value in spread.model.state_dict().items():
+    for raw, value in split.model.state_dict().items():
         name = plain_name(raw)
         if not isinstance(value, Tensor):
             out[name] = value
             continue
-        owner = spread.owner(name)
-        mine = spread.joined(name, value) if owner == spread.pp.rank() else None
-        out[name] = _from(owner, mine, spread.pp)
+        owner = split.owner(name)
+        mine = split.joined(name, value) if owner == split.pp.rank() else None
+        out[name] = _from(owner, mine, split.pp)
     return out
 
 
-def load_model_state(spread: Spread, state: Mapping[str, Any]) -> None:
-    """Take this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
-    held = spread.model.state_dict()
-    own = {plain_name(name): name for name in held}
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unknown:
-        raise InvalidArgument(
-            "the state is not of this model: names differ",
-            hint="build the model as it was when the state was made",
-            missing=missing[:3] or None,
-            unknown=unknown[:3] or None,
-        )
+def load_model_state(split: ModelSplit, state: Mapping[str, Any]) -> None:
+    """Load this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
+    held = split.model.state_dict()
+    own = require_same_names(held, state)
     with torch.no_grad():
         for name, value in state.items():
             here = held[own[name]]
             if not isinstance(value, Tensor) or here.device.type == "meta":
                 continue
-            part = spread.part(name, value, here)
-            if part.shape != here.shape:
-                raise InvalidArgument(
-                    f"the state is not of this model: {name} differs",
-                    hint="build the model as it was when the state was made",
-                    state=tuple(value.shape),
-                )
+            part = split.part(name, value, here)
+            require_same_shape(name, part, here)
             here.copy_(part)
 
 
-def optimizer_state(spread: Spread, local: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(split: ModelSplit, local: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by name, whole, in the order of the model; every rank calls this."""
-    names = {id(param): spread.names.get(name, name) for name, param in named_params(local).items()}
+    names = {id(param): split.names.get(name, name) for name, param in named_params(local).items()}
     groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    order = [plain_name(name) for name, _ in spread.model.named_parameters()]
-    everyone = all_gather_object(groups, group=spread.pp)
+    order = [plain_name(name) for name, _ in split.model.named_parameters()]
+    everyone = all_gather_object(groups, group=split.pp)
     merged = [
         sorted({name for mine in everyone for name in mine[index]}, key=order.index) for index in range(len(groups))
     ]
-    state = {name: dict(values) for name, values in _states(spread, names, optimizer)}
+    state = {name: dict(values) for name, values in _states(split, names, optimizer)}
     kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {
         "state": {name: state[name] for group in merged for name in group if name in state},
@@ -122,21 +116,21 @@ def optimizer_state(spread: Spread, local: nn.Module, optimizer: Optimizer) -> d
 
 
 def _states(
-    spread: Spread, names: Mapping[int, str], optimizer: Optimizer
+    split: ModelSplit, names: Mapping[int, str], optimizer: Optimizer
 ) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Each parameter's values, from the first pipeline rank that has them to all."""
+    """Each parameter's values on all ranks, sent by the first pipeline rank that has them."""
     mine: dict[str, dict[str, Any]] = {}
     for param, values in optimizer.state.items():
         name = names[id(param)]
-        if name in spread.experts:
+        if name in split.experts:
             check_stacked(param, optimizer)
         mine[name] = {
-            key: spread.joined(name, value) if isinstance(value, Tensor) and value.dim() else value
+            key: split.joined(name, value) if isinstance(value, Tensor) and value.dim() else value
             for key, value in values.items()
         }
     plain = {name: {key: _describe(value) for key, value in values.items()} for name, values in mine.items()}
     found: set[str] = set()
-    for owner, theirs in enumerate(all_gather_object(plain, group=spread.pp)):
+    for owner, theirs in enumerate(all_gather_object(plain, group=split.pp)):
         for name, described in theirs.items():
             if name in found:
                 continue
@@ -144,7 +138,7 @@ def _states(
             yield (
                 name,
                 [
-                    (key, _from(owner, mine[name][key] if owner == spread.pp.rank() else None, spread.pp))
+                    (key, _from(owner, mine[name][key] if owner == split.pp.rank() else None, split.pp))
                     if isinstance(text, list)
                     else (key, text)
                     for key, text in described.items()
@@ -152,23 +146,18 @@ def _states(
             )
 
 
-def load_optimizer_state(spread: Spread, local: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take this rank's part of `optimizer_state`; the groups must be those of the state."""
+def load_optimizer_state(split: ModelSplit, local: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load this rank's part of `optimizer_state`; the groups must be those of the state."""
     params = named_params(local)
-    names = {id(param): spread.names.get(name, name) for name, param in params.items()}
+    names = {id(param): split.names.get(name, name) for name, param in params.items()}
     theirs = [list(group["params"]) for group in state["param_groups"]]
     mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
     if len(mine) != len(theirs) or any(set(one) - set(other) for one, other in zip(mine, theirs, strict=True)):
-        raise InvalidArgument(
-            "the state is of an optimizer with other parameters or groups",
-            hint="build the optimizer as it was when the state was made",
-            groups=[len(group) for group in mine],
-            state_groups=[len(group) for group in theirs],
-        )
+        raise other_groups(mine, theirs)
     flat = [param for group in optimizer.param_groups for param in group["params"]]
     values = {
         index: {
-            key: spread.part(names[id(param)], value, param) if isinstance(value, Tensor) and value.dim() else value
+            key: split.part(names[id(param)], value, param) if isinstance(value, Tensor) and value.dim() else value
             for key, value in state["state"][names[id(param)]].items()
         }
         for index, param in enumerate(flat)
@@ -189,8 +178,8 @@ def _describe(value: Any) -> Any:
     return ["tensor"] if isinstance(value, Tensor) else value
 
 
-def _gather(held: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
-    """Pieces of all ranks along an axis, joined; they differ in length, so shapes travel first."""
+def _gather(held: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> Tensor:
+    """Pieces of all ranks along an axis, joined; their lengths differ, so shapes are exchanged first."""
     shapes = all_gather_object(list(held.shape), group=group)
     longest = max(shape[cut.dim] for shape in shapes)
     padded = held.new_zeros([*held.shape[: cut.dim], longest, *held.shape[cut.dim + 1 :]])

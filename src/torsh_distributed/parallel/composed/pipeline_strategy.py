@@ -1,4 +1,4 @@
-"""The strategy for a mesh with a pipeline: stages on ranks, each split, sharded or replicated over the other axes."""
+"""The strategy for a mesh with a pipeline: each stage is split, sharded or replicated over the other axes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.composed.mesh_strategy import OnMesh
+from torsh_distributed.parallel.composed.split_model import SplitModel
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards
 from torsh_distributed.parallel.context import ContextParallel
@@ -23,12 +24,13 @@ from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
 
-class PipelineStages(OnMesh):
+class PipelineStages(SplitModel):
     """A model in stages over pp, each split over tp and cp, sharded over shard and replicated over dp.
 
-    Forward runs the whole schedule, backward included; the loss it returns has a backward that hands the gradients out.
-    They are scaled as the loss will be from the start: the Engine says so before (`expect_scale`). So it drives a
-    pipeline as it drives anything else. `adding` makes a loss that counts what stages carried along.
+    Forward runs the whole schedule, including backward; the backward of the returned loss only adds the gradients to
+    the parameters. The Engine announces the loss scale before forward (`expect_scale`), so gradients are scaled from
+    the start and the Engine drives a pipeline like any other strategy. `adding` wraps the loss_fn to include losses
+    that the stages carried along.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class PipelineStages(OnMesh):
         self._adding = adding
         self._is_last = True
         self._scale = 1.0
-        self._places: dict[str, int] = {}
+        self._rank_of: dict[str, int] = {}
         for stage in pipe.plan.stages:
             for name in (*stage.layers, *stage.direct):
-                self._places.setdefault(name, pipe.stage_of[stage.index])
+                self._rank_of.setdefault(name, pipe.stage_of[stage.index])
         super().__init__(mesh, whole_model, device=device)
         self._params = [param for param in pipe.module.parameters() if param.requires_grad]
 
@@ -93,7 +95,7 @@ class PipelineStages(OnMesh):
             return self.pipe.evaluate(inputs, targets)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
-        """The schedule, with its gradients kept aside until backward is asked for."""
+        """Run the schedule; its gradients are kept aside until backward is called."""
         before = [param.grad for param in self._params]
         for param in self._params:
             param.grad = None
@@ -102,11 +104,11 @@ class PipelineStages(OnMesh):
         for param, grad in zip(self._params, before, strict=True):
             param.grad = grad
         start = torch.ones((), device=value.device, requires_grad=True)
-        out: Tensor = _HandOut.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _DeferredBackward.apply(start, value, self, found, self._scale)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
-    def hand_out(self, grads: list[Tensor | None], factor: float) -> None:
-        """Add a schedule's gradients, times `factor`, to the parameters'; average them if the step is complete."""
+    def add_gradients(self, grads: list[Tensor | None], factor: float) -> None:
+        """Add a schedule's gradients, times `factor`, to those of the parameters; average if the step is complete."""
         for param, grad in zip(self._params, grads, strict=True):
             if grad is None:
                 continue
@@ -121,20 +123,27 @@ class PipelineStages(OnMesh):
         if self._shards is not None:
             self._shards.attach(optimizer)
 
+    @property
+    @override
+    def compressor(self) -> GradientCompressor | None:
+        return self._average.compressor
+
     @override
     def rescale(self, factor: float) -> None:
-        if self._average.compressor is not None:
-            self._average.compressor.rescale(factor)
+        super().rescale(factor)
         if self._shards is not None:
             self._shards.rescale(factor)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._average.state_dict() if self._shards is None else self._shards.state_dict()
+        return super().state_dict() if self._shards is None else self._shards.state_dict()
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (self._average if self._shards is None else self._shards).load_state_dict(state)
+        if self._shards is None:
+            super().load_state_dict(state)
+        else:
+            self._shards.load_state_dict(state)
 
     @override
     def _reshard(self) -> None:
@@ -153,8 +162,8 @@ class PipelineStages(OnMesh):
     def _owner(self, name: str) -> int:
         prefix = name
         while prefix:
-            if prefix in self._places:
-                return self._places[prefix]
+            if prefix in self._rank_of:
+                return self._rank_of[prefix]
             prefix = prefix.rpartition(".")[0]
         return 0
 
@@ -163,8 +172,8 @@ class PipelineStages(OnMesh):
         return self.pipe.tied.names
 
 
-class _HandOut(torch.autograd.Function):
-    """The loss of a step that has run already; its backward gives the gradients to the parameters."""
+class _DeferredBackward(torch.autograd.Function):
+    """The loss of a schedule that has already run; its backward adds the gradients to the parameters."""
 
     @staticmethod
     @override
@@ -177,6 +186,6 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
-        # What was announced is in the gradients already.
-        ctx.owner.hand_out(ctx.grads, float(scales[0]) / ctx.scale)
+        # The announced scale is in the gradients already.
+        ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale)
         return None, None, None, None, None

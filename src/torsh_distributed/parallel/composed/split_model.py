@@ -1,4 +1,4 @@
-"""Strategies for a mesh with tensor or context axes, beside replicas and shards."""
+"""Strategies for models that a mesh splits, and the one for tensor and context axes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.mesh.norm import clip_over_mesh
+from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
-from torsh_distributed.parallel.state import spread_state
+from torsh_distributed.parallel.state import split_state
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import param_cuts
@@ -27,17 +29,17 @@ Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
 
 TakePart = Callable[[Any], Any]
-"""From a batch to what this rank works on of it, such as its piece of every sequence."""
+"""From a batch to the part this rank works on, such as its piece of every sequence."""
 
 
-class OnMesh(Strategy):
-    """What all combinations share: data parts, means, norms and state over the axes of a mesh."""
+class SplitModel(MeshStrategy):
+    """What all combinations share: means, norms and state over the axes of a mesh."""
 
     def __init__(self, mesh: Mesh, whole_model: nn.Module, *, device: torch.device) -> None:
-        self._mesh = mesh
+        super().__init__(mesh)
         self._device = device
         self._cuts = {plain_name(name): cut for name, cut in param_cuts(whole_model).items()}
-        self._spread = spread_state.Spread(
+        self._split = split_state.ModelSplit(
             whole_model,
             self._cuts,
             mesh.group("tp"),
@@ -47,38 +49,25 @@ class OnMesh(Strategy):
             {name: layer for name, (layer, _) in spread_params(whole_model).items()},
         )
 
-    @property
-    @override
-    def data_rank(self) -> int:
-        return self._mesh.data_rank
-
-    @property
-    @override
-    def data_degree(self) -> int:
-        return self._mesh.data_degree
-
-    @property
-    @override
-    def forward_is_collective(self) -> bool:
-        return True
-
     @override
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         return mean_over(loss, self._mesh.group(*GRADIENT_AXES))
 
     @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        return clip_over_mesh(
-            named_params(self.unwrapped).items(),
-            max_norm,
-            copies=self._num_copies,
-            group=self._mesh.group(*self._mesh.layout.order),
-            device=self._device,
-        )
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        named = {name: param.grad for name, param in named_params(self.unwrapped).items() if param.grad is not None}
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, grad in named.items():
+            by_copies.setdefault(self._num_copies(name, isinstance(grad, DTensor)), []).append(grad)
+        everyone = (self._mesh.group(*self._mesh.layout.order),)
+        held = [HeldGradients(grads, everyone, num_copies) for num_copies, grads in by_copies.items()]
+        norm = grad_norm(held or [HeldGradients((), everyone)], self._device)
+        clip_to_norm(named.values(), norm, max_norm)
+        return norm
 
     def _num_copies(self, name: str, is_sharded: bool) -> int:
-        """How many ranks hold the same piece of a gradient."""
-        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._spread.experts, "pp": True}
+        """The number of ranks that hold the same piece of a gradient."""
+        split = {"shard": is_sharded, "tp": name in self._cuts, "ep": name in self._split.experts, "pp": True}
         axes = [axis for axis in self._mesh.layout.order if not split.get(axis)]
         return self._mesh.layout.degree(*axes) * self._num_tied(name)
 
@@ -98,18 +87,18 @@ class OnMesh(Strategy):
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._reshard()
         return {
-            "model": spread_state.model_state(self._spread),
-            "optimizer": spread_state.optimizer_state(self._spread, self.unwrapped, optimizer),
+            "model": split_state.model_state(self._split),
+            "optimizer": split_state.optimizer_state(self._split, self.unwrapped, optimizer),
         }
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
         self._reshard()
-        spread_state.load_model_state(self._spread, state_["model"])
-        spread_state.load_optimizer_state(self._spread, self.unwrapped, optimizer, state_["optimizer"])
+        split_state.load_model_state(self._split, state_["model"])
+        split_state.load_optimizer_state(self._split, self.unwrapped, optimizer, state_["optimizer"])
 
 
-class Composed(OnMesh):
+class Composed(SplitModel):
     """A model split over tp or cp, replicated or sharded by an inner strategy over the other axes."""
 
     def __init__(
@@ -149,12 +138,12 @@ class Composed(OnMesh):
         part = batch if self._take_part is None else self._take_part(batch)
         with self._entered():
             value = compute(model, part, loss_fn)
-            # From split logits it comes as a DTensor, equal on all ranks.
+            # Computed from split logits it is a DTensor, equal on all ranks.
             return value.full_tensor() if isinstance(value, DTensor) else value
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Inside the contexts, which are entered once: in training by `accumulating`, in evaluation here."""
+        """Enter the contexts once: in training by `accumulating`, in evaluation here."""
         if self._is_inside:
             yield
             return
@@ -183,22 +172,13 @@ class Composed(OnMesh):
     def take_comm_s(self) -> float | None:
         return None if self._inner is None else self._inner.take_comm_s()
 
+    @property
     @override
-    def rescale(self, factor: float) -> None:
-        if self._inner is not None:
-            self._inner.rescale(factor)
+    def compressor(self) -> GradientCompressor | None:
+        return None if self._inner is None else self._inner.compressor
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._inner is None else self._inner.state_dict()
-
-    @override
-    def load_state_dict(self, state_: Mapping[str, Any]) -> None:
-        if self._inner is not None:
-            self._inner.load_state_dict(state_)
-
-    @override
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.average_replicated()
         return super().clip_grad_norm(max_norm)

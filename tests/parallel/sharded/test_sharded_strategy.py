@@ -1,20 +1,17 @@
-"""What a sharded model holds, where it comes from and where it goes: memory, meta init, state, buffers, refusals."""
+"""What a sharded model holds, where it comes from and where it goes: memory, state, buffers, refusals."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from tests.bed.world import World
 from tests.parallel.golden import MODELS, STEPS, golden, gpt, make_optimizer, mlp, odd
-from torsh_distributed.errors import InvalidArgument, TorshError
+from torsh_distributed.errors import TorshError
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.shard_records import MemoryStats
@@ -55,83 +52,6 @@ def test_a_rank_holds_its_share_and_no_more(world: World, num_ranks: int) -> Non
             # Four pieces: gathered for forward, and again for backward unless they were kept.
             assert after.num_reductions == 4
             assert after.num_gathers == (4 if strategy == "shard_grad_op" else 8)
-
-
-def optimizer_bytes_of_replicas() -> tuple[int, int]:
-    model = even()
-    plan = Plan.from_dict({"mesh": {"dp": 1, "shard": -1}, "fsdp": {"strategy": "shard_optimizer"}})
-    engine = parallelize(model, torch.optim.Adam(model.parameters()), plan, loss_fn=nn.functional.mse_loss)
-    engine.step((torch.randn(4, WIDTH), torch.randn(4, WIDTH)))
-    state = [value for one in engine.optimizer.state.values() for key, value in one.items() if key != "step"]
-    held = sum(value.to_local().untyped_storage().nbytes() for value in state)
-    return held, sum(param.numel() * 4 for param in model.parameters())
-
-
-def test_replicas_hold_a_share_of_the_optimizer_state(world: World) -> None:
-    for held, whole in world.run(optimizer_bytes_of_replicas, num_ranks=4, backend="torsh"):
-        assert held == 2 * whole / 4
-
-
-def initialised(make: Callable[[], nn.Module], config: FsdpConfig) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = make()
-    before = torch.get_rng_state()
-    wrapped = FullyShardedDataParallel(model, config, seed=5)
-    assert torch.equal(torch.get_rng_state(), before)
-    return wrapped.full_state_dict()
-
-
-def all_initialised() -> list[dict[str, Tensor]]:
-    return [initialised(mlp, FsdpConfig(wrap=wrap)) for wrap in ("auto", "none")]
-
-
-def test_a_model_on_meta_begins_alike_at_every_world_size_and_cut(world: World) -> None:
-    states = [state for size in (1, 2, 4) for states in world.run(all_initialised, num_ranks=size) for state in states]
-    assert len(states) == 2 * (1 + 2 + 4)
-    for state in states:
-        for name, value in state.items():
-            torch.testing.assert_close(value, states[0][name], rtol=0, atol=0)
-    weight = states[0]["2.weight"]
-    assert weight.abs().max() <= 1 / math.sqrt(32), "as nn.Linear begins"
-    assert weight.std() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.1)
-    assert not torch.equal(states[0]["0.weight"][:3, :3], weight[:3, :3])
-
-
-class Bare(nn.Module):
-    """A module with a parameter of its own that does not say how it begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.inner = nn.Linear(3, 3)
-        self.twin = nn.Linear(3, 3)
-        self.twin.weight = self.inner.weight
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.scale * self.twin(self.inner(x))
-        return out
-
-
-def meta_init_by_function() -> tuple[str, dict[str, Tensor]]:
-    def fill(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            nn.init.constant_(param, 0.5)
-
-    with torch.device("meta"):
-        first, second = Bare(), Bare()
-    with pytest.raises(InvalidArgument) as refusal:
-        FullyShardedDataParallel(first)
-    wrapped = FullyShardedDataParallel(second, param_init_fn=fill)
-    assert second.twin.weight is second.inner.weight, "a shared parameter stays shared"
-    wrapped(torch.ones(1, 3)).sum().backward()
-    return str(refusal.value), wrapped.full_state_dict()
-
-
-def test_a_module_without_reset_needs_a_function(world: World) -> None:
-    for text, state in world.run(meta_init_by_function):
-        assert "do not say how their parameters begin: Bare" in text
-        assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in state.values())
 
 
 def weights_of_the_first_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -264,13 +184,6 @@ def refused(case: str) -> str:
     try:
         if case == "shape":
             FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (rank == 2))))
-        elif case == "dtype":
-            FullyShardedDataParallel(nn.Linear(4, 4).to(torch.bfloat16 if rank == 1 else torch.float32))
-        elif case == "missing":
-            FullyShardedDataParallel(nn.Linear(4, 4, bias=rank != 0))
-        elif case == "order":
-            names = ["a", "b"] if rank else ["b", "a"]
-            FullyShardedDataParallel(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}))
         elif case == "mixed":
             FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), FsdpConfig(wrap="none"))
         elif case == "strategy":
@@ -285,10 +198,6 @@ def refused(case: str) -> str:
         elif case == "algorithm":
             sections = {"mesh": {"shard": 3}, "distributed": {"algorithm": "ring"}}
             parallelize(odd(), lambda params: torch.optim.SGD(params, lr=0.1), Plan.from_dict(sections))
-        elif case == "closure":
-            plan = Plan.from_dict({"mesh": {"shard": 3}, "fsdp": {"strategy": "shard_optimizer"}})
-            engine = parallelize(mlp(), lambda params: torch.optim.SGD(params, lr=0.1), plan)
-            engine.optimizer.step(lambda: 0.0)
     except TorshError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
@@ -296,16 +205,12 @@ def refused(case: str) -> str:
 
 REFUSALS = {
     "shape": "the model differs between ranks: 1.weight is (4, 4) float32 on ranks 0, 1; (5, 4) float32 on rank 2",
-    "dtype": "weight is (4, 4) float32 on ranks 0, 2; (4, 4) bfloat16 on rank 1",
-    "missing": "bias is not there on rank 0; (4,) float32 on ranks 1, 2",
-    "order": "the same parameters come in another order",
     "mixed": "0.weight is torch.float32, 1.weight is torch.float64",
     "strategy": "which fsdp.strategy 'no_shard' does not",
     "mesh": "there is nothing to shard over: dp 3",
     "norm": "the batch norm 1 computes in bf16 with running means in torch.float32",
     "pattern": "fsdp.wrap_classes: no module is a Layer",
     "algorithm": "distributed.algorithm has no effect on sharded parameters",
-    "closure": "takes no closure",
 }
 
 

@@ -1,0 +1,30 @@
+"""What all strategies over a mesh share: who gets which part of a batch."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.strategy import Strategy
+
+
+class MeshStrategy(Strategy):
+    """A strategy over the axes of a mesh, whose ranks communicate in forward."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._mesh.data_rank
+
+    @property
+    @override
+    def data_degree(self) -> int:
+        return self._mesh.data_degree
+
+    @property
+    @override
+    def forward_is_collective(self) -> bool:
+        return True
