@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torsh_distributed.parallel.expert import layer as layer_module
-from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear, segments_of
+from torsh_distributed.parallel.expert.grouped import (
+    ExpertSegment,
+    ends_of,
+    grouped_linear,
+    segmented_linear,
+    segments_of,
+)
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
-def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[ExpertSegment, ...]) -> Tensor:
     made = [rows[one.start : one.stop] @ weight[one.expert] + bias[one.expert] for one in segments]
     return torch.cat([rows @ weight[0] * 0, *made])[len(rows) :]
 

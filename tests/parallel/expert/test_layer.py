@@ -284,7 +284,7 @@ def test_what_a_layer_cannot_be_is_refused() -> None:
         ExpertConfig(capacity_factor=0.0)
     with pytest.raises(InvalidArgument, match="hidden_dim must be at least 1"):
         MoELayer(DIM, 0)
-    with pytest.raises(InvalidArgument, match=r"no activation 'cos'"):
+    with pytest.raises(InvalidArgument, match=r"unknown activation 'cos'"):
         MoELayer(DIM, HIDDEN, activation="cos")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="before the first forward"):
         MoELayer(DIM, HIDDEN).stats()

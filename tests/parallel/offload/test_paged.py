@@ -71,7 +71,7 @@ def test_the_disk_is_used_for_real(tmp_path: Path) -> None:
 
 
 def test_the_device_holds_no_more_than_its_budget_at_any_moment() -> None:
-    """Counted from the storages themselves, not from the ledger."""
+    """Counted from the storages themselves, not from the budget."""
     model, optimizer = build()
     with PagedDataParallel(model, config()) as paged:
         optimizer = paged.offload_optimizer(optimizer)
@@ -216,7 +216,7 @@ def test_training_goes_on_after_a_backward_that_raised() -> None:
             optimizer.step()
             losses.append(loss.item())
         assert paged.stats().device.peak_bytes <= 42 * 1024
-        with pytest.raises(InvalidArgument, match="takes no further parameters"):
+        with pytest.raises(InvalidArgument, match="accepts no further parameters"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert losses == pytest.approx(plain(), abs=1e-6)
 
@@ -254,7 +254,7 @@ def test_pressure_is_answered_rung_by_rung(tmp_path: Path) -> None:
 
 def test_a_budget_too_small_for_one_layer_is_refused_with_the_numbers() -> None:
     model, _ = build()
-    with pytest.raises(MemoryAllocationFailed, match=r"10240 bytes is too small for blocks\.\d: at work it needs \d+"):
+    with pytest.raises(MemoryAllocationFailed, match=r"10240 bytes is too small for blocks\.\d: in use it needs \d+"):
         PagedDataParallel(model, config(gpu_memory_budget_gb=10 * KB))
     assert all(param.numel() for param in model.parameters()), "the model is as it was"
 
@@ -270,7 +270,7 @@ def test_host_memory_that_is_too_small_is_refused_and_what_fits_is_named(tmp_pat
 def test_what_offload_cannot_do_is_refused() -> None:
     model, optimizer = build()
     with PagedDataParallel(model, config()) as paged:
-        with pytest.raises(InvalidArgument, match="with Adam or AdamW, not with SGD"):
+        with pytest.raises(InvalidArgument, match="supports Adam and AdamW, not SGD"):
             paged.offload_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(InvalidArgument, match="takes no closure"):
             paged.offload_optimizer(optimizer).step(lambda: 0.0)

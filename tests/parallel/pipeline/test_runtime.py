@@ -48,7 +48,7 @@ def train(kind: str, schedule: str, num_steps: int = 3) -> list[float]:
 def check_order(pipe: PipelineParallel) -> None:
     """What ran is what was planned, action by action; and there was a bubble to measure."""
     planned = list(chain(*planned_order(pipe.config, pipe.group.size())[pipe.group.rank()]))
-    assert [(one.stage, one.kind, one.microbatch) for one in pipe.stopwatch.actions] == planned
+    assert [(one.stage, one.kind, one.microbatch) for one in pipe.recorder.actions] == planned
     assert 0 < pipe.measured_timeline().bubble < 1
     assert pipe.computed_timeline().num_ranks == pipe.measured_timeline().num_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
-from torsh_distributed.parallel.pipeline.layers import LayerGraph
+from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph
 
 
 def count_parameters(model: nn.Module, layers: Sequence[str]) -> list[float]:

@@ -16,7 +16,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.tensors import broadcast
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.pipeline.relay import run_through, share
+from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -27,7 +27,7 @@ from torsh_distributed.parallel.pipeline.schedule import (
 )
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
 from torsh_distributed.parallel.pipeline.tied import TiedGradients
-from torsh_distributed.parallel.pipeline.timing import Stopwatch, TimedStage
+from torsh_distributed.parallel.pipeline.timed_stage import ActionRecorder, TimedStage
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -70,7 +70,7 @@ class PipelineParallel:
         self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in self.built.items()}
         for index, stage in self.built.items():
             self.plan.adopt(index, stage)
-        self.stopwatch = Stopwatch(group.rank())
+        self.recorder = ActionRecorder(group.rank())
         self.tied = TiedGradients(self.plan, self.stage_of, self.built, group)
         self.module = LocalStages(self.built, self._run_everywhere, names_here=self.tied.names_here)
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
@@ -102,7 +102,7 @@ class PipelineParallel:
         if self._schedule is None:
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._microbatch_loss)
         losses: list[Tensor] = []
-        self.stopwatch.take()
+        self.recorder.take()
         self._scale = scale
         with events.phase("schedule"):
             with self._context():
@@ -133,7 +133,7 @@ class PipelineParallel:
     def forward(self, inputs: Any) -> Any:
         """The model's output for a batch of any size, on the last stage's rank; None on the others."""
         with self._context():
-            return run_through(
+            return run_stages(
                 self.stage_modules,
                 self._arguments(inputs),
                 stage_of=self.stage_of,
@@ -145,7 +145,7 @@ class PipelineParallel:
         """The model's output for a batch of any size, on every rank."""
         out = self.forward(inputs)
         owner = self.stage_of[len(self.plan.stages) - 1]
-        return share(out, owner, group=self.group, device=self.device)
+        return share_output(out, owner, group=self.group, device=self.device)
 
     def measured_timeline(self) -> Timeline:
         """The last step as it was: every rank's actions, from its own clock; every rank of the group calls this.
@@ -154,7 +154,7 @@ class PipelineParallel:
         """
         if self._measured is None:
             gathered = all_gather_object(
-                [(one.stage, one.kind, one.microbatch, one.start, one.end) for one in self.stopwatch.actions],
+                [(one.stage, one.kind, one.microbatch, one.start, one.end) for one in self.recorder.actions],
                 group=self.group,
             )
             self._measured = _timeline(gathered)
@@ -172,7 +172,7 @@ class PipelineParallel:
                 len(self.plan.stages),
                 self.device,
                 group=self.group,
-                stopwatch=self.stopwatch,
+                recorder=self.recorder,
             )
             for index, module in self.stage_modules.items()
         ]

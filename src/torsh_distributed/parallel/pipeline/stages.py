@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.pipeline.costs import count_parameters, estimate_work, measure_time
-from torsh_distributed.parallel.pipeline.layers import LayerGraph, is_number, trace_layers
+from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
 from torsh_distributed.parallel.pipeline.partition import partition
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacks import check_stacked, cut_stack, gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import check_stacked, cut_stack, gather_stack
 from torsh_distributed.parallel.state.whole_state import named_params, part_of, plain_name, whole
 from torsh_distributed.parallel.tensor.cut import Cut
 

@@ -18,7 +18,7 @@ from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer, re
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending
 from torsh_distributed.parallel.expert.balancing.placement import Placement, variation
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacks import gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import gather_stack
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig

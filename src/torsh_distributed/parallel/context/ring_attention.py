@@ -18,8 +18,6 @@ from torsh_distributed.comm.collectives.point_to_point import irecv, isend
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.parallel.context.order import chunks_of
 
-Span = tuple[int, int]
-
 
 def ring_attention(
     query: Tensor,
@@ -51,7 +49,7 @@ class _Ring(torch.autograd.Function):
         total = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device)
         held = torch.stack([key, value])
         for source in blocks.sources():
-            arriving = _Exchange(held, group) if source != blocks.last else None
+            arriving = _RingShift(held, group) if source != blocks.last else None
             for mine, theirs, is_diagonal in blocks.pairs(source):
                 scores = _scores(query[..., mine, :], held[0][..., theirs, :], scale, is_diagonal)
                 part = torch.logsumexp(scores, dim=-1)
@@ -75,7 +73,7 @@ class _Ring(torch.autograd.Function):
         # Gradients of keys and values travel with them, and are home after a whole round.
         carried = torch.zeros_like(held, dtype=torch.float32)
         for source in blocks.sources():
-            arriving = _Exchange(held, blocks.group) if source != blocks.last else None
+            arriving = _RingShift(held, blocks.group) if source != blocks.last else None
             for mine, theirs, is_diagonal in blocks.pairs(source):
                 keys, values = held[0][..., theirs, :].float(), held[1][..., theirs, :].float()
                 scores = _scores(query[..., mine, :], keys, scale, is_diagonal)
@@ -85,7 +83,7 @@ class _Ring(torch.autograd.Function):
                 change = weights * (here @ values.transpose(-1, -2) - inner[..., mine].unsqueeze(-1)) * scale
                 grad_query[..., mine, :] += change @ keys
                 carried[0][..., theirs, :] += change.transpose(-1, -2) @ query[..., mine, :].float()
-            carried = _Exchange(carried, blocks.group).wait()
+            carried = _RingShift(carried, blocks.group).wait()
             if arriving is not None:
                 held = arriving.wait()
         kind = query.dtype
@@ -108,21 +106,22 @@ class _Blocks:
     def pairs(self, source: int) -> list[tuple[slice, slice, bool]]:
         """Runs of own queries with runs of `source`'s keys, and whether the mask cuts through the pair."""
         found = []
-        for mine, (start, _) in self._runs(self.group.rank()):
-            for theirs, (other, _) in self._runs(source):
+        for mine, start in self._runs(self.group.rank()):
+            for theirs, other in self._runs(source):
                 if not self._is_causal or other <= start:
                     found.append((mine, theirs, self._is_causal and other == start))
         return found
 
-    def _runs(self, rank: int) -> list[tuple[slice, Span]]:
+    def _runs(self, rank: int) -> list[tuple[slice, int]]:
+        """Each run of positions that `rank` holds: where it lies on that rank, and its first position."""
         out, place = [], 0
         for start, stop in chunks_of(self._length, rank=rank, size=self.group.size()):
-            out.append((slice(place, place + stop - start), (start, stop)))
+            out.append((slice(place, place + stop - start), start))
             place += stop - start
         return out
 
 
-class _Exchange:
+class _RingShift:
     """Sends a tensor to the next rank of the ring and receives the previous one's."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:

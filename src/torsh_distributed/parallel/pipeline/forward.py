@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _MAX_DIMS = 8
 
 
-def run_through(
+def run_stages(
     stages: Mapping[int, nn.Module],
     inputs: tuple[Any, ...],
     *,
@@ -45,7 +45,7 @@ def run_through(
     return None
 
 
-def share(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+def share_output(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """The tensor of the owner (a rank of the group) on every rank of it, all of which call this."""
     source = dist.get_global_rank(group, owner)
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device) if value is None else _header(value)

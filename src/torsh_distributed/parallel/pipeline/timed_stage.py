@@ -20,7 +20,7 @@ _DETACHES_INPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @dataclass
-class Stopwatch:
+class ActionRecorder:
     """The actions of this rank's present step, on its monotonic clock."""
 
     rank: int
@@ -38,9 +38,9 @@ class TimedStage(PipelineStage):
     Before the first step torch finds out shapes by a forward on whatever lies in memory: that leaves no trace here.
     """
 
-    def __init__(self, *args: Any, stopwatch: Stopwatch, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: ActionRecorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stopwatch = stopwatch
+        self._recorder = recorder
 
     # The probe of torch 2.13, and that of torch 2.11; each has only one of them.
     @override
@@ -88,6 +88,6 @@ class TimedStage(PipelineStage):
 
     def _note(self, kind: Kind, microbatch: int, started: float) -> None:
         ended = time.monotonic()
-        self._stopwatch.actions.append(Action(self._stopwatch.rank, self.stage_index, kind, microbatch, started, ended))
+        self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
         if events.wanted(events.PhaseEvent):
             events.emit(events.PhaseEvent(phase="stage", start_s=started, duration_s=ended - started))
