@@ -1,4 +1,4 @@
-"""Typed events and the bus that carries them: `emit`, `subscribe`, `wanted`."""
+"""Typed events (`types`), the bus that delivers them (`bus`), and a file sink (`jsonl`)."""
 
 from torsh_distributed.events.bus import Handler, emit, subscribe, wanted
 from torsh_distributed.events.durations import each_in_phase, phase, waiting

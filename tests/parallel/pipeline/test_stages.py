@@ -101,7 +101,7 @@ class Twice(nn.Module):
     ("model", "message"),
     [
         (Branching(), r"the layers of Branching could not be traced(?s:.)*pipeline_layers\(\)"),
-        (Measuring(), "is a number or a shape, and a later stage needs it"),
+        (Measuring(), "is a number or a shape that a later stage needs"),
         (Twice(), "the layer layer runs more than once"),
     ],
 )
@@ -118,8 +118,8 @@ def test_a_model_may_name_its_layers_itself() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        (("blocks.7",), "blocks.7 is not a layer that a stage can begin with"),
-        (("blocks.1", "norm"), "2 split points make 3 stages, but 2 are wanted"),
+        (("blocks.7",), "blocks.7 is not a layer at which a stage can start"),
+        (("blocks.1", "norm"), "2 split points make 3 stages, but the plan needs 2"),
     ],
 )
 def test_wrong_split_points_are_refused(points: tuple[str, ...], message: str) -> None:

@@ -73,7 +73,7 @@ def check_models() -> None:
 
 
 def check_refusals() -> None:
-    with pytest.raises(ConfigurationError, match="the model has no table of positions that is known"):
+    with pytest.raises(ConfigurationError, match="no table of positions was found in the model"):
         ContextParallel(nn.Linear(2, 2), world_group())
     with pytest.raises(ConfigurationError, match="the model has no buffer angles"):
         ContextParallel(build("llama"), world_group(), tables=("angles",))
@@ -81,7 +81,7 @@ def check_refusals() -> None:
     with pytest.raises(TensorShapeMismatch, match="differ in length"):
         context.take((torch.zeros(1, 8), torch.zeros(1, 16)))
     heads = torch.zeros(1, 1, 2, 4)
-    with context.attending(), pytest.raises(FeatureNotAvailable, match="neither masks of its own nor dropout"):
+    with context.attending(), pytest.raises(FeatureNotAvailable, match="neither custom masks nor dropout"):
         functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
 
 
