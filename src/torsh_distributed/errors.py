@@ -208,7 +208,7 @@ class InvalidArgument(TorshError, ValueError):
 
 
 class RankOutOfBounds(InvalidArgument):
-    """A rank lies outside 0..world_size-1."""
+    """A rank is outside 0..world_size-1."""
 
     advice = (
         "ranks start at 0: the last one is world_size - 1",

@@ -135,5 +135,5 @@ def count_rows() -> list[int]:
     return [int(buffer) for buffer in pipe.module.buffers()]
 
 
-def test_finding_out_shapes_leaves_no_trace_in_the_stages(world: World) -> None:
+def test_shape_inference_leaves_no_trace_in_the_stages(world: World) -> None:
     assert world.run(count_rows) == [[6], [6]]

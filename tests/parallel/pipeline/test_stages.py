@@ -1,4 +1,4 @@
-"""Models cut into stages: same function, own names, refused where that cannot be."""
+"""Models cut into stages: the same function and names; models that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_stages_together_are_the_model(kind: str) -> None:
         assert names == set(model.state_dict())
 
 
-def test_blocks_are_shared_out_evenly_and_the_lookup_counts_little() -> None:
+def test_blocks_are_divided_evenly_and_an_embedding_costs_little() -> None:
     plan = split_into_stages(build("gpt", num_layers=4), 2)
     assert plan.stages[0].layers == ("token", "position", "blocks.0", "blocks.1")
     assert plan.stages[1].layers == ("blocks.2", "blocks.3", "norm", "head")
@@ -127,7 +127,7 @@ def test_wrong_split_points_are_refused(points: tuple[str, ...], message: str) -
         split_into_stages(build("gpt"), 2, balance="manual", split_points=points)
 
 
-def test_an_uneven_cut_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_uneven_cut_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         split_into_stages(build("gpt", num_layers=4), 3, balance="manual", split_points=("position", "norm"))
     assert "unbalanced" in caplog.text

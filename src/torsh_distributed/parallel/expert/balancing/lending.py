@@ -67,7 +67,7 @@ class Lending:
         return Lending(self.placement, (*self.borrowed[:rank], more, *self.borrowed[rank + 1 :]))
 
     def shares(self, rows: Sequence[int]) -> list[dict[int, int]]:
-        """By expert: how many of its rows each of its ranks computes, so that ranks are evenly loaded. rows: by expert.
+        """By expert: how many of its rows each of its ranks computes, so ranks are evenly loaded. rows: by expert.
 
         Experts on one rank are counted first; then lent experts, most rows first, fill up their ranks.
         """
