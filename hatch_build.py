@@ -23,7 +23,7 @@ class CoreBuildHook(BuildHookInterface[Any]):
         if self.target_name != "wheel":
             return
         native = _load(Path(self.root) / "src/torsh_distributed/native.py")
-        for part in native.PARTS:
+        for part in native.COMPILED_MODULES:
             problem = native.build(part.sources, part.target)
             if problem:
                 self.app.display_warning(f"{part.name} was not built: {problem}")

@@ -1,4 +1,4 @@
-"""The compiled parts: built from their sources, told from stale ones, done without where there is no compiler."""
+"""The compiled modules: built from their sources, not loaded if stale, optional without a compiler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.native import CODEC_KERNELS, PARTS, build, fingerprint, is_stale, load
+from torsh_distributed.native import CODEC_KERNELS, COMPILED_MODULES, build, fingerprint, is_stale, load
 
 
-def test_a_part_is_built_and_knows_its_sources(tmp_path: Path) -> None:
+def test_a_module_is_built_from_its_sources(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     target = tmp_path / "_kernels.abi3.so"
@@ -19,14 +19,14 @@ def test_a_part_is_built_and_knows_its_sources(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
-def test_every_part_has_sources_and_says_what_its_absence_costs() -> None:
-    for part in PARTS:
-        assert list(part.sources.glob("*.c"))
-        assert part.target.parent == part.sources.parent
-        assert part.without_it
+def test_every_module_has_sources_and_says_what_its_absence_costs() -> None:
+    for compiled in COMPILED_MODULES:
+        assert list(compiled.sources.glob("*.c"))
+        assert compiled.target.parent == compiled.sources.parent
+        assert compiled.without_it
 
 
-def test_a_part_from_other_sources_is_stale(tmp_path: Path) -> None:
+def test_a_module_from_other_sources_is_stale(tmp_path: Path) -> None:
     for path in CODEC_KERNELS.sources.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     version = fingerprint(CODEC_KERNELS.sources)
@@ -38,10 +38,10 @@ def test_a_part_from_other_sources_is_stale(tmp_path: Path) -> None:
 
 
 def test_only_what_was_built_from_the_sources_beside_it_is_loaded(tmp_path: Path) -> None:
-    for part in PARTS:
-        module = load(part)
-        assert module is None or fingerprint(part.sources) == module.VERSION
-        assert load(part._replace(target=part.target.with_name("_missing.abi3.so"))) is None
+    for compiled in COMPILED_MODULES:
+        module = load(compiled)
+        assert module is None or fingerprint(compiled.sources) == module.VERSION
+        assert load(compiled._replace(target=compiled.target.with_name("_missing.abi3.so"))) is None
     stale = CODEC_KERNELS._replace(sources=tmp_path)  # a folder without sources is not what it was built from
     assert load(stale) is None
 

@@ -15,7 +15,7 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
 from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending, worth_lending
-from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, dispatch, permute
+from torsh_distributed.parallel.expert.dispatch import ExchangeSizes, RowLayout, collect, dispatch, permute
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
@@ -52,7 +52,7 @@ def _time_dispatch(num_calls: int) -> Times:
     send = torch.bincount(experts.flatten() * group.size() // _CONFIG.num_experts, minlength=group.size()).tolist()
     receive = all_to_all_single(torch.tensor(send), group=group).tolist()
 
-    route = Route(send, receive, group)
+    route = ExchangeSizes(send, receive, group)
 
     def layout_now() -> RowLayout:
         return RowLayout.of(experts.flatten().argsort(stable=True), num_choices=2, num_tokens=_TOKENS)

@@ -1,7 +1,7 @@
-"""Names that a package offers without importing their modules: each is written once, in the package's `__init__.pyi`.
+"""Lazy exports: a package offers the names of its `__init__.pyi` and imports their modules on first use.
 
-Why: `import torsh_distributed` must not cost the second that all of its modules take, and type checkers need to see
-what the names are. They read the stub; so does this module, when the package is imported.
+Why: importing all modules takes more than a second, which `import torsh_distributed` must not cost. Type checkers read
+the stub, and so does this module, so each name is written once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 
 def exports(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of `package`, from the imports of the `__init__.pyi` beside its file.
+    """`__all__`, `__getattr__` and `__dir__` of `package`, from the imports in the `__init__.pyi` beside its file.
 
-    `from package.module import name as name` there means: import that module when `name` is first used. What the
-    package has already, such as a submodule that was imported, never comes here.
+    `from package.module import name as name` there means: import that module when `name` is first used. Python calls
+    `__getattr__` only for names that the package does not have yet.
     """
     module = sys.modules[package]
     assert module.__file__ is not None, "a package with a stub has a file"
@@ -32,11 +32,11 @@ def exports(package: str) -> tuple[list[str], Callable[[str], object], Callable[
         setattr(module, name, value)
         return value
 
-    return sorted(homes), get, lambda: sorted({*vars(module), *homes})
+    return sorted(homes), get, lambda: sorted({*vars(module), *module.__all__})
 
 
 def _homes(stub: Path) -> dict[str, str]:
-    """Name to the module that the stub imports it from."""
+    """Each name to the module that the stub imports it from."""
     return {
         alias.name: statement.module
         for statement in ast.parse(stub.read_text()).body

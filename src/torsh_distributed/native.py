@@ -1,8 +1,8 @@
-"""Builds the compiled parts: at install, through `hatch_build.py`, and by running this file.
+"""Builds and loads the compiled modules; `hatch_build.py` builds them at install, running this file builds them again.
 
-Imports nothing outside the standard library, for at install there is nothing else. Each part is one file for every
-Python from 3.11 on (the stable ABI) and needs no header of torch, so it fits any torch. What was not built is done
-without: every part has a portable twin.
+Imports only the standard library: at install there is nothing else. Each module is one file for Python 3.11 and later
+(the stable ABI) and needs no torch headers, so it works with any torch. Every module has a portable replacement, used
+where it is not built.
 """
 
 from __future__ import annotations
@@ -33,76 +33,76 @@ _FLAGS = (
 )
 
 
-class Part(NamedTuple):
-    """A compiled extension module, and the folder of C that it is made of."""
+class CompiledModule(NamedTuple):
+    """A compiled extension module and the folder of its C sources."""
 
     name: str
     sources: Path
     target: Path
     without_it: str
-    """What its absence costs, as a sentence for the one who installs."""
+    """What happens without it, as a sentence printed at install."""
 
 
-SHM_CORE = Part(
+SHM_CORE = CompiledModule(
     name="the shm backend's compiled core",
     sources=PACKAGE / "comm/backends/shm/native",
     target=PACKAGE / "comm/backends/shm/_core.abi3.so",
-    without_it="the portable core will be used; it is correct, but several times slower",
+    without_it="the portable core is used: correct, but several times slower",
 )
-CODEC_KERNELS = Part(
+CODEC_KERNELS = CompiledModule(
     name="the gradient codecs' compiled kernels",
     sources=PACKAGE / "compress/native",
     target=PACKAGE / "compress/_kernels.abi3.so",
-    without_it="torch's operators will be used; they give the same bytes, several times slower",
+    without_it="torch's operators are used: the same bytes, several times slower",
 )
-ADAM_KERNEL = Part(
+ADAM_KERNEL = CompiledModule(
     name="the compiled kernel of Adam on host memory",
     sources=PACKAGE / "parallel/native",
     target=PACKAGE / "parallel/_adam.abi3.so",
-    without_it="torch's fused kernel will be used; it gives the same results, more slowly on some processors",
+    without_it="torch's fused kernel is used: the same results, slower on some processors",
 )
-PARTS = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL)
+COMPILED_MODULES = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL)
 
 
 def fingerprint(sources: Path) -> int:
-    """A number that changes with every source file: a module built from others must not be taken for this one's."""
+    """A checksum of the C sources; a module built from other sources has another one."""
     code = 0
     for path in sorted((*sources.glob("*.c"), *sources.glob("*.h"))):
         code = zlib.crc32(path.read_bytes(), code)
-    return code & 0x7FFFFFFF | 1  # never 0, which stands for "not built"
+    return code & 0x7FFFFFFF | 1  # never 0, which means "not built"
 
 
-def is_stale(part: Part, version: int) -> bool:
-    """Whether a module of that version was built from other sources than those beside it; wheels carry none."""
-    return part.sources.exists() and fingerprint(part.sources) != version
+def is_stale(compiled: CompiledModule, version: int) -> bool:
+    """Whether a module of that version was built from sources other than those beside it; wheels have no sources."""
+    return compiled.sources.exists() and fingerprint(compiled.sources) != version
 
 
 @functools.cache
-def load(part: Part) -> Any | None:
-    """The compiled module, or None where there is none, or one of other sources than those beside it.
+def load(compiled: CompiledModule) -> Any | None:
+    """The compiled module; None if it was not built, or was built from other sources.
 
-    Any: it has no Python source; its docstrings give the arguments.
+    Any: it has no Python source; its docstrings describe the arguments.
     """
-    folder = part.target.relative_to(PACKAGE).parent
-    name = ".".join((PACKAGE.name, *folder.parts, part.target.name.partition(".")[0]))
+    folder = compiled.target.relative_to(PACKAGE).parent
+    name = ".".join((PACKAGE.name, *folder.parts, compiled.target.name.partition(".")[0]))
     try:
         module = importlib.import_module(name)
     except ImportError:
         return None
-    return None if is_stale(part, module.VERSION) else module
+    return None if is_stale(compiled, module.VERSION) else module
 
 
 def build(sources: Path, target: Path) -> str:
-    """Compile one part; returns why it could not be, or an empty string."""
+    """Compile one module; returns why that failed, or an empty string."""
     if sys.platform != "linux":
-        return f"it is written for Linux, this is {sys.platform}"
+        return f"it supports Linux only, this is {sys.platform}"
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     if not shutil.which(compiler[0]):
         return "no C compiler was found"
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").exists():
         return f"Python's headers are not in {include}"
-    # Written beside and renamed: a process that has the old one mapped keeps it.
+    # Written to another name and renamed: a process that has mapped the old file keeps it.
     fresh = target.with_suffix(f".{os.getpid()}.tmp")
     files = sorted(str(path) for path in sources.glob("*.c"))
     version = f"-DTSH_VERSION={fingerprint(sources)}"
@@ -116,8 +116,8 @@ def build(sources: Path, target: Path) -> str:
 
 
 def main() -> str:
-    """Build every part; returns what went wrong, or an empty string."""
-    problems = {part.name: build(part.sources, part.target) for part in PARTS}
+    """Build every module; returns what went wrong, or an empty string."""
+    problems = {compiled.name: build(compiled.sources, compiled.target) for compiled in COMPILED_MODULES}
     return "\n".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
 
 

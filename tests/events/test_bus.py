@@ -1,4 +1,4 @@
-"""The bus: typed delivery, no harm from handlers, almost nothing when nobody listens."""
+"""The bus: delivery by type, and handlers that fail without harm."""
 
 from __future__ import annotations
 

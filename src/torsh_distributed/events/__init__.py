@@ -1,8 +1,8 @@
-"""Typed events and the bus that carries them: `emit`, `subscribe`, `wanted`."""
+"""Typed events (`types`), the bus that delivers them (`bus`), and a file sink (`jsonl`)."""
 
 from torsh_distributed.events.bus import Handler, emit, subscribe, wanted
+from torsh_distributed.events.durations import each_in_phase, phase, waiting
 from torsh_distributed.events.jsonl import JsonlSink, to_record
-from torsh_distributed.events.spans import each_in_phase, phase, waiting
 from torsh_distributed.events.types import (
     AlertEvent,
     BucketEvent,

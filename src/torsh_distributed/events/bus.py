@@ -1,8 +1,7 @@
-"""The event bus: the one instrumentation point of the library.
+"""The event bus: the only instrumentation point of the library.
 
-Layers emit what happened; metrics, traces and dashboards subscribe. An emit without a subscriber
-is one look at a tuple, so instrumentation can stay in the hot path; where building the event would
-itself cost, guard it with `wanted`.
+Layers emit what happened; metrics, traces and dashboards subscribe. Without a subscriber, emitting checks one tuple, so
+instrumentation can stay in the hot path; if building the event is expensive, ask `wanted` first.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ Handler = Callable[[Event], None]
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-# Rebuilt as a new tuple on every change, so that emit reads it without a lock.
+# Replaced by a new tuple on every change, so emit reads it without a lock.
 _subscriptions: tuple[tuple[Handler, tuple[type[Event], ...]], ...] = ()
 
 
 def emit(event: Event) -> None:
-    """Hand `event` to every subscriber of its type, in the caller's thread.
+    """Pass `event` to every subscriber of its type, in the caller's thread.
 
-    A handler that raises is reported to `logging` and the others still run: observing never breaks training.
+    If a handler raises, the error is logged and the others still run: observing never breaks training.
     """
     if not _subscriptions:
         return
@@ -33,18 +32,18 @@ def emit(event: Event) -> None:
             try:
                 handler(event)
             except Exception:
-                _log.exception("an event handler failed on %s; training goes on", type(event).__name__)
+                _log.exception("an event handler failed on %s; training continues", type(event).__name__)
 
 
 def wanted(kind: type[Event]) -> bool:
-    """Whether anyone would receive an event of this type: ask before building a costly one."""
+    """Whether an event of this type has a subscriber; ask before building an expensive one."""
     if not _subscriptions:
         return False
     return any(not types or issubclass(kind, types) for _, types in _subscriptions)
 
 
 def subscribe(handler: Handler, *types: type[Event]) -> Callable[[], None]:
-    """Call `handler` for every event of `types` (all, if none is given); returns the function that ends it."""
+    """Call `handler` for every event of `types` (default: all); returns a function that unsubscribes it."""
     global _subscriptions
     entry = (handler, types)
     with _lock:

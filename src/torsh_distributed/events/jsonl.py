@@ -1,7 +1,7 @@
 """The JSON-lines sink: every process appends its events to `dir/rank-<R>.jsonl`.
 
-Lines are gathered in memory and written whole, with one append, at least every second and at exit;
-after SIGKILL the file is complete up to the last flush and holds no torn line of ours.
+Lines are buffered and written with one append at least every second and at exit; after SIGKILL the file is complete up
+to the last flush and has no partial line.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MAX_PENDING_LINES = 10_000
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """The event as JSON-ready fields: `time`, `rank`, `type`, then its own."""
-    # Not dataclasses.asdict: it copies deeply, and took most of the sink's time.
+    """The event as plain JSON values: `time`, `rank`, `type`, then its own fields."""
+    # Not dataclasses.asdict: its deep copies took most of the sink's time.
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     return {"time": fields.pop("time"), "rank": fields.pop("rank"), "type": event.kind, **fields}
 
 
 class JsonlSink:
-    """Append events to a file per rank, buffered, flushed every `interval_s` and at exit.
+    """Appends events to one file per rank, buffered, flushed every `interval_s` and at exit.
 
-    The file is chosen at each flush by the rank then known: early events go with the rest. A process
-    that never gets a rank, such as a launcher, writes `launcher-<pid>.jsonl`.
-    Memory is bounded: at 10,000 pending lines the emitting thread writes them itself.
+    Each flush uses the rank known then, so events from before the rank was set go to the same file. A process without
+    a rank, such as a launcher, writes `launcher-<pid>.jsonl`. Memory is bounded: at 10,000 pending lines the emitting
+    thread writes them itself.
     """
 
     def __init__(self, directory: str | Path, *, interval_s: float = 1.0) -> None:
@@ -56,19 +56,19 @@ class JsonlSink:
         except OSError as error:
             raise IoError(
                 "the events directory cannot be used",
-                hint="set TORSH_EVENTS_DIR to a directory this user may write",
+                hint="set TORSH_EVENTS_DIR to a directory that this user can write",
                 directory=str(self._directory),
                 reason=str(error),
             ) from error
         self._unsubscribe = subscribe(self._take)
-        # Started lazily in the process that emits, so that a fork before the first event is harmless.
+        # Started in the process that emits first, so a fork before the first event is harmless.
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         atexit.register(self.close)
 
     @property
     def path(self) -> Path:
-        """Where this process's events go now."""
+        """The file that this process's events go to now."""
         rank = current_rank()
         return self._directory / (f"rank-{rank}.jsonl" if rank >= 0 else f"launcher-{os.getpid()}.jsonl")
 
@@ -95,7 +95,7 @@ class JsonlSink:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending with one append."""
+        """Write pending lines with one append."""
         with self._write_lock:
             with self._lock:
                 lines, self._pending = self._pending, []
@@ -115,7 +115,7 @@ class JsonlSink:
                     _log.warning("events are being lost: %s cannot be written: %s", self.path, error)
 
     def close(self) -> None:
-        """Flush and stop. Called at interpreter exit too; closing twice does nothing."""
+        """Flush and stop; also called at interpreter exit. Closing again does nothing."""
         self._unsubscribe()
         self._wake.set()
         thread = self._thread

@@ -1,7 +1,7 @@
-"""The events: immutable records of what happened, with numbers in named units.
+"""The events: immutable records of what happened, with units in the field names.
 
-Every event carries the wall-clock `time` of its creation and the `rank` it happened on (-1 before
-the rank is known). A field that was not measured is None, never a plausible constant.
+Every event has the wall-clock `time` of its creation and the `rank` it happened on (-1 before the rank is known). A
+field that was not measured is None.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 Phase = Literal["data", "forward", "backward", "optimizer", "schedule", "stage"]
-"""The parts of a step. A schedule is a pipeline's, from first microbatch to last; a stage computes inside it."""
+"""The parts of a step. A pipeline's schedule runs from first to last microbatch; stages compute inside it."""
 
 _rank = -1
 
 
 def set_rank(rank: int) -> None:
-    """Say which rank this process is; events made from here on carry it."""
+    """Set the rank of this process, for events created from now on."""
     global _rank
     _rank = rank
 
 
 def current_rank() -> int:
-    """The rank that new events carry."""
+    """The rank of new events."""
     return _rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """What every event has: when it happened, and where."""
+    """The fields of every event: when and where it happened."""
 
     kind: ClassVar[str] = "event"
 
     time: float = field(default_factory=_clock.time)
-    """Wall-clock seconds since the epoch, to line up ranks; durations come from a monotonic clock."""
+    """Wall-clock seconds since the epoch, to align ranks; durations come from a monotonic clock."""
 
     rank: int = field(default_factory=current_rank)
-    """The rank in the world, or -1 before it is known (also in launchers)."""
+    """The rank in the world; -1 before it is known, and in launchers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent(Event):
-    """One optimizer update was done, or skipped after an overflow of fp16."""
+    """One optimizer update was done, or skipped after an fp16 overflow."""
 
     kind: ClassVar[str] = "step"
 
@@ -50,20 +50,20 @@ class StepEvent(Event):
     loss: float | None = None
     duration_s: float
     comm_s: float | None = None
-    """Seconds the step spent waiting for communication, where that is measured."""
+    """Seconds the step waited for communication, if measured."""
     num_samples: int | None = None
     num_tokens: int | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     loss_scale: float | None = None
-    """What the loss was multiplied with before backward, under fp16."""
+    """Factor of the loss before backward, with fp16."""
     is_skipped: bool = False
-    """Whether gradients overflowed: parameters are as before, and the step is tried again with the next batch."""
+    """Whether gradients overflowed: parameters are unchanged, and the next batch repeats the step number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveEvent(Event):
-    """One collective or point-to-point operation ended, well or not."""
+    """One collective or point-to-point operation ended, with or without an error."""
 
     kind: ClassVar[str] = "collective"
 
@@ -81,7 +81,7 @@ class CollectiveEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEvent(Event):
-    """A part of a step ended. Parts of one thread lie inside one another or apart."""
+    """A part of a step ended. Phases of one thread are nested or disjoint."""
 
     kind: ClassVar[str] = "phase"
 
@@ -93,9 +93,9 @@ class PhaseEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitEvent(Event):
-    """A thread was held up by an operation of a group: in the call, or when it waited for one it had started.
+    """A thread waited for an operation of a group: in the call, or later for one it had started.
 
-    From the backends of this library, for all who use them: DDP, FSDP2, DTensor and pipelines of torch as well.
+    The library's backends emit it for all callers, including torch's DDP, FSDP2, DTensor and pipelines.
     """
 
     kind: ClassVar[str] = "wait"
@@ -103,9 +103,9 @@ class WaitEvent(Event):
     op: str
     group: str
     num_started: int
-    """Operations that began with it: 1 in the call, 0 in a later wait."""
+    """Operations started: 1 in the call, 0 in a later wait."""
     num_bytes: int
-    """Size of the tensors that the operation fills on this rank; a reduce-scatter counts before the cut."""
+    """Size of the tensors that the operation fills on this rank; for reduce-scatter, of its input."""
     start_s: float
     """Monotonic clock."""
     duration_s: float
@@ -165,13 +165,13 @@ class MembershipEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingEvent(Event):
-    """A mixture-of-experts layer routed a batch; numbers are of all ranks that share it."""
+    """A mixture-of-experts layer routed a batch; numbers cover all ranks that share it."""
 
     kind: ClassVar[str] = "routing"
 
     num_tokens: int
     num_routed: int
-    """Choices of experts that were computed; each token makes one or more."""
+    """Choices of experts that were computed; each token has one or more."""
     num_dropped: int
     load: tuple[int, ...]
     """Rows of each expert."""
@@ -201,21 +201,21 @@ class RebalanceEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LendingEvent(Event):
-    """Other experts than before are lent to ranks that have less to do; loads are shares of all rows."""
+    """The experts lent to less busy ranks changed; loads are shares of all rows."""
 
     kind: ClassVar[str] = "lending"
 
     layer: str
     borrowed: tuple[tuple[int, ...], ...]
-    """By rank of the group: the experts of other ranks that it computes as well."""
+    """By rank of the group: the experts of other ranks that it computes too."""
     max_load_before: float
-    """Of the busiest rank, if nothing were lent."""
+    """Of the busiest rank, without lending."""
     max_load_after: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PressureEvent(Event):
-    """Memory under a budget ran short and something was done about it; the bytes were counted on both sides."""
+    """Memory under a budget ran short and offload reacted; bytes are measured before and after."""
 
     kind: ClassVar[str] = "pressure"
 
@@ -241,7 +241,7 @@ class DecisionEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlertEvent(Event):
-    """Something needs a person's attention."""
+    """Something needs attention from a person."""
 
     kind: ClassVar[str] = "alert"
 
@@ -252,7 +252,7 @@ class AlertEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogEvent(Event):
-    """A line of prose, for the record beside the numbers."""
+    """A log message, kept with the numbers."""
 
     kind: ClassVar[str] = "log"
 

@@ -9,19 +9,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torsh_distributed.parallel.expert import layer as layer_module
-from torsh_distributed.parallel.expert.grouped import Segment, ends_of, grouped_linear, segmented_linear, segments_of
+from torsh_distributed.parallel.expert.grouped import (
+    ExpertSegment,
+    ends_of,
+    grouped_linear,
+    segmented_linear,
+    segments_of,
+)
 from torsh_distributed.parallel.expert.layer import MoELayer
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
-def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor, segments: tuple[ExpertSegment, ...]) -> Tensor:
     made = [rows[one.start : one.stop] @ weight[one.expert] + bias[one.expert] for one in segments]
     return torch.cat([rows @ weight[0] * 0, *made])[len(rows) :]
 
 
 @settings(max_examples=40)
 @given(counts=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=3))
-def test_segments_are_computed_as_one_by_one(counts: list[list[int]]) -> None:
+def test_segments_equal_a_product_for_each_expert(counts: list[list[int]]) -> None:
     """Experts come back once for each source, and some have no row at all."""
     torch.manual_seed(0)
     segments = segments_of(counts)
@@ -55,7 +61,7 @@ def test_the_grouped_product_is_the_segmented_one() -> None:
 
 
 @pytest.mark.parametrize("overflow", ["none", "drop"])
-def test_a_layer_gives_the_same_by_the_grouped_product(monkeypatch: pytest.MonkeyPatch, overflow: str) -> None:
+def test_a_layer_with_the_grouped_product_has_the_same_output(monkeypatch: pytest.MonkeyPatch, overflow: str) -> None:
     config = ExpertConfig(num_experts=4, overflow=overflow, capacity_factor=0.8)  # type: ignore[arg-type]
     torch.manual_seed(2)
     layer, tokens = MoELayer(8, 16, config), torch.randn(20, 8)

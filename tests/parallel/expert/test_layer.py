@@ -183,7 +183,7 @@ def test_a_rerouted_token_goes_to_the_least_loaded_expert_at_half_weight() -> No
         torch.testing.assert_close(out[token], factor * probabilities[token] * (hidden @ layer.experts.down[expert]))
 
 
-def test_entropy_and_balance_tell_an_undecided_gate_from_a_sure_one() -> None:
+def test_entropy_and_balance_loss_distinguish_an_undecided_gate_from_a_certain_one() -> None:
     layer = layer_of(ExpertConfig(num_experts=4, overflow="none"))
     tokens = tokens_of_all(64)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_entropy_and_balance_tell_an_undecided_gate_from_a_sure_one() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh", "swiglu"])
-def test_gradients_are_those_of_differences_for_every_activation(activation: Any) -> None:
+def test_gradients_match_finite_differences_for_every_activation(activation: Any) -> None:
     layer = layer_of(ExpertConfig(num_experts=3, overflow="none"), activation=activation, output_dim=2)
 
     def run(tokens: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_gradients_are_those_of_differences_for_every_activation(activation: Any
 
 
 @pytest.mark.parametrize("initialization", ["xavier", "kaiming", "normal", "uniform", "truncated_normal"])
-def test_experts_are_drawn_as_asked(initialization: Any) -> None:
+def test_experts_are_initialised_as_configured(initialization: Any) -> None:
     torch.manual_seed(0)
     layer = MoELayer(64, 256, ExpertConfig(num_experts=4, initialization=initialization))
     expected = {
@@ -223,7 +223,7 @@ def test_experts_are_drawn_as_asked(initialization: Any) -> None:
     assert not torch.equal(layer.experts.up[0], layer.experts.up[1])
 
 
-def test_a_layer_on_the_meta_device_can_be_made_later() -> None:
+def test_a_layer_on_the_meta_device_can_be_materialised_later() -> None:
     with torch.device("meta"):
         layer = MoELayer(DIM, HIDDEN, ExpertConfig(num_experts=4, gate_groups=2, gate_grouping="learned"))
     assert layer.experts.up.is_meta
@@ -253,7 +253,7 @@ def test_autocast_computes_experts_in_its_dtype() -> None:
     assert layer.experts.up.grad.dtype == torch.float32
 
 
-def test_a_batch_is_an_event() -> None:
+def test_a_batch_emits_a_routing_event() -> None:
     seen: list[events.RoutingEvent] = []
     end = events.subscribe(seen.append, events.RoutingEvent)  # type: ignore[arg-type]
     layer = layer_of(ExpertConfig(num_experts=4, capacity_factor=0.5))
@@ -279,12 +279,12 @@ def test_more_choices_than_experts_are_clamped_with_a_warning_by_hand_and_refuse
         ExpertConfig(num_experts=3, num_experts_per_token=5)
 
 
-def test_what_a_layer_cannot_be_is_refused() -> None:
+def test_invalid_layers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"capacity_factor.*above 0"):
         ExpertConfig(capacity_factor=0.0)
     with pytest.raises(InvalidArgument, match="hidden_dim must be at least 1"):
         MoELayer(DIM, 0)
-    with pytest.raises(InvalidArgument, match=r"no activation 'cos'"):
+    with pytest.raises(InvalidArgument, match=r"unknown activation 'cos'"):
         MoELayer(DIM, HIDDEN, activation="cos")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="before the first forward"):
         MoELayer(DIM, HIDDEN).stats()

@@ -24,7 +24,7 @@ def gpt() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """A head that is the embedding, a frozen layer, a parameter that is never used, a layer that is used twice."""
+    """A head tied to the embedding, a frozen layer, an unused parameter, and a layer that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def build(name: str = "gpt") -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batches(num: int = STEPS, size: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
-    """Counting up in steps of one to three, from anywhere: there is something to learn."""
+    """Sequences that count up in steps of one to three from a random start, so there is something to learn."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(num):
         start = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
@@ -82,7 +82,7 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def plain(name: str = "gpt", *, clip: float | None = None, size: int = 4) -> list[float]:
-    """torch alone: the losses to reach."""
+    """The expected losses, from plain torch."""
     model, optimizer = build(name)
     losses = []
     for ids, targets in batches(size=size):
@@ -97,7 +97,7 @@ def plain(name: str = "gpt", *, clip: float | None = None, size: int = 4) -> lis
 
 
 def config(**changes: Any) -> OffloadConfig:
-    """A device that holds the GPT's own parameters and a layer at work, and host memory for all of it."""
+    """A device budget for the GPT's root unit and one layer in use, and host memory for everything."""
     base = {"enabled": True, "gpu_memory_budget_gb": 42 * KB, "cpu_memory_budget_gb": 2000 * KB}
     return OffloadConfig(**{**base, **changes})
 

@@ -1,4 +1,4 @@
-"""One process: training under offload is training, the budgets are kept, and the model stays a model."""
+"""Offload in one process: the losses of training without it, memory within the budgets, an unchanged model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_lossless_reports_the_ratio_it_reached() -> None:
     assert stats.host.peak_bytes <= stats.host.budget_bytes
 
 
-def test_the_disk_is_used_for_real(tmp_path: Path) -> None:
+def test_state_beyond_host_memory_is_read_from_and_written_to_disk(tmp_path: Path) -> None:
     losses, stats, _ = offloaded(disk_dir=str(tmp_path), cpu_memory_budget_gb=60 * KB)
     assert losses == pytest.approx(plain(), abs=1e-6)
     assert stats.disk is not None
@@ -71,7 +71,7 @@ def test_the_disk_is_used_for_real(tmp_path: Path) -> None:
 
 
 def test_the_device_holds_no_more_than_its_budget_at_any_moment() -> None:
-    """Counted from the storages themselves, not from the ledger."""
+    """Counted from the storages themselves, not from the budget."""
     model, optimizer = build()
     with PagedDataParallel(model, config()) as paged:
         optimizer = paged.offload_optimizer(optimizer)
@@ -200,7 +200,7 @@ class Breaks(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def test_training_goes_on_after_a_backward_that_raised() -> None:
+def test_training_continues_after_a_backward_that_raised() -> None:
     model, optimizer = build()
     losses = []
     with PagedDataParallel(model, config()) as paged:
@@ -216,18 +216,18 @@ def test_training_goes_on_after_a_backward_that_raised() -> None:
             optimizer.step()
             losses.append(loss.item())
         assert paged.stats().device.peak_bytes <= 42 * 1024
-        with pytest.raises(InvalidArgument, match="takes no further parameters"):
+        with pytest.raises(InvalidArgument, match="accepts no further parameters"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert losses == pytest.approx(plain(), abs=1e-6)
 
 
-def test_a_parameter_used_while_it_is_away_fails_by_its_shape() -> None:
+def test_a_parameter_used_while_evicted_fails_on_its_shape() -> None:
     model, _ = build()
     with PagedDataParallel(model, config()), pytest.raises(RuntimeError, match="size"):
         nn.functional.linear(torch.ones(16), model.blocks[0].projection.weight) + torch.ones(16)
 
 
-def test_pressure_is_answered_rung_by_rung(tmp_path: Path) -> None:
+def test_memory_pressure_is_relieved_in_order(tmp_path: Path) -> None:
     seen: list[events.PressureEvent] = []
     end = events.subscribe(seen.append, events.PressureEvent)  # type: ignore[arg-type]
     try:
@@ -254,12 +254,12 @@ def test_pressure_is_answered_rung_by_rung(tmp_path: Path) -> None:
 
 def test_a_budget_too_small_for_one_layer_is_refused_with_the_numbers() -> None:
     model, _ = build()
-    with pytest.raises(MemoryAllocationFailed, match=r"10240 bytes is too small for blocks\.\d: at work it needs \d+"):
+    with pytest.raises(MemoryAllocationFailed, match=r"10240 bytes is too small for blocks\.\d: in use it needs \d+"):
         PagedDataParallel(model, config(gpu_memory_budget_gb=10 * KB))
     assert all(param.numel() for param in model.parameters()), "the model is as it was"
 
 
-def test_host_memory_that_is_too_small_is_refused_and_what_fits_is_named(tmp_path: Path) -> None:
+def test_host_memory_that_is_too_small_is_refused_with_a_form_that_fits(tmp_path: Path) -> None:
     model, _ = build()
     with pytest.raises(MemoryAllocationFailed, match=r"would fit as int8 \(\d+ bytes\)"):
         PagedDataParallel(model, config(cpu_memory_budget_gb=60 * KB))
@@ -270,7 +270,7 @@ def test_host_memory_that_is_too_small_is_refused_and_what_fits_is_named(tmp_pat
 def test_what_offload_cannot_do_is_refused() -> None:
     model, optimizer = build()
     with PagedDataParallel(model, config()) as paged:
-        with pytest.raises(InvalidArgument, match="with Adam or AdamW, not with SGD"):
+        with pytest.raises(InvalidArgument, match="supports Adam and AdamW, not SGD"):
             paged.offload_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(InvalidArgument, match="takes no closure"):
             paged.offload_optimizer(optimizer).step(lambda: 0.0)

@@ -48,7 +48,7 @@ def train(kind: str, schedule: str, num_steps: int = 3) -> list[float]:
 def check_order(pipe: PipelineParallel) -> None:
     """What ran is what was planned, action by action; and there was a bubble to measure."""
     planned = list(chain(*planned_order(pipe.config, pipe.group.size())[pipe.group.rank()]))
-    assert [(one.stage, one.kind, one.microbatch) for one in pipe.stopwatch.actions] == planned
+    assert [(one.stage, one.kind, one.microbatch) for one in pipe.recorder.actions] == planned
     assert 0 < pipe.measured_timeline().bubble < 1
     assert pipe.computed_timeline().num_ranks == pipe.measured_timeline().num_ranks
 
@@ -92,7 +92,7 @@ def refuse() -> None:
         pipe.step({"idx": inputs}, targets)
     with pytest.raises(InvalidArgument, match="forward takes ids, but the batch has 2 inputs"):
         pipe.step((inputs, inputs), targets)
-    with pytest.raises(InvalidArgument, match="called without gradients only"):
+    with pytest.raises(InvalidArgument, match="without gradients only"):
         pipe.module(inputs)
     with pytest.raises(ConfigurationError, match="10 stages need as many layers, but the model has 8"):
         group = dist.group.WORLD
@@ -135,5 +135,5 @@ def count_rows() -> list[int]:
     return [int(buffer) for buffer in pipe.module.buffers()]
 
 
-def test_finding_out_shapes_leaves_no_trace_in_the_stages(world: World) -> None:
+def test_shape_inference_leaves_no_trace_in_the_stages(world: World) -> None:
     assert world.run(count_rows) == [[6], [6]]

@@ -1,4 +1,4 @@
-"""Schedules on a clock: bubbles in closed form, dependencies kept."""
+"""Schedules on a time axis: bubbles match their formulas, and dependencies hold."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_schedule_computed_with_its_own_costs_is_itself() -> None:
         assert compute_timeline(config(schedule, 8), 2, costs=timeline.costs) == timeline
 
 
-def test_what_a_schedule_pairs_is_sent_on_together() -> None:
+def test_results_of_paired_steps_are_sent_together() -> None:
     """As torch runs it: the forward of a pair waits for the pair's backward before the next stage gets it."""
     order = {0: [((0, "F", 0),), ((0, "F", 1), (0, "B", 0))], 1: [((1, "F", 0),), ((1, "B", 0),), ((1, "F", 1),)]}
     timeline = lay_out(order)  # type: ignore[arg-type]
@@ -79,6 +79,6 @@ def test_an_empty_timeline_has_no_bubble() -> None:
     assert Timeline((), 2).bubble == lay_out({}).bubble == 0.0
 
 
-def test_what_torch_refuses_is_said_in_our_words() -> None:
+def test_settings_that_torch_refuses_are_configuration_errors() -> None:
     with pytest.raises(ConfigurationError, match=r"pipeline.schedule dual_pipe_v: .*(?s:.)*num_microbatches=2"):
         compute_timeline(config("dual_pipe_v", 2), 4)

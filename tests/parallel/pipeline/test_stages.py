@@ -1,4 +1,4 @@
-"""Models cut into stages: same function, own names, refused where that cannot be."""
+"""Models cut into stages: the same function and names; models that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_stages_together_are_the_model(kind: str) -> None:
         assert names == set(model.state_dict())
 
 
-def test_blocks_are_shared_out_evenly_and_the_lookup_counts_little() -> None:
+def test_blocks_are_divided_evenly_and_an_embedding_costs_little() -> None:
     plan = split_into_stages(build("gpt", num_layers=4), 2)
     assert plan.stages[0].layers == ("token", "position", "blocks.0", "blocks.1")
     assert plan.stages[1].layers == ("blocks.2", "blocks.3", "norm", "head")
@@ -101,7 +101,7 @@ class Twice(nn.Module):
     ("model", "message"),
     [
         (Branching(), r"the layers of Branching could not be traced(?s:.)*pipeline_layers\(\)"),
-        (Measuring(), "is a number or a shape, and a later stage needs it"),
+        (Measuring(), "is a number or a shape that a later stage needs"),
         (Twice(), "the layer layer runs more than once"),
     ],
 )
@@ -118,8 +118,8 @@ def test_a_model_may_name_its_layers_itself() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        (("blocks.7",), "blocks.7 is not a layer that a stage can begin with"),
-        (("blocks.1", "norm"), "2 split points make 3 stages, but 2 are wanted"),
+        (("blocks.7",), "blocks.7 is not a layer at which a stage can start"),
+        (("blocks.1", "norm"), "2 split points make 3 stages, but the plan needs 2"),
     ],
 )
 def test_wrong_split_points_are_refused(points: tuple[str, ...], message: str) -> None:
@@ -127,7 +127,7 @@ def test_wrong_split_points_are_refused(points: tuple[str, ...], message: str) -
         split_into_stages(build("gpt"), 2, balance="manual", split_points=points)
 
 
-def test_an_uneven_cut_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_uneven_cut_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         split_into_stages(build("gpt", num_layers=4), 3, balance="manual", split_points=("position", "norm"))
     assert "unbalanced" in caplog.text

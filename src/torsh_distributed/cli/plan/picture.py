@@ -34,7 +34,7 @@ def draw_plan(layout: MeshLayout, timeline: Timeline | None, path: Path, *, titl
     parts = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     _paint_mesh(parts[0], layout)
     if timeline is not None:
-        from torsh_distributed.parallel.pipeline.draw import paint_schedule
+        from torsh_distributed.parallel.pipeline.schedule_drawing import paint_schedule
 
         paint_schedule(parts[1], timeline, title)
     figure.savefig(path, dpi=120)

@@ -19,13 +19,13 @@ from torsh_distributed.parallel.composed.split_model import Composed, Context
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
-from torsh_distributed.parallel.context.parallel import require_positions
+from torsh_distributed.parallel.context.context_parallel import require_positions
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
-from torsh_distributed.parallel.expert.spreading import experts_apart, spread_experts
-from torsh_distributed.parallel.expert.staged_loss import CarriedLoss
+from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts
+from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
@@ -109,7 +109,7 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 seed=plan.training.seed,
                 broadcast_buffers=plan.ddp.broadcast_buffers,
                 compression=plan.compress,
-                separate=experts_apart(model, mesh),
+                separate=expert_sharding(model, mesh),
             )
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:
@@ -126,9 +126,9 @@ def _pipelined(
     wraps: list[Wrap] = []
     if plan.mesh.tp > 1 and plan.tensor.sequence_parallel:
         wraps.append(sequence_edges(stages, mesh.slice("tp")))
-    carried = CarriedLoss(len(stages.stages)) if moe_layers(model) else None
+    carried = StagedAuxiliaryLoss(len(stages.stages)) if moe_layers(model) else None
     if carried is not None:
-        wraps.append(carried.around(None))
+        wraps.append(carried.wrap_stage)
     shards = StageShards(model, plan, mesh) if plan.mesh.shard > 1 else None
     if shards is not None:
         wraps.append(shards.shard)
@@ -145,7 +145,7 @@ def _pipelined(
         average=StageAverage(pipe.module, plan, mesh, device),
         shards=shards,
         context=context,
-        adding=carried.adding if carried is not None else None,
+        adding=carried.wrap_loss if carried is not None else None,
         device=device,
     )
 

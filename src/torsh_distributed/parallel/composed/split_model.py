@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.expert.stacked_experts import spread_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over

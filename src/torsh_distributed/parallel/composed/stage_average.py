@@ -14,7 +14,7 @@ from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.ddp import REDUCE_DTYPES, can_divide_last, refuse_what_cannot_be_compressed
 from torsh_distributed.parallel.data.gradient_sync import GradientSync, gradients_held
-from torsh_distributed.parallel.expert.stacks import spread_params
+from torsh_distributed.parallel.expert.stacked_experts import spread_params
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.state.whole_state import named_params

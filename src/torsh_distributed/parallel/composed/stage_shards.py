@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.expert.spreading import experts_apart
+from torsh_distributed.parallel.expert.spreading import expert_sharding
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.wrapping import ignored_modules, pieces_of
 from torsh_distributed.parallel.pipeline import StagePlan
@@ -47,7 +47,7 @@ class StageShards:
             # As in a pipeline of replicas: each uses its own buffers.
             broadcast_buffers=False,
             compression=self._plan.compress,
-            separate=experts_apart(stage, self._mesh),
+            separate=expert_sharding(stage, self._mesh),
         )
         return stage
 

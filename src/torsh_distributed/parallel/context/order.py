@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank has. Pure."""
+"""Which positions of a sequence each rank has. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torsh_distributed.errors import TensorShapeMismatch
 
 
 def chunks_of(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of the runs of positions that `rank` among `size` has, in a sequence of `length`.
+    """Start and stop of the chunks of positions that `rank` of `size` has, in a sequence of `length`.
 
-    Two runs, one from each end, where the length allows it: under a causal mask late positions attend to more, so that
-    halves from both ends give every rank the same work. Otherwise one run.
+    Two chunks, one from each end, if the length allows it: under a causal mask later positions attend to more, so
+    chunks from both ends give every rank the same work. Otherwise one chunk.
     """
     if length % (2 * size) == 0:
         step = length // (2 * size)
@@ -23,13 +23,13 @@ def chunks_of(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], ..
         return ((rank * step, (rank + 1) * step),)
     raise TensorShapeMismatch(
         f"mesh.cp {size}: a sequence of {length} does not split over {size} ranks",
-        hint=f"make it a multiple of {2 * size}, at which all ranks have the same work",
+        hint=f"make it a multiple of {2 * size}, which gives all ranks the same work",
         length=length,
     )
 
 
 def take_positions(tensor: Tensor, dim: int, *, length: int, rank: int, size: int) -> Tensor:
-    """The rank's positions along `dim`, a copy; what lies beyond `length` is left out."""
+    """A copy of the rank's positions along `dim`; positions beyond `length` are left out."""
     runs = [tensor.narrow(dim, start, stop - start) for start, stop in chunks_of(length, rank=rank, size=size)]
     return torch.cat(runs, dim=dim)
 

@@ -1,4 +1,7 @@
-"""Mixture of experts: layers whose experts are spread over ranks."""
+"""Mixture of experts: layers whose experts are spread over ranks.
+
+Read `layer` first, then `routing` (which experts), `dispatch` (tokens to them), `experts` and `balancing`.
+"""
 
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer, rebalance
 from torsh_distributed.parallel.expert.balancing.lending import Lending, worth_lending

@@ -1,7 +1,7 @@
-"""Tokens to their experts and back: sorted into rows, exchanged between ranks, weighed and added up.
+"""Sends tokens to their experts and back: sorts them into rows, exchanges rows between ranks, adds up weighted results.
 
-Each step has its own backward made of gathers alone: rows are a permutation of the admitted choices, so nothing is
-scattered or added twice, and the result does not depend on the order in which threads finish.
+Each step has its own backward that only gathers: rows are a permutation of the admitted choices, so nothing is
+scattered, and the result does not depend on the order in which threads finish.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torsh_distributed.comm.collectives.rows import gather_to_all, sum_from_all,
 
 
 @dataclass(frozen=True)
-class Route:
-    """How many rows go from this rank to each of a group, and come from each."""
+class ExchangeSizes:
+    """How many rows this rank sends to each rank of a group, and receives from each."""
 
     send: list[int]
     receive: list[int]
@@ -32,7 +32,7 @@ class Route:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which row holds which choice of which token. Not every choice needs to have a row."""
+    """Which row holds which choice of which token; dropped choices have no row."""
 
     choice_of_row: Tensor
     """(rows,): index into the flattened (choices, tokens)."""
@@ -41,17 +41,17 @@ class RowLayout:
     """(rows,)"""
 
     rows_of_tokens: Tensor
-    """The rows of each token, token after token: (tokens, choices), or (rows,) where some are dropped."""
+    """The rows of each token, in order of tokens: (tokens, choices), or (rows,) if some are dropped."""
 
     offsets: Tensor | None
-    """(tokens,): where a token's rows begin in `rows_of_tokens`, where it is flat."""
+    """(tokens,): where a token's rows start in a flat `rows_of_tokens`; else None."""
 
     num_choices: int
     num_tokens: int
 
     @classmethod
     def of(cls, choices: Tensor, *, num_choices: int, num_tokens: int) -> RowLayout:
-        """The layout in which row i holds choice number `choices[i]`; choices that are not among them have no row."""
+        """The layout in which row i holds choice number `choices[i]`; other choices have no row."""
         rows = torch.arange(len(choices), device=choices.device)
         token_of_row = choices % max(num_tokens, 1)
         if len(choices) == num_choices * num_tokens:
@@ -68,7 +68,7 @@ class RowLayout:
         return cls(choices, token_of_row, rows_of_tokens[has_row], offsets, num_choices, num_tokens)
 
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """(tokens, dim): the sum of each token's rows, each times its weight. weights: (choices, tokens)."""
+        """(tokens, dim): the weighted sum of each token's rows. weights: (choices, tokens)."""
         if self.num_tokens == 0 or len(rows) == 0:
             return rows.new_zeros((self.num_tokens, rows.shape[1]))
         by_token = None
@@ -82,35 +82,35 @@ class RowLayout:
 
 
 def permute(tokens: Tensor, layout: RowLayout) -> Tensor:
-    """(rows, dim): the tokens in the order of rows. tokens: (tokens, dim)."""
+    """(rows, dim): the tokens in row order. tokens: (tokens, dim)."""
     out: Tensor = _Permute.apply(tokens, layout)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def combine(rows: Tensor, weights: Tensor, layout: RowLayout) -> Tensor:
-    """(tokens, dim): each token's rows, weighed and added up. rows: (rows, dim), weights: (choices, tokens)."""
+    """(tokens, dim): the weighted sum of each token's rows. rows: (rows, dim), weights: (choices, tokens)."""
     out: Tensor = _Combine.apply(rows, weights, layout)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
-def dispatch(tokens: Tensor, layout: RowLayout, route: Route) -> Tensor:
-    """(arriving, dim): the rows that the ranks of the route's group send here, by rank; `layout` says which.
+def dispatch(tokens: Tensor, layout: RowLayout, sizes: ExchangeSizes) -> Tensor:
+    """(arriving, dim): the rows that the ranks of `sizes.group` send here, by rank; `layout`: the rows this rank sends.
 
-    Every rank of the group calls this, forward and backward, which sends gradients home and adds them up.
+    Every rank of the group calls this, forward and backward; backward returns gradients to their tokens and sums them.
     """
-    out: Tensor = _Dispatch.apply(tokens, layout, route)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _Dispatch.apply(tokens, layout, sizes)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
-def collect(rows: Tensor, weights: Tensor, layout: RowLayout, route: Route) -> Tensor:
-    """(tokens, dim): rows go home, by the way that they came, and are weighed and added up there.
+def collect(rows: Tensor, weights: Tensor, layout: RowLayout, sizes: ExchangeSizes) -> Tensor:
+    """(tokens, dim): return rows to the ranks of their tokens; the result is each token's weighted sum.
 
-    rows: (arriving, dim), as `dispatch` gave them; weights: (choices, tokens). Every rank of the group calls this.
+    rows: (arriving, dim), in the order of `dispatch`; weights: (choices, tokens). Every rank of the group calls this.
     """
-    if takes_rows(rows, route.group):
-        out: Tensor = _Collect.apply(rows, weights, layout, route)  # type: ignore[no-untyped-call]  # untyped in torch
+    if takes_rows(rows, sizes.group):
+        out: Tensor = _Collect.apply(rows, weights, layout, sizes)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
-    return combine(exchange(rows, route.receive, route.send, route.group), weights, layout)
+    return combine(exchange(rows, sizes.receive, sizes.send, sizes.group), weights, layout)
 
 
 def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that the ranks of `group` send here, by rank; backward sends their gradients home.
+    """The rows that the ranks of `group` send here, by rank; backward returns their gradients.
 
     `send` and `receive` count rows to and from each rank. Every rank of the group calls this, forward and backward.
     """
-    out: Tensor = _Exchange.apply(rows, send, receive, group)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _ExchangeRows.apply(rows, send, receive, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
@@ -167,9 +167,9 @@ class _Combine(Function):
 class _Dispatch(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, tokens: Tensor, layout: RowLayout, route: Route) -> Tensor:
-        ctx.layout, ctx.route = layout, route
-        send, receive, group = route.send, route.receive, route.group
+    def forward(ctx: Any, tokens: Tensor, layout: RowLayout, sizes: ExchangeSizes) -> Tensor:
+        ctx.layout, ctx.sizes = layout, sizes
+        send, receive, group = sizes.send, sizes.receive, sizes.group
         if takes_rows(tokens, group):
             return gather_to_all(tokens, layout.token_of_row, send, receive, group=group)
         return all_to_all_single(tokens.index_select(0, layout.token_of_row), send, receive, group=group)
@@ -178,35 +178,35 @@ class _Dispatch(Function):
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        layout, route = ctx.layout, ctx.route
-        home = (route.receive, route.send)
-        if takes_rows(grad, route.group):
+        layout, sizes = ctx.layout, ctx.sizes
+        home = (sizes.receive, sizes.send)
+        if takes_rows(grad, sizes.group):
             num_rows = layout.num_tokens
             return (
-                sum_from_all(grad, layout.token_of_row, *home, num_rows=num_rows, group=route.group),
+                sum_from_all(grad, layout.token_of_row, *home, num_rows=num_rows, group=sizes.group),
                 None,
                 None,
             )
-        return layout.add_up(all_to_all_single(grad, *home, group=route.group)), None, None
+        return layout.add_up(all_to_all_single(grad, *home, group=sizes.group)), None, None
 
 
 class _Collect(Function):
-    """Rows are weighed and added up as they arrive, and not kept at home: backward computes where they were made."""
+    """Adds up weighted rows as they arrive, without keeping them: backward computes on the ranks that made them."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, layout: RowLayout, route: Route) -> Tensor:
-        ctx.layout, ctx.route = layout, route
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, layout: RowLayout, sizes: ExchangeSizes) -> Tensor:
+        ctx.layout, ctx.sizes = layout, sizes
         by_row = weights.reshape(-1).index_select(0, layout.choice_of_row)
         ctx.save_for_backward(rows, by_row)
         ctx.weights = (weights.shape, weights.dtype)
         return sum_from_all(
             rows,
             layout.token_of_row,
-            route.receive,
-            route.send,
+            sizes.receive,
+            sizes.send,
             num_rows=layout.num_tokens,
-            group=route.group,
+            group=sizes.group,
             weights=by_row.float(),
         )
 
@@ -215,12 +215,12 @@ class _Collect(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, by_row = ctx.saved_tensors
-        layout, route = ctx.layout, ctx.route
-        away, home = (route.send, route.receive), (route.receive, route.send)
-        arrived = gather_to_all(grad, layout.token_of_row, *away, group=route.group)
-        # Weights go where the rows are, and what they are to change by comes back: a number for each row.
-        factors = all_to_all_single(by_row, *away, group=route.group)
-        products = all_to_all_single(torch.linalg.vecdot(arrived, rows), *home, group=route.group)
+        layout, sizes = ctx.layout, ctx.sizes
+        away, home = (sizes.send, sizes.receive), (sizes.receive, sizes.send)
+        arrived = gather_to_all(grad, layout.token_of_row, *away, group=sizes.group)
+        # Send the weights to the rows; their gradients, one number for each row, come back.
+        factors = all_to_all_single(by_row, *away, group=sizes.group)
+        products = all_to_all_single(torch.linalg.vecdot(arrived, rows), *home, group=sizes.group)
         shape, dtype = ctx.weights
         grad_weights = torch.zeros(shape, dtype=dtype, device=grad.device)
         grad_weights.view(-1)[layout.choice_of_row] = products.to(dtype)
@@ -242,16 +242,16 @@ class _Reorder(Function):
         return grad.index_select(0, inverse), None, None
 
 
-class _Exchange(Function):
+class _ExchangeRows(Function):
     @staticmethod
     @override
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.route = (receive, send, group)
+        ctx.sizes = (receive, send, group)
         return all_to_all_single(rows, send, receive, group=group)
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive, group = ctx.route
+        send, receive, group = ctx.sizes
         return all_to_all_single(grad, send, receive, group=group), None, None, None

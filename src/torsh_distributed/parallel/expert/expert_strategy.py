@@ -1,4 +1,4 @@
-"""Data parallelism for models with spread experts: each gradient is averaged over the ranks that hold its parameter."""
+"""Data parallelism for models with spread experts: averages each gradient over the ranks that hold its parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
-from torsh_distributed.parallel.expert.stacks import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.expert.stacked_experts import cut_stack, cut_state, gather_state, spread_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
@@ -32,11 +32,11 @@ from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 
 class ExpertDataParallel(DataParallel):
-    """Experts spread over `ep`, everything else the same on every rank that has a part of the batch.
+    """Experts spread over `ep`; all other parameters replicated on every rank that has a part of the batch.
 
-    A step equals that of one process on the whole batch. Gradients of experts are sums over the ranks of `ep` already,
-    which is what backward through the exchange brings home: they are added over the replicas of the expert (`dp`, `cp`)
-    and divided by the number of parts of the batch. All others are averaged over every part by DDP.
+    A step equals that of one process on the whole batch. Backward through the exchange already sums the gradients of
+    experts over the ranks of `ep`; they are then summed over the replicas of the expert (`dp`, `cp`) and divided by
+    the number of parts of the batch. DDP averages all other gradients over every part.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ExpertDataParallel(DataParallel):
 
     @override
     def take_comm_s(self) -> float | None:
-        """As ever; gradients of experts are timed apart from the others, and time in which both travel counts twice."""
+        """As in DataParallel; expert gradients are timed separately, so time in which both are sent counts twice."""
         intervals, self._intervals = self._intervals, []
         others = super().take_comm_s()
         return None if others is None else others + covered_s(intervals)
@@ -111,7 +111,7 @@ class ExpertDataParallel(DataParallel):
         super().load_whole_state(optimizer, cut_state(self.unwrapped, state))
 
     def _on_gradient(self, param: Tensor) -> None:
-        """Runs in backward, when an expert stack has its whole gradient: on every rank, in the same order."""
+        """Runs in backward, when the gradient of an expert stack is complete: on every rank, in the same order."""
         assert param.grad is not None
         if not self._is_last:
             return
@@ -124,7 +124,7 @@ class ExpertDataParallel(DataParallel):
         self._pending.append((self._reduce(param.grad), started))
 
     def _finish(self) -> None:
-        """Runs at the end of backward: gradients are there when it returns."""
+        """Runs at the end of backward; waits for the gradients."""
         pending, self._pending = self._pending, []
         for future, started in pending:
             with events.waiting("average gradients", self._replicas):
@@ -133,7 +133,7 @@ class ExpertDataParallel(DataParallel):
 
 
 def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
-    """Move or lend experts after the optimizer's steps where layers ask for it; all that hold the model call this."""
+    """Move or lend experts after optimizer steps if the layers' config asks for it; every rank calls this."""
     layers = moe_layers(model)
     if not any(layer.config.watches_load for layer in layers.values()):
         return None
@@ -141,7 +141,7 @@ def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
 
 
 def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-    """Give every layer its groups; experts become those of the first rank that holds them."""
+    """Give every layer its groups; expert weights become those of the first rank that holds them."""
     for name, layer in moe_layers(model).items():
         is_whole = layer.group is None
         source = dist.get_process_group_ranks(data if is_whole else replicas)[0]
@@ -151,8 +151,8 @@ def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGr
             layer.spread(ep, data)
         elif layer.group is not None and dist.get_process_group_ranks(layer.group) != dist.get_process_group_ranks(ep):
             raise InvalidArgument(
-                f"{name} has its experts on other ranks than the mesh says",
-                hint="build MoELayer without a group: its experts are then spread as the plan says",
+                f"{name} has its experts on other ranks than the mesh",
+                hint="build MoELayer without a group; its experts are then spread as the plan says",
                 layer=dist.get_process_group_ranks(layer.group),
                 ep=dist.get_process_group_ranks(ep),
             )

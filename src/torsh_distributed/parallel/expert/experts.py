@@ -1,4 +1,4 @@
-"""The experts of a rank: feed-forward networks held as stacked weights, so that one product serves them all."""
+"""The experts of a rank: feed-forward networks with stacked weights, so one product computes them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.expert.grouped import NewRows, Segment, ends_of, grouped_linear, segmented_linear
+from torsh_distributed.parallel.expert.grouped import ExpertSegment, NewRows, ends_of, grouped_linear, segmented_linear
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "swiglu"]
@@ -27,10 +27,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Experts(nn.Module):
-    """Two linear layers with an activation between, once for each expert that lives here.
+    """Two linear layers with an activation between them, for each expert on this rank.
 
-    `up` (experts, input, hidden), twice as wide for swiglu; `down` (experts, hidden, output). All experts are drawn on
-    every rank and the others' thrown away, so that an expert's first weights do not depend on where it lives.
+    `up` (experts, input, hidden), twice as wide for swiglu; `down` (experts, hidden, output). Every rank draws all
+    experts and drops the others', so an expert's initial weights do not depend on its rank.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         super().__init__()
         if activation not in get_args(Activation):
             raise InvalidArgument(
-                f"there is no activation {activation!r}", hint=f"one of {', '.join(get_args(Activation))}"
+                f"unknown activation {activation!r}", hint=f"choose one of {', '.join(get_args(Activation))}"
             )
         self.config = config
         self.activation = activation
@@ -62,12 +62,12 @@ class Experts(nn.Module):
             self.up_bias = nn.Parameter(torch.empty((len(here), wide), **place))  # type: ignore[arg-type]
             self.down_bias = nn.Parameter(torch.empty((len(here), output_dim), **place))  # type: ignore[arg-type]
         self.here = tuple(here)
-        """The experts that live here, by place."""
+        """The experts on this rank, in stack order."""
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weights as `config.initialization` says; biases are 0."""
+        """Initialise weights as `config.initialization` says; biases are 0."""
         for weight in (self.up, self.down):
             _draw(weight, self.config, self.here)
         for bias in (self.up_bias, self.down_bias):
@@ -75,7 +75,7 @@ class Experts(nn.Module):
                 bias.zero_()
 
     def keep(self, here: Sequence[int]) -> None:
-        """Keep only these of the experts, which all live here; parameters stay the same objects."""
+        """Keep only these experts, all of which are here; parameters stay the same objects."""
         places = [self.here.index(expert) for expert in here]
         for param in self.stacked().values():
             param.data = param.data[places].clone()
@@ -84,27 +84,27 @@ class Experts(nn.Module):
 
     @property
     def num_local(self) -> int:
-        """How many experts live here."""
+        """How many experts are on this rank."""
         return self.up.shape[0]
 
     def stacked(self) -> dict[str, nn.Parameter]:
-        """The parameters that have one entry for each expert, which is all of them."""
+        """The parameters with one entry for each expert: all of them."""
         return dict(self.named_parameters())
 
     @override
     def forward(
         self,
         rows: Tensor,
-        where: tuple[Segment, ...] | Tensor,
+        where: tuple[ExpertSegment, ...] | Tensor,
         weights: Mapping[str, Tensor] | None = None,
         new_rows: NewRows | None = None,
     ) -> Tensor:
-        """(rows, output): what the experts make of their rows.
+        """(rows, output): the experts' outputs for their rows.
 
-        where: the segments of `rows` and whose they are; or (experts,) how many rows each has, on the device of the
-        rows and with these sorted by expert: then it is one kernel, and the host need not know the numbers.
-        weights: stacks to compute with, by the name of the parameter; this rank's own, if not given.
-        new_rows: where what they make is to lie, if that is not all the same.
+        where: the segments of `rows`; or, for rows sorted by expert, (experts,) the number of rows of each, on the
+        device of the rows: then it is one kernel, and the host need not know the numbers.
+        weights: stacks to compute with, by parameter name; default: this rank's own.
+        new_rows: allocates the output; default: a new tensor.
         """
         up, up_bias, down, down_bias = _cast(weights or self.stacked(), rows.dtype)
         if isinstance(where, Tensor):
@@ -131,12 +131,12 @@ def _cast(stacks: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _draw(weight: Tensor, config: ExpertConfig, here: Sequence[int]) -> None:
-    """Fill a stack (experts, in, out) as `config.initialization` says, expert after expert of the whole layer."""
+    """Fill a stack (experts, in, out) as `config.initialization` says, one expert of the whole layer after another."""
     places = {expert: place for place, expert in enumerate(here)}
     fan_in, fan_out = weight.shape[1:]
     scratch = torch.empty_like(weight[0])
     for expert in range(config.num_experts):
-        # Drawn also for experts that live elsewhere: the generator is then in the same state on every rank.
+        # Also draw experts of other ranks: this keeps the generator in the same state on every rank.
         target = weight[places[expert]] if expert in places else scratch
         if config.initialization == "xavier":
             nn.init.xavier_uniform_(target)

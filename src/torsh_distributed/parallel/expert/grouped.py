@@ -1,4 +1,4 @@
-"""One linear layer per expert over rows sorted by expert: torch's grouped product on CUDA, a product each elsewhere."""
+"""One linear layer per expert over rows sorted by expert: torch's grouped product on CUDA, else one product each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from typing_extensions import override
 
-# The public name came with torch 2.10 and is what we need; kept apart so that its absence is one line to see.
-_grouped_mm = getattr(functional, "grouped_mm", None)
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class ExpertSegment:
     """Rows `start` to `stop` belong to one expert of this rank."""
 
     expert: int
@@ -28,40 +26,41 @@ class Segment:
     stop: int
 
 
-def segments_of(counts: Sequence[Sequence[int]]) -> tuple[Segment, ...]:
-    """Rows that came from each source, sorted by expert within it. counts: by source, then by local expert."""
+def segments_of(counts: Sequence[Sequence[int]]) -> tuple[ExpertSegment, ...]:
+    """The segments of rows sorted by source, then by expert. counts: rows by source, then by local expert."""
     flat = [(expert, count) for source in counts for expert, count in enumerate(source)]
     edges = pairwise(accumulate((count for _, count in flat), initial=0))
     return tuple(
-        Segment(expert, start, stop) for (expert, _), (start, stop) in zip(flat, edges, strict=True) if stop > start
+        ExpertSegment(expert, start, stop)
+        for (expert, _), (start, stop) in zip(flat, edges, strict=True)
+        if stop > start
     )
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these on their device, at speed."""
+    """Whether torch's grouped product supports these tensors, and is fast on their device."""
     is_aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
-    return _grouped_mm is not None and rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, ends: Tensor) -> Tensor:
     """`segmented_linear` in one kernel, for rows sorted by expert.
 
-    counts: (experts,) rows of each, on their device; ends: (experts,) int32, where each one's end (`ends_of`).
+    counts: (experts,) rows of each, on their device; ends: (experts,) int32, where each expert's rows end (`ends_of`).
     """
-    assert _grouped_mm is not None, "asked for by can_group"
-    out: Tensor = _grouped_mm(rows, weight, offs=ends)
+    out = functional.grouped_mm(rows, weight, offs=ends)
     if bias is not None:
         out = out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
     return out
 
 
 def ends_of(counts: Tensor) -> Tensor:
-    """Where the rows of each expert end; the same for all products over these rows."""
+    """Where each expert's rows end; the same for all products over these rows."""
     return counts.cumsum(dim=0, dtype=torch.int32)
 
 
 NewRows = Callable[[int, int, Tensor], Tensor]
-"""How to make so many empty rows of a width, of the kind of a tensor."""
+"""Makes uninitialised rows: (number of rows, width, a tensor with the dtype and device to use)."""
 
 
 def _new_rows(num_rows: int, dim: int, like: Tensor) -> Tensor:
@@ -72,12 +71,12 @@ def segmented_linear(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    segments: tuple[Segment, ...],
+    segments: tuple[ExpertSegment, ...],
     new_rows: NewRows | None = None,
 ) -> Tensor:
     """(rows, out): each segment times its expert's matrix. weight: (experts, in, out), bias: (experts, out).
 
-    Why not autograd over slices: each slice would come back as a gradient of the whole stack.
+    Why not autograd over slices: the gradient of each slice would have the size of the whole stack.
     """
     makes = new_rows or _new_rows
     out: Tensor = _SegmentedLinear.apply(rows, weight, bias, segments, makes)  # type: ignore[no-untyped-call]  # in torch
@@ -92,7 +91,7 @@ class _SegmentedLinear(Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        segments: tuple[Segment, ...],
+        segments: tuple[ExpertSegment, ...],
         new_rows: NewRows,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)

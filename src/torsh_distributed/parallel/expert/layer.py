@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: a feed-forward layer of which each token uses a few experts only."""
+"""The mixture-of-experts layer: a feed-forward layer in which each token uses only a few experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from torsh_distributed.comm.collectives.rows import new_rows, takes_rows
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.lending import Lending, Stacks, lend
 from torsh_distributed.parallel.expert.balancing.placement import Placement
-from torsh_distributed.parallel.expert.dispatch import Route, RowLayout, collect, combine, dispatch, permute, reorder
+from torsh_distributed.parallel.expert.dispatch import (
+    ExchangeSizes,
+    RowLayout,
+    collect,
+    combine,
+    dispatch,
+    permute,
+    reorder,
+)
 from torsh_distributed.parallel.expert.experts import Activation, Experts
 from torsh_distributed.parallel.expert.grouped import NewRows, can_group, segments_of
 from torsh_distributed.parallel.expert.routing.router import ExpertRouter, RoutingDecision
@@ -25,17 +33,17 @@ from torsh_distributed.parallel.expert.routing.routing_stats import RoutingStats
 from torsh_distributed.parallel.models.probing import is_probing
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
-carried_loss: ContextVar[Tensor | None] = ContextVar("carried_loss", default=None)
-"""In a pipeline, while the loss is computed: the auxiliary losses of all stages, which other ranks may hold."""
+staged_auxiliary_loss: ContextVar[Tensor | None] = ContextVar("staged_auxiliary_loss", default=None)
+"""In a pipeline, while the loss is computed: the sum of the auxiliary losses of all stages, also on other ranks."""
 
 
 class MoELayer(nn.Module):
-    """Routes each token to a few experts, wherever they live, and adds up what they say, weighed by the gate.
+    """Routes each token to a few experts, on any rank, and adds up their outputs, weighted by the gate.
 
-    Without groups all experts live here. `group` is the ranks that experts are spread over (mesh.ep); `data_group`
+    Without groups all experts are here. `group` is the ranks that experts are spread over (mesh.ep); `data_group`
     those that share a batch, over which load and capacity are counted (default: `group`). Every rank of both calls
-    forward equally often. In: (..., input_dim); out: (..., output_dim), tokens in the same order. After forward,
-    `auxiliary_loss` is to be added to the loss (see `auxiliary_loss()`).
+    forward equally often. In: (..., input_dim); out: (..., output_dim), tokens in the same order. After forward, add
+    `auxiliary_loss` to the loss (see `auxiliary_loss()`).
     """
 
     def __init__(
@@ -74,39 +82,39 @@ class MoELayer(nn.Module):
             dtype=dtype,
         )
         self.decision: RoutingDecision | None = None
-        """What the last forward decided."""
+        """The routing of the last forward."""
         self.smoothed_load: list[float] | None = None
-        """By expert: the demand of training batches so far, recent ones most; kept where experts move or are lent."""
+        """By expert: moving average of the demand in training; kept only if experts may move or be lent."""
         self.lending: Lending | None = None
-        """Which experts are lent in training; may change between two steps, on all ranks alike."""
+        """Which experts are lent in training; may change between steps, equally on all ranks."""
         self._check_agreement()
 
     @property
     def ep_rank(self) -> int:
-        """This rank's place among those that experts are spread over."""
+        """This rank's rank in the group that experts are spread over."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def auxiliary_loss(self) -> Tensor:
         """Balance loss and z-loss of the last forward, with their coefficients: this rank's part of the mean."""
         if self.decision is None:
-            raise InvalidArgument("there is no auxiliary loss before the first forward")
+            raise InvalidArgument("there is no auxiliary loss before the first forward", hint="call the layer first")
         return self.decision.auxiliary_loss
 
     def stats(self) -> RoutingStats:
-        """What routing did with the last batch."""
+        """Statistics of the last batch."""
         if self.decision is None:
-            raise InvalidArgument("there are no statistics before the first forward")
+            raise InvalidArgument("there are no statistics before the first forward", hint="call the layer first")
         return RoutingStats.of(self.decision)
 
     def spread(self, group: dist.ProcessGroup, data_group: dist.ProcessGroup | None = None) -> None:
-        """Keep only this rank's experts; every rank of `group` calls this, holding equal experts.
+        """Keep only this rank's experts; every rank of `group` calls this, with equal experts.
 
-        Parameters stay the same objects, with fewer entries: an optimizer made before, and not used yet, goes on.
+        Parameters stay the same objects, with fewer entries: an optimizer that has not been used yet stays valid.
         """
         if self.group is not None:
             raise InvalidArgument(
-                "the layer's experts are spread already", hint="give the group once: to MoELayer or to spread"
+                "the layer's experts are spread already", hint="pass the group once: to MoELayer or to spread"
             )
         self.router.data_group = data_group or group
         if self.config.placement == "replicated" or group.size() == 1:
@@ -136,10 +144,10 @@ class MoELayer(nn.Module):
         return out.view(*inputs.shape[:-1], self.output_dim)
 
     def _order(self, decision: RoutingDecision) -> Tensor:
-        """Choices sorted by slot: by rank, then by place there. Dropped ones come last, and are left out."""
+        """Choices sorted by slot (by rank, then by place on it), without the dropped ones."""
         slots = self._slots(decision.experts).flatten()
         if slots.is_cuda and self.config.num_experts < 2**8:
-            slots = slots.to(torch.uint8)  # sorted there byte by byte: one pass in place of eight
+            slots = slots.to(torch.uint8)  # CUDA sorts byte by byte: one pass instead of eight
         order = slots.argsort(stable=True)
         if not decision.is_dropless:
             order = order[: int(decision.sends[self._data_rank].sum())]
@@ -151,7 +159,7 @@ class MoELayer(nn.Module):
         return RowLayout.of(order, num_choices=num_choices, num_tokens=num_tokens)
 
     def _run_spread(self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup) -> Tensor:
-        """Rows go to the ranks of their experts, and what these made of them comes back and is added up."""
+        """Send rows to the ranks of their experts, and add up the results that come back."""
         if self.lending is not None and self.training:
             return self._run_lent(tokens, decision, group, self.lending)
         ranks = self.placement.num_ranks
@@ -159,27 +167,27 @@ class MoELayer(nn.Module):
         by_rank = by_slot[self._members()].view(ranks, ranks, self.placement.per_rank)
         incoming = by_rank[:, self.ep_rank]
         layout = self._layout(decision, self._order(decision))
-        route = Route(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
+        sizes = ExchangeSizes(by_rank[self.ep_rank].sum(dim=1).tolist(), incoming.sum(dim=1).tolist(), group)
         makes = partial(new_rows, group=group) if takes_rows(tokens, group) else None
-        done = self._run(dispatch(tokens, layout, route), incoming, makes=makes)
-        return collect(done, decision.weights, layout, route)
+        done = self._run(dispatch(tokens, layout, sizes), incoming, makes=makes)
+        return collect(done, decision.weights, layout, sizes)
 
     def _run_lent(
         self, tokens: Tensor, decision: RoutingDecision, group: dist.ProcessGroup, lending: Lending
     ) -> Tensor:
-        """The same, where the rows of some experts are divided among ranks."""
+        """The same, with the rows of lent experts divided among ranks."""
         me = self.ep_rank
         divided = lending.divide(decision.sends[self._members()].tolist())
         incoming = [by_rank[me] for by_rank in divided]
         layout = self._layout(decision, lending.reorder(self._order(decision), divided[me]))
-        route = Route([sum(places) for places in divided[me]], [sum(places) for places in incoming], group)
+        sizes = ExchangeSizes([sum(places) for places in divided[me]], [sum(places) for places in incoming], group)
         own, borrowed = lend(dict(self.experts.stacked()), lending, group, tokens.dtype)
-        rows, counts = dispatch(tokens, layout, route), torch.tensor(incoming)
+        rows, counts = dispatch(tokens, layout, sizes), torch.tensor(incoming)
         done = self._run_both(rows, counts, own, borrowed) if lending.borrowed[me] else self._run(rows, counts, own)
-        return collect(done, decision.weights, layout, route)
+        return collect(done, decision.weights, layout, sizes)
 
     def _run_both(self, rows: Tensor, counts: Tensor, own: Stacks, borrowed: Stacks) -> Tensor:
-        """What own and borrowed experts make of rows sorted by source and then expert."""
+        """The outputs of own and borrowed experts for rows sorted by source, then by expert."""
         order = _by_expert(counts).to(rows.device)
         inverse = order.argsort()
         per_rank = self.placement.per_rank
@@ -189,7 +197,7 @@ class MoELayer(nn.Module):
         return reorder(torch.cat(done), inverse, order)
 
     def _run(self, rows: Tensor, counts: Tensor, weights: Stacks | None = None, makes: NewRows | None = None) -> Tensor:
-        """What the experts make of rows sorted by source and then expert. counts: (sources, experts) rows of each."""
+        """The experts' outputs for rows sorted by source, then by expert. counts: (sources, experts) rows of each."""
         out: Tensor
         if not (can_group(rows, self.experts.up) and can_group(rows, self.experts.down)):
             out = self.experts(rows, segments_of(counts.tolist()), weights, makes)
@@ -207,14 +215,14 @@ class MoELayer(nn.Module):
         return 0 if self.router.data_group is None else self.router.data_group.rank()
 
     def _slots(self, experts: Tensor) -> Tensor:
-        """The slot of each choice; dropped choices come after all slots."""
+        """The slot of each choice; dropped choices have a number after all slots."""
         if self.placement.expert_of_slot == tuple(range(self.config.num_experts)):
             return experts
         table = [*self.placement.slot_of_expert, self.config.num_experts]
         return torch.tensor(table, device=experts.device)[experts]
 
     def _members(self) -> list[int]:
-        """Where the ranks of `group` stand in the data group, by whose ranks counts are kept."""
+        """The ranks of `group` as ranks of the data group, by which counts are indexed."""
         assert self.group is not None
         assert self.router.data_group is not None
         everyone = dist.get_process_group_ranks(self.router.data_group)
@@ -275,8 +283,8 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The sum of the auxiliary losses of a model's last forward: add it to the loss. 0 for a model without experts."""
-    carried = carried_loss.get()
+    """The sum of the auxiliary losses of a model's last forward, to add to the loss. 0 for a model without experts."""
+    carried = staged_auxiliary_loss.get()
     if carried is not None:
         return carried
     losses = [layer.auxiliary_loss for layer in moe_layers(model).values()]
@@ -284,7 +292,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _clamped(config: ExpertConfig, num_experts_per_token: int | None) -> ExpertConfig:
-    """The config with another k, at most the number of experts: a layer built by hand is helped, a plan refused."""
+    """The config with another k, at most the number of experts; only a plan refuses a larger one."""
     if num_experts_per_token is None:
         return config
     if num_experts_per_token > config.num_experts:
@@ -300,12 +308,12 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise InvalidArgument(
-                f"{name} must be at least 1", hint="layers have at least one value in and out", got=size
+                f"{name} must be at least 1", hint="a layer needs at least one value in and out", got=size
             )
 
 
 def _by_expert(incoming: Tensor) -> Tensor:
-    """The order that sorts rows by expert, which arrive by source and then expert. incoming: (sources, experts)."""
+    """The order that sorts rows by expert; they arrive by source, then by expert. incoming: (sources, experts)."""
     num_sources, num_experts = incoming.shape
     expert_of_row = torch.arange(num_experts).repeat(num_sources).repeat_interleave(incoming.flatten())
     return expert_of_row.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Experts on a mesh with further axes: which ranks hold what, over which ranks a batch is counted and sharded."""
+"""Experts on a mesh with further axes: spreads them over ranks, and says how FSDP2 shards them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torsh_distributed.parallel.sharded.module import SeparateShards
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Leave each rank its experts, in place, and let layers count over all ranks that share a batch.
+    """Keep each rank's own experts, in place, and make layers count over all ranks that share a batch.
 
-    Every rank calls this, with equal weights. A rank's tokens are its own along `cp` too; ranks along `tp` have the
-    same ones, and compute the layer alike. Layers in pipeline stages of other ranks are left alone.
+    Every rank calls this, with equal weights. Ranks along `cp` have different tokens; ranks along `tp` have the same
+    ones and compute the layer equally. Layers in pipeline stages of other ranks are left alone.
     """
     for layer in moe_layers(model).values():
         if layer.experts.up.device.type == "meta":
@@ -31,8 +31,8 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
             _take_whole(layer, mesh.slice("tp"))
 
 
-def experts_apart(model: nn.Module, mesh: Mesh) -> SeparateShards | None:
-    """How FSDP2 shards experts that are spread; None where every rank has all of them, and they are like the rest."""
+def expert_sharding(model: nn.Module, mesh: Mesh) -> SeparateShards | None:
+    """How FSDP2 shards spread experts; None if every rank has all experts and they are sharded like the rest."""
     spread = tuple(layer.experts for layer in moe_layers(model).values() if layer.group is not None)
     if not spread:
         return None
@@ -41,7 +41,7 @@ def experts_apart(model: nn.Module, mesh: Mesh) -> SeparateShards | None:
 
 
 def _take_whole(layer: MoELayer, mesh: DeviceMesh) -> None:
-    """Let the layer take tokens that are split over `mesh`, as sequence parallelism has them, and give them back so."""
+    """Let the layer accept and return tokens that are split over `mesh`, as in sequence parallelism."""
     split: list[DTensor] = []
 
     def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -66,12 +66,12 @@ def _take_whole(layer: MoELayer, mesh: DeviceMesh) -> None:
 
 
 def plain_gradient(value: Tensor) -> Tensor:
-    """The value as it is; its gradient is a plain tensor, also where it is added to a loss from split logits."""
-    out: Tensor = _Plain.apply(value)  # type: ignore[no-untyped-call]  # untyped in torch
+    """The value unchanged; its gradient is a plain tensor even if it is added to a loss from split logits."""
+    out: Tensor = _PlainGradient.apply(value)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
-class _Plain(Function):
+class _PlainGradient(Function):
     @staticmethod
     @override
     def forward(ctx: Any, value: Tensor) -> Tensor:

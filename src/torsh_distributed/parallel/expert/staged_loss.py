@@ -1,6 +1,6 @@
-"""Auxiliary losses of a model in pipeline stages: they travel with the activations to the stage that has the loss.
+"""Auxiliary losses of a model in pipeline stages: sent with the activations to the stage that computes the loss.
 
-Why not each stage on its own: so they reach the gradient once, at the scale the loss has, under every schedule.
+Why not per stage: this way they enter the gradient once, at the scale of the loss, under every schedule.
 """
 
 from __future__ import annotations
@@ -12,45 +12,38 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from torsh_distributed.parallel.expert.layer import carried_loss, moe_layers
+from torsh_distributed.parallel.expert.layer import moe_layers, staged_auxiliary_loss
 from torsh_distributed.parallel.expert.spreading import plain_gradient
-
-LossFn = Callable[[Any, Any], Tensor]
-Wrap = Callable[[int, nn.Module], nn.Module]
+from torsh_distributed.parallel.pipeline.runtime import LossFn
 
 
-class CarriedLoss:
-    """Makes stages hand on the sum of auxiliary losses so far, and gives it to the loss as `auxiliary_loss(model)`.
+class StagedAuxiliaryLoss:
+    """Passes the sum of auxiliary losses from stage to stage; the loss gets it as `auxiliary_loss(model)`.
 
-    A microbatch's loss is computed right after its last stage, so the sum that arrived there last is its own.
+    A microbatch's loss is computed right after its last stage, so the sum that arrived last belongs to it.
     """
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._arrived: Tensor | None = None
 
-    def around(self, inner: Wrap | None) -> Wrap:
-        """Wraps a stage, within whatever else wraps it."""
+    def wrap_stage(self, index: int, stage: nn.Module) -> nn.Module:
+        """The stage, with the sum so far as a further input and output."""
+        is_last = index == self._num_stages - 1
+        return _StageWithAuxiliaryLoss(stage, is_first=index == 0, keep=self._keep if is_last else None)
 
-        def wrap(index: int, stage: nn.Module) -> nn.Module:
-            wrapped = inner(index, stage) if inner else stage
-            is_last = index == self._num_stages - 1
-            return _Adding(wrapped, is_first=index == 0, keep=self._keep if is_last else None)
-
-        return wrap
-
-    def adding(self, loss_fn: LossFn) -> LossFn:
-        """The same loss; while it is computed, the auxiliary losses are those that arrived."""
+    def wrap_loss(self, loss_fn: LossFn) -> LossFn:
+        """The same loss; while it is computed, `auxiliary_loss(model)` is the sum that arrived."""
 
         def loss_of(output: Any, targets: Any) -> Tensor:
-            assert self._arrived is not None, "the last stage ran before"
+            assert self._arrived is not None, "the last stage has run"
             arrived = plain_gradient(self._arrived)
-            token = carried_loss.set(arrived)
+            token = staged_auxiliary_loss.set(arrived)
             try:
                 loss = loss_fn(output, targets)
             finally:
-                carried_loss.reset(token)
-            # Stages wait for a gradient, also where the loss leaves the auxiliary ones out.
+                staged_auxiliary_loss.reset(token)
+            # Stages expect a gradient even if the loss does not use the sum.
             return loss + 0 * arrived
 
         return loss_of
@@ -59,8 +52,8 @@ class CarriedLoss:
         self._arrived = total
 
 
-class _Adding(nn.Module):
-    """A stage that takes the sum of the stages before as its last input, and gives it on as its last output."""
+class _StageWithAuxiliaryLoss(nn.Module):
+    """A stage that takes the sum of the earlier stages as its last input and returns it as its last output."""
 
     def __init__(self, stage: nn.Module, *, is_first: bool, keep: Callable[[Tensor], None] | None) -> None:
         super().__init__()

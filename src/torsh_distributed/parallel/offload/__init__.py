@@ -1,4 +1,7 @@
-"""Offload that keeps a budget: state in host memory and on disk, parameters on the device while they work."""
+"""Offload within memory budgets: state in host memory and on disk, parameters on the device only while in use.
+
+Read `paged` and `state_offload` first, then `storage`, `paging`, `update` and `budget`.
+"""
 
 from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
 from torsh_distributed.parallel.offload.paged import PagedDataParallel

@@ -1,4 +1,4 @@
-"""Where everything of a model goes, and whether it fits: decided, and checked, before anything is moved."""
+"""Decides where each part of a model is stored and checks that it fits, before anything moves."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from torsh_distributed.errors import MemoryAllocationFailed
 from torsh_distributed.parallel.offload.paging.units import Unit
 from torsh_distributed.parallel.offload.storage.forms import BF16, FORMS, FP32, Form, Role, plain_form
-from torsh_distributed.parallel.offload.storage.pieces import Piece, Slot, cut, max_numel
-from torsh_distributed.parallel.offload.storage.tiered_storage import Entry, Store
-from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier, Ledger
+from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, cut, max_numel
+from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
+from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier, MemoryBudget
 from torsh_distributed.plan.sections.offload import OffloadConfig
 
 GB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What a config says about where the parts of a unit go."""
+class OffloadRules:
+    """Where the parts of a unit go, from the config."""
 
     form: Form
     offload_params: bool
@@ -30,8 +30,8 @@ class Rules:
     """Share of the optimizer state that stays on the device."""
 
     @classmethod
-    def of(cls, config: OffloadConfig) -> Rules:
-        """As the `offload` section of a plan says."""
+    def of(cls, config: OffloadConfig) -> OffloadRules:
+        """The rules of a plan's `offload` section."""
         return cls(
             form=FORMS[config.cpu_compression],
             offload_params=config.params,
@@ -40,15 +40,15 @@ class Rules:
         )
 
     def shares_master(self, unit: Unit) -> bool:
-        """Whether what is fetched is precise enough to be updated: then there is one copy, not two."""
+        """Whether the fetched values are precise enough to update, so one copy suffices."""
         return unit.dtype == torch.float32 or unit.dtype == self.form.dtype
 
     def grad_form(self, unit: Unit) -> Form:
-        """Gradients are as precise as they are computed, or bf16 (which has the range they need) if less is asked."""
+        """Gradients keep the dtype they are computed in; if the form is lossy, bf16, which has the range they need."""
         return plain_form(unit.dtype) if self.form.is_exact or unit.dtype != torch.float32 else BF16
 
     def units_with_device_state(self, units: Sequence[Unit]) -> set[int]:
-        """Units whose master values, moments and gradients stay on the device: the first ones, up to the share."""
+        """Indices of the units whose master values, moments and gradients stay on the device: the first ones."""
         allowed = self.device_ratio * sum(unit.trainable_numel for unit in units)
         chosen = set()
         for unit in units:
@@ -59,17 +59,17 @@ class Rules:
         return chosen
 
 
-def make_store(config: OffloadConfig, device: torch.device) -> Store:
-    """The tiers that a config allows."""
+def make_storage(config: OffloadConfig, device: torch.device) -> TieredStorage:
+    """Storage with the tiers that a config allows."""
     is_pinned = config.pin_cpu_memory and device.type == "cuda"
     disk = None
     if config.disk_dir is not None:
         disk = DiskTier(config.disk_dir, int(config.disk_budget_gb * GB))
-    return Store(HostTier(int(config.cpu_memory_budget_gb * GB), is_pinned=is_pinned), disk)
+    return TieredStorage(HostTier(int(config.cpu_memory_budget_gb * GB), is_pinned=is_pinned), disk)
 
 
-def device_bytes(unit: Unit, rules: Rules, *, has_device_state: bool) -> tuple[int, int]:
-    """Bytes of a unit that are always on the device, and those that are there while it works."""
+def device_bytes(unit: Unit, rules: OffloadRules, *, has_device_state: bool) -> tuple[int, int]:
+    """Bytes of a unit that are always on the device, and those that are there while it is in use."""
     state = 4 * (2 if unit.dtype == torch.float32 else 3) * unit.trainable_numel if has_device_state else 0
     is_kept = has_device_state or not rules.offload_params
     keeps_grads = has_device_state or not rules.offload_grads
@@ -77,30 +77,30 @@ def device_bytes(unit: Unit, rules: Rules, *, has_device_state: bool) -> tuple[i
     return fixed, unit.num_bytes * (not is_kept) + unit.grad_bytes * (not keeps_grads)
 
 
-def require_room_on_device(units: Sequence[Unit], rules: Rules, ledger: Ledger) -> None:
-    """Refuse a device budget that the largest unit at work, beside what always stays, does not fit."""
+def require_room_on_device(units: Sequence[Unit], rules: OffloadRules, budget: MemoryBudget) -> None:
+    """Raise MemoryAllocationFailed unless the largest unit in use fits beside what always stays on the device."""
     with_state = rules.units_with_device_state(units)
     needs = {unit.index: device_bytes(unit, rules, has_device_state=unit.index in with_state) for unit in units}
     fixed = sum(always for always, _ in needs.values())
-    # The model's own unit works beside every other one.
+    # The root unit is in use together with every other one.
     own = sum(needs[unit.index][1] for unit in units[:1] if unit.is_root)
     others = [unit for unit in units if not unit.is_root] or list(units)
     largest = max(others, key=lambda unit: needs[unit.index][1])
     working = needs[largest.index][1] + (own if not largest.is_root else 0)
-    if fixed + working > ledger.budget_bytes:
+    if fixed + working > budget.limit_bytes:
         raise MemoryAllocationFailed(
-            f"the device budget of {ledger.budget_bytes} bytes is too small for {largest.name}: at work it needs "
+            f"the device budget of {budget.limit_bytes} bytes is too small for {largest.name}: in use it needs "
             f"{needs[largest.index][1]} bytes, the model's own parameters {own}, and {fixed} stay on the device",
             hint=f"set offload.gpu_memory_budget_gb to at least {(fixed + working) / GB:.6f}, make smaller units, "
             "offload more, or lower offload.device_optimizer_ratio",
             needed_bytes=fixed + working,
-            budget_bytes=ledger.budget_bytes,
+            budget_bytes=budget.limit_bytes,
             unit=largest.name,
         )
 
 
-def stored_bytes(units: Sequence[Unit], rules: Rules) -> int | None:
-    """What the store will hold of these units; None where the values decide it."""
+def stored_bytes(units: Sequence[Unit], rules: OffloadRules) -> int | None:
+    """Bytes these units take in storage; None if that depends on the values."""
     with_state = rules.units_with_device_state(units)
     total = 0
     for unit in units:
@@ -113,7 +113,7 @@ def stored_bytes(units: Sequence[Unit], rules: Rules) -> int | None:
     return total
 
 
-def _entry_sizes(unit: Unit, rules: Rules) -> list[int | None]:
+def _entry_sizes(unit: Unit, rules: OffloadRules) -> list[int | None]:
     trained = [high - low for low, high in cut(0, unit.trainable_numel, max_numel(rules.form))]
     frozen = [high - low for low, high in cut(unit.trainable_numel, unit.numel, max_numel(rules.form))]
     is_shared, in_place = rules.shares_master(unit), _is_host_in_place(unit, rules)
@@ -131,8 +131,8 @@ def _entry_sizes(unit: Unit, rules: Rules) -> list[int | None]:
     return sizes
 
 
-def require_room_in_store(units: Sequence[Unit], rules: Rules, config: OffloadConfig) -> None:
-    """Refuse budgets of host memory and disk that the state does not fit, and say which form would."""
+def require_room_in_storage(units: Sequence[Unit], rules: OffloadRules, config: OffloadConfig) -> None:
+    """Raise MemoryAllocationFailed unless the state fits host memory and disk; the hint names forms that would fit."""
     needed = stored_bytes(units, rules)
     host = int(config.cpu_memory_budget_gb * GB)
     disk = 0 if config.disk_dir is None else int(config.disk_budget_gb * GB)
@@ -140,12 +140,12 @@ def require_room_in_store(units: Sequence[Unit], rules: Rules, config: OffloadCo
         return
     fitting = []
     for name, form in FORMS.items():
-        size = stored_bytes(units, Rules(**{**rules.__dict__, "form": form}))
+        size = stored_bytes(units, OffloadRules(**{**rules.__dict__, "form": form}))
         if size is not None and size <= host + disk:
             fitting.append(f"{name} ({size} bytes)")
     raise MemoryAllocationFailed(
-        f"the state needs {needed} bytes as {rules.form.name}, but host memory of {host} bytes and disk of {disk} "
-        "bytes are allowed",
+        f"the state needs {needed} bytes as {rules.form.name}, but the budgets allow {host} bytes of host memory and "
+        f"{disk} bytes of disk",
         hint=f"offload.cpu_compression would fit as {' or '.join(fitting)}"
         if fitting
         else "raise offload.cpu_memory_budget_gb, set offload.disk_dir, or shard the model over more ranks",
@@ -155,14 +155,16 @@ def require_room_in_store(units: Sequence[Unit], rules: Rules, config: OffloadCo
     )
 
 
-def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_device_state: bool) -> list[Piece]:
-    """Put the values of a unit (1-D fp32, on the host) where they belong; returns the pieces that say where.
+def place_params(
+    unit: Unit, values: Tensor, rules: OffloadRules, storage: TieredStorage, *, has_device_state: bool
+) -> list[StatePiece]:
+    """Store the values of a unit (1-D fp32, on the host); returns its pieces, which say where the values are.
 
-    The flat tensor of a unit that stays on the device must be filled already.
+    The flat tensor of a unit that stays on the device must already be filled.
     """
     bounds = [(low, high, True) for low, high in cut(0, unit.trainable_numel, max_numel(rules.form))]
     bounds += [(low, high, False) for low, high in cut(unit.trainable_numel, unit.numel, max_numel(rules.form))]
-    pieces = [Piece(low, high, is_trained) for low, high, is_trained in bounds]
+    pieces = [StatePiece(low, high, is_trained) for low, high, is_trained in bounds]
     is_shared = rules.shares_master(unit)
     for number, piece in enumerate(pieces):
         part = values[piece.start : piece.stop]
@@ -173,8 +175,8 @@ def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_
         is_staged = piece.is_trained and not is_shared
         if rules.offload_params or is_staged:
             form = rules.form if is_shared else plain_form(unit.dtype)
-            piece.param = store.add(f"parameters of {name}", piece.numel, role="param", form=form, is_copied=True)
-            _put(store, piece.param, part, is_copy=not is_shared)
+            piece.param = storage.add(f"parameters of {name}", piece.numel, role="param", form=form, is_copied=True)
+            _put(storage, piece.param, part, is_copy=not is_shared)
         if not piece.is_trained:
             continue
         if _is_host_in_place(unit, rules):
@@ -182,33 +184,37 @@ def place_params(unit: Unit, values: Tensor, rules: Rules, store: Store, *, has_
         elif is_shared and rules.offload_params:
             piece.master = piece.param
         else:
-            # Copied to the device itself where no rounded copy of it is.
+            # Without a rounded copy, the master itself is copied to the device.
             label, is_copied = f"master values of {name}", piece.param is None
-            piece.master = store.add(label, piece.numel, role="param", form=rules.form, is_copied=is_copied)
-            _put(store, piece.master, part, is_copy=False)
+            piece.master = storage.add(label, piece.numel, role="param", form=rules.form, is_copied=is_copied)
+            _put(storage, piece.master, part, is_copy=False)
     return pieces
 
 
-def place_grads(unit: Unit, pieces: Sequence[Piece], rules: Rules, store: Store, *, has_device_state: bool) -> None:
-    """Set room aside for the gradients that leave the device."""
+def place_grads(
+    unit: Unit, pieces: Sequence[StatePiece], rules: OffloadRules, storage: TieredStorage, *, has_device_state: bool
+) -> None:
+    """Reserve storage for the gradients that leave the device."""
     if has_device_state or not rules.offload_grads:
         return
     for number, piece in enumerate(pieces):
         if piece.is_trained:
             name = f"gradients of {unit.name}, piece {number}"
-            piece.grad = store.add(name, piece.numel, role="moment", form=rules.grad_form(unit), is_copied=True)
+            piece.grad = storage.add(name, piece.numel, role="moment", form=rules.grad_form(unit), is_copied=True)
 
 
-def place_state(name: str, pieces: Sequence[Piece], form: Form, store: Store, *, device: torch.device | None) -> None:
-    """Set room aside for the moments: in the store, or on `device`."""
+def place_state(
+    name: str, pieces: Sequence[StatePiece], form: Form, storage: TieredStorage, *, device: torch.device | None
+) -> None:
+    """Reserve memory for the moments: in storage, or on `device`."""
     for number, piece in enumerate(pieces):
         if piece.is_trained:
-            piece.exp_avg = _state(store, f"exp_avg of {name}, piece {number}", piece.numel, form, device)
-            piece.exp_avg_sq = _state(store, f"exp_avg_sq of {name}, piece {number}", piece.numel, form, device)
+            piece.exp_avg = _state(storage, f"exp_avg of {name}, piece {number}", piece.numel, form, device)
+            piece.exp_avg_sq = _state(storage, f"exp_avg_sq of {name}, piece {number}", piece.numel, form, device)
 
 
-def workspace_bytes(pieces: Sequence[Piece]) -> int:
-    """Host memory in which pieces are decoded: one being updated, one on its way in, one on its way out."""
+def workspace_bytes(pieces: Sequence[StatePiece]) -> int:
+    """Host memory to decode pieces in: one being updated, one being loaded, one being saved."""
     decoded = [piece.numel for piece in pieces if piece.is_trained and not piece.is_direct]
     return 3 * 3 * FP32_BYTES * max(decoded, default=0)
 
@@ -216,31 +222,31 @@ def workspace_bytes(pieces: Sequence[Piece]) -> int:
 FP32_BYTES = FP32.dtype.itemsize
 
 
-def _state(store: Store, name: str, numel: int, form: Form, device: torch.device | None) -> Slot:
+def _state(storage: TieredStorage, name: str, numel: int, form: Form, device: torch.device | None) -> Slot:
     if device is not None:
         return torch.zeros(numel, device=device)
     role: Role = "variance" if name.startswith("exp_avg_sq") else "moment"
-    return store.add(name, numel, role=role, form=form, is_optimizer_state=True)
+    return storage.add(name, numel, role=role, form=form, is_optimizer_state=True)
 
 
-def _is_host_in_place(unit: Unit, rules: Rules) -> bool:
-    """On the host, parameters that stay and are held as they are need no second copy to be updated."""
+def _is_host_in_place(unit: Unit, rules: OffloadRules) -> bool:
+    """Whether the host updates the parameters themselves: they stay there as fp32, so one copy is enough."""
     on_host = unit.flat.device.type == "cpu" and unit.dtype == torch.float32
     return on_host and not rules.offload_params and rules.form.dtype == torch.float32
 
 
-def _device_master(unit: Unit, piece: Piece, part: Tensor) -> Tensor:
+def _device_master(unit: Unit, piece: StatePiece, part: Tensor) -> Tensor:
     if unit.dtype == torch.float32:
         return unit.flat[piece.start : piece.stop]
     return part.to(unit.flat.device, torch.float32)
 
 
-def _put(store: Store, entry: Entry, values: Tensor, *, is_copy: bool) -> None:
-    """Store values; a copy for fetching is rounded to nearest, as a cast of the model would be."""
-    view = entry.view()
+def _put(storage: TieredStorage, array: StoredArray, values: Tensor, *, is_copy: bool) -> None:
+    """Store values; a copy for fetching is rounded to nearest, as casting the model would."""
+    view = array.view()
     if is_copy or (view is not None and view.dtype == torch.float32):
         assert view is not None, "copies for fetching are plain numbers"
         view.copy_(values)
-        entry.region.cool()
+        array.allocation.drop_pages()
     else:
-        store.save(entry, values)
+        storage.save(array, values)

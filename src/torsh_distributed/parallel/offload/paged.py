@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state live in the store and visit the device."""
+"""Data parallelism whose parameters, gradients and optimizer state are stored off the device and fetched for use."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.offload.budget import (
     GB,
-    Rules,
+    OffloadRules,
     device_bytes,
-    make_store,
+    make_storage,
     place_grads,
     place_params,
     place_state,
-    require_room_in_store,
+    require_room_in_storage,
     require_room_on_device,
     workspace_bytes,
 )
-from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
+from torsh_distributed.parallel.offload.offload_stats import OffloadStats
 from torsh_distributed.parallel.offload.paging.forecast import Forecast
-from torsh_distributed.parallel.offload.paging.hooks import Hooks
+from torsh_distributed.parallel.offload.paging.hooks import PagingHooks
 from torsh_distributed.parallel.offload.paging.module_state import ModuleState
 from torsh_distributed.parallel.offload.paging.pager import Pager
-from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureLadder
-from torsh_distributed.parallel.offload.paging.unit_gradients import Gradients
+from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
+from torsh_distributed.parallel.offload.paging.unit_gradients import UnitGradients
 from torsh_distributed.parallel.offload.paging.units import Unit, build_units
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.storage.pieces import Piece
-from torsh_distributed.parallel.offload.storage.tiers import Ledger
+from torsh_distributed.parallel.offload.storage.pieces import StatePiece
+from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
 from torsh_distributed.parallel.offload.update.targets import UnitTarget
@@ -51,11 +51,11 @@ from torsh_distributed.plan.sections.offload import OffloadConfig
 
 
 class PagedDataParallel(Strategy):
-    """Replicas whose parameters are on the device only while they work; gradients are averaged as they leave it.
+    """Replicas whose parameters are on the device only while in use; gradients are averaged as they leave it.
 
-    The model is used as before: it is called, its `state_dict` has whole tensors. Between uses its parameters are
-    empty. `offload_optimizer` gives the optimizer to use in place of the user's. Without a process group it is the one
-    replica there is. Close it, or use it as a context: then the model has its parameters back, on the device.
+    The model is called as before, and its `state_dict` has whole tensors, but between uses its parameters are empty.
+    Train with the optimizer that `offload_optimizer` returns. Without a process group this is the only replica. Close
+    it, or use it as a context manager, to give the model its parameters back, on the device.
     """
 
     def __init__(
@@ -72,55 +72,57 @@ class PagedDataParallel(Strategy):
     ) -> None:
         self._model = model
         self._config = config
-        self._rules = Rules.of(config)
+        self._rules = OffloadRules.of(config)
         self._group = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
         found = check_one_device(model)
         self._device = found if device is None else torch.device(device)
-        self._ledger = Ledger("device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb")
+        self._budget = MemoryBudget(
+            "device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb"
+        )
         self._optimizer: OffloadedOptimizer | None = None
         with fail_together("offload the model", self._group):
             self._units = build_units(model, self._device, compute_dtype=compute_dtype, chosen=units)
-            require_room_on_device(self._units, self._rules, self._ledger)
-            require_room_in_store(self._units, self._rules, config)
-            self._store = make_store(config, self._device)
+            require_room_on_device(self._units, self._rules, self._budget)
+            require_room_in_storage(self._units, self._rules, config)
+            self._storage = make_storage(config, self._device)
         self._with_state = self._rules.units_with_device_state(self._units)
         self._mover = CudaMover(self._device) if self._device.type == "cuda" else HostMover()
-        self._pieces: list[list[Piece]] = []
+        self._pieces: list[list[StatePiece]] = []
         try:
             self._move_in()
         except BaseException:
             self._mover.close()
-            self._store.close()
+            self._storage.close()
             raise
         forecast = Forecast(_guess(self._units), max_distance=config.prefetch_buffer_size)
         self._pager = Pager(
-            self._units, self._pieces, store=self._store, ledger=self._ledger, mover=self._mover, forecast=forecast
+            self._units, self._pieces, storage=self._storage, budget=self._budget, mover=self._mover, forecast=forecast
         )
-        self._gradients = Gradients(self._units, self._pieces, store=self._store, pager=self._pager)
+        self._gradients = UnitGradients(self._units, self._pieces, storage=self._storage, pager=self._pager)
         if self._group is not None and self._group.size() > 1:
             reducer = bucket_reducer(distributed or DistributedConfig(), self._group, self._device)
             self._gradients.average(reducer, self._group.size())
-        self._ladder = PressureLadder(POLICIES[config.auto_memory_management], store=self._store, pager=self._pager)
-        self._hooks = Hooks(self._pager, self._gradients)
-        self._module_state = ModuleState(self._units, self._pieces, self._store, self._pager)
+        self._relief = PressureRelief(POLICIES[config.auto_memory_management], storage=self._storage, pager=self._pager)
+        self._hooks = PagingHooks(self._pager, self._gradients)
+        self._module_state = ModuleState(self._units, self._pieces, self._storage, self._pager)
         self._buffer_hook = None
         if broadcast_buffers and self.data_degree > 1 and any(True for _ in model.buffers()):
             self._buffer_hook = model.register_forward_pre_hook(self._share_buffers)
 
     def offload_optimizer(self, optimizer: Optimizer) -> OffloadedOptimizer:
-        """The optimizer to use from here on; it has the groups and the state of `optimizer` (Adam or AdamW)."""
+        """The optimizer to use from now on, with the groups and the state of `optimizer` (Adam or AdamW)."""
         with fail_together("offload the optimizer", self._group):
             require_adam(optimizer)
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
             for unit, pieces in zip(self._units, self._pieces, strict=True):
                 on_device = self._device if unit.index in self._with_state else None
-                place_state(unit.name, pieces, self._rules.form, self._store, device=on_device)
+                place_state(unit.name, pieces, self._rules.form, self._storage, device=on_device)
             everything = [piece for pieces in self._pieces for piece in pieces]
-            self._store.host.ledger.charge(workspace_bytes(everything), "room to decode pieces in")
-        # Those on the device first: the GPU updates them while the host works on the others.
+            self._storage.host.budget.charge(workspace_bytes(everything), "room to decode pieces in")
+        # State on the device first: the GPU updates it while the host updates the rest.
         order = sorted(self._units, key=lambda unit: unit.index not in self._with_state)
         targets = [UnitTarget(unit, self._pieces[unit.index], self._pager, held=held) for unit in order]
-        made = OffloadedOptimizer(optimizer, targets, store=self._store, mover=self._mover)
+        made = OffloadedOptimizer(optimizer, targets, storage=self._storage, mover=self._mover)
         made.before_step, made.after_step, made.clear_grads = self._before_step, self._after_step, self._gradients.clear
         self._optimizer = made
         return made
@@ -176,28 +178,18 @@ class PagedDataParallel(Strategy):
         return None
 
     def stats(self) -> OffloadStats:
-        """What happened so far, measured."""
-        tally, traffic, disk = self._pager.tally, self._store.traffic, self._store.disk
-        return OffloadStats(
-            num_hits=tally.num_hits,
-            num_misses=tally.num_misses,
-            num_evictions=tally.num_evictions,
-            stall_s=self._mover.stall_s,
+        """Measured statistics so far."""
+        return OffloadStats.measure(
+            self._storage,
+            self._mover,
+            self._budget,
             update_s=0.0 if self._optimizer is None else self._optimizer.update_s,
+            counters=self._pager.counters,
             prefetch_distance=self._pager.forecast.distance,
-            host_to_device_bytes=traffic.host_to_device_bytes,
-            device_to_host_bytes=traffic.device_to_host_bytes,
-            disk_read_bytes=traffic.disk_read_bytes,
-            disk_written_bytes=traffic.disk_written_bytes,
-            stored_bytes=self._store.stored_bytes,
-            raw_bytes=self._store.raw_bytes,
-            device=TierUse.of(self._ledger),
-            host=TierUse.of(self._store.host.ledger),
-            disk=None if disk is None else TierUse.of(disk.ledger),
         )
 
     def close(self) -> None:
-        """Give the model its parameters back, on the device, and free the store. The optimizer is of no use then."""
+        """Give the model its parameters back, on the device, and free storage; the optimizer is unusable then."""
         if not self._units:
             return
         self._gradients.clear()
@@ -210,7 +202,7 @@ class PagedDataParallel(Strategy):
             self._module_state.give_back(unit)
         self._units, self._optimizer = [], None
         self._mover.close()
-        self._store.close()
+        self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -219,32 +211,34 @@ class PagedDataParallel(Strategy):
         self.close()
 
     def _move_in(self) -> None:
-        """Unit by unit, so that no more than one is held twice."""
+        """Move the model to storage, unit by unit so at most one unit is held twice."""
         with fail_together("offload the model", self._group):
             for unit in self._units:
                 has_state = unit.index in self._with_state
                 fixed, _ = device_bytes(unit, self._rules, has_device_state=has_state)
                 values = torch.zeros(unit.numel)
-                for place in unit.places:
-                    values[place.start : place.stop].copy_(place.param.detach().reshape(-1))
+                for entry in unit.param_ranges:
+                    values[entry.start : entry.stop].copy_(entry.param.detach().reshape(-1))
                 if self._group is not None and self._group.size() > 1:
                     self._share(values)
                 unit.is_kept = has_state or not self._rules.offload_params
                 if unit.is_kept:
                     keeps_grads = has_state or not self._rules.offload_grads
-                    # Gradients are charged when they come.
-                    self._ledger.charge(fixed - keeps_grads * unit.grad_bytes, f"what stays of {unit.name}")
+                    # Gradients are charged when they arrive.
+                    self._budget.charge(
+                        fixed - keeps_grads * unit.grad_bytes, f"the part of {unit.name} that stays on the device"
+                    )
                     self._mover.fill(unit.flat, unit.num_bytes)
                     unit.flat.copy_(values)
                     unit.is_resident = True
-                self._pieces.append(place_params(unit, values, self._rules, self._store, has_device_state=has_state))
+                self._pieces.append(place_params(unit, values, self._rules, self._storage, has_device_state=has_state))
                 unit.detach()
             for unit, pieces in zip(self._units, self._pieces, strict=True):
-                place_grads(unit, pieces, self._rules, self._store, has_device_state=unit.index in self._with_state)
-        on_disk = [entry for entry in self._store.entries if entry.is_on_disk]
+                place_grads(unit, pieces, self._rules, self._storage, has_device_state=unit.index in self._with_state)
+        on_disk = [array for array in self._storage.arrays if array.is_on_disk]
         if on_disk:
-            size, budget = sum(entry.payload.numel() for entry in on_disk), self._store.host.ledger.budget_bytes
-            reason = f"{size} bytes of {self._store.stored_bytes} do not fit in {budget} bytes of host memory"
+            size, budget = sum(array.payload.numel() for array in on_disk), self._storage.host.budget.limit_bytes
+            reason = f"{size} bytes of {self._storage.stored_bytes} do not fit in {budget} bytes of host memory"
             events.emit(events.DecisionEvent(subject="offload tier", choice="disk", reason=reason))
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
@@ -253,7 +247,7 @@ class PagedDataParallel(Strategy):
             broadcast_from_first(list(self._model.buffers()), self._group)
 
     def _share(self, values: Tensor) -> None:
-        """All replicas start from the values of the group's first rank."""
+        """Replace `values` by those of the group's first rank, so all replicas start equal."""
         assert self._group is not None
         sent = values.to(self._device) if self._device.type == "cuda" else values
         broadcast(sent, dist.get_global_rank(self._group, 0), group=self._group)
@@ -261,7 +255,7 @@ class PagedDataParallel(Strategy):
             values.copy_(sent)
 
     def _share_buffers(self, model: nn.Module, _: Any) -> None:
-        """In training, running statistics are those of the group's first rank, as in DDP."""
+        """In training, take buffers (running statistics) from the group's first rank, as DDP does."""
         if model.training:
             assert self._group is not None
             broadcast_from_first(list(model.buffers()), self._group)
@@ -271,12 +265,12 @@ class PagedDataParallel(Strategy):
         self._pager.begin_update()
 
     def _after_step(self) -> None:
-        self._ladder.relieve()
+        self._relief.relieve()
         self._pager.end_step()
 
 
 def _guess(units: Sequence[Unit]) -> list[int]:
-    """The order of a first step: forward through the units, then back."""
+    """The assumed order of the first step: forward through the units, then back."""
     forward = [unit.index for unit in units]
     root = [unit.index for unit in units if unit.is_root]
     return forward + root + [index for index in reversed(forward) if index not in root]

@@ -1,4 +1,4 @@
-"""Optimizer state alone leaves the device: parameters and gradients stay with whoever looks after them."""
+"""Offloads optimizer state only; parameters and gradients stay where they are."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.offload.budget import GB, make_store, place_state, workspace_bytes
-from torsh_distributed.parallel.offload.offload_stats import OffloadStats, TierUse
-from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureLadder
+from torsh_distributed.parallel.offload.budget import GB, make_storage, place_state, workspace_bytes
+from torsh_distributed.parallel.offload.offload_stats import OffloadStats
+from torsh_distributed.parallel.offload.paging.pressure import POLICIES, PressureRelief
 from torsh_distributed.parallel.offload.storage.forms import FORMS
 from torsh_distributed.parallel.offload.storage.mover import CudaMover, HostMover
-from torsh_distributed.parallel.offload.storage.pieces import Piece, cut, max_numel, write
-from torsh_distributed.parallel.offload.storage.tiers import Ledger
+from torsh_distributed.parallel.offload.storage.pieces import StatePiece, cut, max_numel, write
+from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
 from torsh_distributed.parallel.offload.update.targets import ParamTarget, flat_of, is_updatable_in_place, local_of
@@ -25,11 +25,11 @@ from torsh_distributed.plan.sections.offload import OffloadConfig
 
 
 class StateOffload:
-    """Master values and moments of an optimizer in the store; `optimizer` is the one to use from here on.
+    """Stores the master values and moments of an optimizer; `optimizer` is the one to use from now on.
 
-    Works on parameters as they are: plain, in DDP, or DTensors, of which each rank keeps the state of its own shard
-    (FSDP2). fp32 parameters on the host (FSDP2 under CPUOffloadPolicy) are updated in place.
-    Every rank of `group` makes it; close it, or use it as a context.
+    Works with plain parameters, with DDP, and with DTensors (FSDP2), of which each rank stores the state of its own
+    shard. fp32 parameters on the host (FSDP2 with CPUOffloadPolicy) are updated in place.
+    Every rank of `group` creates it; close it, or use it as a context manager.
     """
 
     def __init__(
@@ -49,46 +49,31 @@ class StateOffload:
         names = {id(param): name for name, param in model.named_parameters()}
         held = [param for entry in optimizer.param_groups for param in entry["params"]]
         device = local_of(held[0]).device
-        self._ledger = Ledger("device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb")
+        self._budget = MemoryBudget(
+            "device memory", int(config.gpu_memory_budget_gb * GB), setting="gpu_memory_budget_gb"
+        )
         with fail_together("offload the optimizer", self._group):
             require_adam(optimizer)
-            self._store = make_store(config, device)
+            self._storage = make_storage(config, device)
             try:
                 targets = self._place([(names.get(id(param), "a parameter"), param) for param in held], config)
             except BaseException:
-                self._store.close()
+                self._storage.close()
                 raise
         self._mover = CudaMover(device) if device.type == "cuda" else HostMover()
-        self._ladder = PressureLadder(POLICIES[config.auto_memory_management], store=self._store, pager=None)
-        self.optimizer = OffloadedOptimizer(optimizer, targets, store=self._store, mover=self._mover)
-        self.optimizer.after_step = self._ladder.relieve
+        self._relief = PressureRelief(POLICIES[config.auto_memory_management], storage=self._storage, pager=None)
+        self.optimizer = OffloadedOptimizer(optimizer, targets, storage=self._storage, mover=self._mover)
+        self.optimizer.after_step = self._relief.relieve
         self.optimizer.owner = self
 
     def stats(self) -> OffloadStats:
-        """What happened so far, measured. Nothing is fetched ahead here, so there are no hits and misses."""
-        traffic, disk = self._store.traffic, self._store.disk
-        return OffloadStats(
-            num_hits=0,
-            num_misses=0,
-            num_evictions=0,
-            stall_s=self._mover.stall_s,
-            update_s=self.optimizer.update_s,
-            prefetch_distance=0,
-            host_to_device_bytes=traffic.host_to_device_bytes,
-            device_to_host_bytes=traffic.device_to_host_bytes,
-            disk_read_bytes=traffic.disk_read_bytes,
-            disk_written_bytes=traffic.disk_written_bytes,
-            stored_bytes=self._store.stored_bytes,
-            raw_bytes=self._store.raw_bytes,
-            device=TierUse.of(self._ledger),
-            host=TierUse.of(self._store.host.ledger),
-            disk=None if disk is None else TierUse.of(disk.ledger),
-        )
+        """Measured statistics so far; hits and misses are 0 because nothing is fetched ahead."""
+        return OffloadStats.measure(self._storage, self._mover, self._budget, update_s=self.optimizer.update_s)
 
     def close(self) -> None:
-        """Free the store; the optimizer is of no use then."""
+        """Free storage; the optimizer cannot be used afterwards."""
         self._mover.close()
-        self._store.close()
+        self._storage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -103,11 +88,11 @@ class StateOffload:
         targets, everything = [], []
         for name, param in trained:
             flat = flat_of(param)
-            pieces = [Piece(low, high) for low, high in cut(0, flat.numel(), max_numel(form))]
+            pieces = [StatePiece(low, high) for low, high in cut(0, flat.numel(), max_numel(form))]
             left -= flat.numel()
             stays = left >= 0
             if stays:
-                self._ledger.charge((8 if flat.dtype == torch.float32 else 12) * flat.numel(), f"the state of {name}")
+                self._budget.charge((8 if flat.dtype == torch.float32 else 12) * flat.numel(), f"the state of {name}")
             for piece in pieces:
                 part = flat[piece.start : piece.stop]
                 if (stays and flat.dtype == torch.float32) or (is_updatable_in_place(flat) and form.is_exact):
@@ -115,10 +100,10 @@ class StateOffload:
                 elif stays:
                     piece.master = part.float()
                 else:
-                    piece.master = self._store.add(f"master values of {name}", piece.numel, role="param", form=form)
-                    write(self._store, piece.master, part.to("cpu", torch.float32))
-            place_state(name, pieces, form, self._store, device=flat.device if stays else None)
+                    piece.master = self._storage.add(f"master values of {name}", piece.numel, role="param", form=form)
+                    write(self._storage, piece.master, part.to("cpu", torch.float32))
+            place_state(name, pieces, form, self._storage, device=flat.device if stays else None)
             targets.append(ParamTarget(name, param, pieces, is_in_place=flat.dtype == torch.float32))
             everything += pieces
-        self._store.host.ledger.charge(workspace_bytes(everything), "room to decode pieces in")
+        self._storage.host.budget.charge(workspace_bytes(everything), "room to decode pieces in")
         return targets

@@ -1,4 +1,4 @@
-"""What each layer of a model costs: estimated from its parameters, or measured."""
+"""The cost of each layer of a model: estimated from its parameters, or measured."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
-from torsh_distributed.parallel.pipeline.layers import LayerGraph
+from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph
 
 
 def count_parameters(model: nn.Module, layers: Sequence[str]) -> list[float]:
-    """Parameters of each layer."""
+    """Number of parameters of each layer."""
     return [float(sum(param.numel() for param in model.get_submodule(name).parameters())) for name in layers]
 
 
 def estimate_work(model: nn.Module, layers: Sequence[str]) -> list[float]:
-    """An estimate of each layer's work per token: its parameters, but for tables that are only looked up in.
+    """Each layer's estimated work per token: its number of parameters without embedding tables.
 
-    A matrix costs a multiplication and an addition per element and token, a lookup next to nothing.
+    A matrix costs a multiplication and an addition per element and token, a lookup almost nothing.
     """
     return [_work(model.get_submodule(name)) for name in layers]
 
@@ -32,7 +32,7 @@ def _work(layer: nn.Module) -> float:
 
 
 def measure_time(model: nn.Module, form: LayerGraph, inputs: tuple[Any, ...], *, repeats: int = 3) -> list[float]:
-    """Seconds of forward and backward of each layer on `inputs`, the least of `repeats` runs; gradients are dropped."""
+    """Seconds of forward and backward of each layer on `inputs`, minimum of `repeats` runs; gradients are dropped."""
     runs = []
     for _ in range(repeats):
         timer = _Timer(fx.GraphModule(model, form.graph))
@@ -42,7 +42,7 @@ def measure_time(model: nn.Module, form: LayerGraph, inputs: tuple[Any, ...], *,
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph, each layer on inputs cut off from the layers before, forward and backward."""
+    """Runs a graph and times each layer's forward and backward, on inputs detached from earlier layers."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)

@@ -1,4 +1,4 @@
-"""A pipeline that runs: stages on ranks, microbatches through them, the loss on every rank."""
+"""Runs a pipeline: stages on ranks, microbatches through them, the loss on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.pipeline.relay import run_through, share
+from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -27,20 +27,20 @@ from torsh_distributed.parallel.pipeline.schedule import (
 )
 from torsh_distributed.parallel.pipeline.stages import StagePlan, split_into_stages
 from torsh_distributed.parallel.pipeline.tied import TiedGradients
-from torsh_distributed.parallel.pipeline.timing import Stopwatch, TimedStage
+from torsh_distributed.parallel.pipeline.timed_stage import ActionRecorder, TimedStage
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
 
 LossFn = Callable[[Any, Any], Tensor]
 Wrap = Callable[[int, nn.Module], nn.Module]
-"""From a stage's index and module to what runs in its place."""
+"""From a stage's index and module to the module that runs instead."""
 
 
 class PipelineParallel:
-    """A model whose stages lie on the ranks of a group; a step sends microbatches through them, forward and backward.
+    """A model whose stages are on the ranks of a group; a step sends microbatches through them, forward and backward.
 
-    Every rank of the group makes it, with the same model or plan. After `step` each rank has the gradients of its own
-    stages, as if the whole batch had gone through the whole model; `module` holds their parameters under the names they
-    have in the model, for an optimizer. Parameters of other stages are freed.
+    Every rank of the group creates it, with the same model or plan. After `step` each rank has the gradients of its
+    own stages, equal to those of the whole batch in the whole model; `module` holds their parameters, for an
+    optimizer, under their names in the model. Parameters of other stages are freed.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class PipelineParallel:
             raise ConfigurationError(
                 f"{group.size()} ranks of {config.stages_per_rank} stages need {num_stages} stages,"
                 f" but the model was cut into {len(self.plan.stages)}",
-                hint="split the model into as many, or change pipeline.stages_per_rank",
+                hint="split the model into that many stages, or change pipeline.stages_per_rank",
             )
         self.stage_of = stage_owners(config, group.size())
         self.mine = stages_of_rank(config.schedule, group.rank(), num_ranks=group.size(), num_stages=num_stages)
         self.plan.drop_others(self.mine)
         self.built = {index: self.plan.build(index) for index in self.mine}
-        """This rank's stages as they were cut, by index; `stage_modules` are what runs in their place."""
+        """This rank's stages as cut, by index; `stage_modules` run instead of them."""
         self.stage_modules = {index: wrap(index, stage) if wrap else stage for index, stage in self.built.items()}
         for index, stage in self.built.items():
             self.plan.adopt(index, stage)
-        self.stopwatch = Stopwatch(group.rank())
+        self.recorder = ActionRecorder(group.rank())
         self.tied = TiedGradients(self.plan, self.stage_of, self.built, group)
         self.module = LocalStages(self.built, self._run_everywhere, names_here=self.tied.names_here)
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
@@ -90,23 +90,23 @@ class PipelineParallel:
         return len(self.plan.stages) - 1 in self.mine
 
     def step(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
-        """Forward and backward of a batch; adds to the gradients; returns the mean loss, on every rank.
+        """Run forward and backward of a batch, adding to the gradients; returns the mean loss, on every rank.
 
-        Every rank of the group passes the same batch (what it does not need may be empty tensors of the same length).
-        Gradients are `scale` times those of the loss, from the last stage on: so fp16 keeps small ones above zero.
+        Every rank of the group passes the same batch (tensors it does not need may be empty ones of the same length).
+        Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16.
         """
         if self.loss_fn is None:
-            raise InvalidArgument("a pipeline trains with a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
+            raise InvalidArgument("step() needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
         arguments = self._arguments(inputs)
         self._check_batch(arguments)
         if self._schedule is None:
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._microbatch_loss)
         losses: list[Tensor] = []
-        self.stopwatch.take()
+        self.recorder.take()
         self._scale = scale
         with events.phase("schedule"):
             with self._context():
-                # torch 2.11 takes inputs of the first stage only as they would lie in memory of their own.
+                # torch 2.11 accepts only contiguous inputs of the first stage.
                 self._schedule.step(
                     *(map(_packed, arguments) if self.is_first else ()),
                     target=targets if self.is_last else None,
@@ -114,7 +114,7 @@ class PipelineParallel:
                     return_outputs=False,
                 )
             self._measured = None
-            # Whoever is done before the others has nothing to do until here: it is the last part of the bubble.
+            # A rank that finishes early waits here: this is the last part of the bubble.
             loss = self._share_loss(torch.stack(losses).detach().sum() / scale if self.is_last else None)
         self.tied.sum()
         return loss
@@ -123,7 +123,7 @@ class PipelineParallel:
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch of any size, on every rank, without gradients."""
         if self.loss_fn is None:
-            raise InvalidArgument("evaluating needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
+            raise InvalidArgument("evaluate() needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
         out = self.forward(inputs)
         with self._context():
             loss = self._loss(out, targets) if self.is_last else None
@@ -133,7 +133,7 @@ class PipelineParallel:
     def forward(self, inputs: Any) -> Any:
         """The model's output for a batch of any size, on the last stage's rank; None on the others."""
         with self._context():
-            return run_through(
+            return run_stages(
                 self.stage_modules,
                 self._arguments(inputs),
                 stage_of=self.stage_of,
@@ -145,23 +145,23 @@ class PipelineParallel:
         """The model's output for a batch of any size, on every rank."""
         out = self.forward(inputs)
         owner = self.stage_of[len(self.plan.stages) - 1]
-        return share(out, owner, group=self.group, device=self.device)
+        return share_output(out, owner, group=self.group, device=self.device)
 
     def measured_timeline(self) -> Timeline:
-        """The last step as it was: every rank's actions, from its own clock; every rank of the group calls this.
+        """The last step as measured: all ranks' actions; every rank of the group calls this.
 
-        Times are of the machine's monotonic clock: on several nodes only differences within a rank mean something.
+        Times are from each machine's monotonic clock: across nodes only differences within a rank are meaningful.
         """
         if self._measured is None:
             gathered = all_gather_object(
-                [(one.stage, one.kind, one.microbatch, one.start, one.end) for one in self.stopwatch.actions],
+                [(one.stage, one.kind, one.microbatch, one.start, one.end) for one in self.recorder.actions],
                 group=self.group,
             )
             self._measured = _timeline(gathered)
         return self._measured
 
     def computed_timeline(self) -> Timeline:
-        """The step as the schedule would have it with equal stages."""
+        """The step as the schedule plans it, with stages of equal cost."""
         return compute_timeline(self.config, self.group.size())
 
     def _stages(self) -> list[TimedStage]:
@@ -172,7 +172,7 @@ class PipelineParallel:
                 len(self.plan.stages),
                 self.device,
                 group=self.group,
-                stopwatch=self.stopwatch,
+                recorder=self.recorder,
             )
             for index, module in self.stage_modules.items()
         ]
@@ -184,9 +184,9 @@ class PipelineParallel:
     def _loss(self, output: Any, target: Any) -> Tensor:
         assert self.loss_fn is not None, "step() and evaluate() check it"
         loss = self.loss_fn(output, target)
-        # From split logits it comes as a DTensor, equal on all ranks.
+        # Split logits give a DTensor, equal on all ranks.
         whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        # In fp16 it would not survive scaling.
+        # In fp16 the scaled loss would overflow.
         return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
@@ -195,15 +195,18 @@ class PipelineParallel:
             missing, unknown = sorted(set(names) - set(inputs)), sorted(set(inputs) - set(names))
             if missing or unknown:
                 raise InvalidArgument(
-                    "the batch does not have the inputs the pipeline was traced with",
-                    hint="arguments of forward that have a default cannot be passed through a pipeline",
+                    "the batch does not have the inputs that the pipeline was traced with",
+                    hint="a pipeline cannot pass arguments of forward that have a default",
                     missing=missing or None,
                     unknown=unknown or None,
                 )
             return tuple(inputs[name] for name in names)
         given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         if len(given) != len(names):
-            raise InvalidArgument(f"forward takes {', '.join(names)}, but the batch has {len(given)} inputs")
+            raise InvalidArgument(
+                f"forward takes {', '.join(names)}, but the batch has {len(given)} inputs",
+                hint="pass as many inputs, in this order",
+            )
         return given
 
     def _check_batch(self, arguments: Sequence[Any]) -> None:
@@ -227,7 +230,7 @@ class LocalStages(nn.Module):
     """This rank's stages as one module: parameters and buffers under the names they have in the model."""
 
     is_part_of_model = True
-    """Parameters of the model that are not here lie on other ranks."""
+    """Other parameters of the model are on other ranks."""
 
     def __init__(
         self, stages: Mapping[int, nn.Module], run: Callable[..., Tensor], *, names_here: Mapping[str, str]
@@ -235,17 +238,17 @@ class LocalStages(nn.Module):
         super().__init__()
         self._run = run
         self.names_here = names_here
-        """The names a shared parameter has in the model to the one it has here."""
+        """Names of a shared parameter in the model to its name here."""
         for stage in stages.values():
             _merge(self, stage)
 
     @override
     def forward(self, *inputs: Any) -> Tensor:
-        """The whole model's output, on every rank, all of which call this; only without gradients."""
+        """The whole model's output, on every rank; every rank calls this, and only without gradients."""
         if torch.is_grad_enabled():
             raise InvalidArgument(
-                "a pipelined model is called without gradients only: stages train in a schedule",
-                hint="use torch.no_grad() to look at its output, PipelineParallel.step or Engine.step to train",
+                "a pipelined model can be called without gradients only: stages train in a schedule",
+                hint="use torch.no_grad() to compute its output, PipelineParallel.step or Engine.step to train",
             )
         return self._run(*inputs)
 
@@ -270,10 +273,10 @@ def plan_stages(
 
 
 def _merge(into: nn.Module, module: nn.Module) -> None:
-    """Hang the children, parameters and buffers of `module` into `into`; containers with the same name are merged."""
+    """Add the children, parameters and buffers of `module` to `into`; containers with the same name are merged."""
     for name, child in module.named_children():
         if name not in into._modules:
-            # A container of a stage's graph is its own: what it holds is the model's.
+            # The stage's graph makes its own containers; their contents are the model's.
             is_container = type(child) is nn.Module
             into.add_module(name, nn.Module() if is_container else child)
         if type(child) is nn.Module:

@@ -1,4 +1,4 @@
-"""The plan of a pipeline step: who computes what when. Torch's schedules, laid out on a clock. Pure."""
+"""The plan of a pipeline step: which rank computes what, and when; torch's schedules on a time axis. Pure."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CLASSES: Mapping[str, str] = {
 """Name in a plan to torch's class."""
 
 V_SHAPED = ("zbv_zero_bubble", "dual_pipe_v")
-"""Schedules that lead down the ranks and up again: the first rank holds the first stage and the last."""
+"""Schedules whose stages go down the ranks and up again: the first rank holds the first and the last stage."""
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; its two halves: gradients of the input, gradients of the weights."""
+"""Forward; backward; and the halves of backward: gradients of the input (I), gradients of the weights (W)."""
 
 Step = tuple[int, Kind, int]
-"""Stage, what it does, and the microbatch it does it on."""
+"""Stage, kind of action, microbatch."""
 
 DEFAULT_COSTS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""In units of a forward: each half of backward has the products that forward has."""
+"""In units of a forward: each half of backward has as many products as forward."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Timeline:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The mean time of an action of each kind: what to compute a schedule with that is to be like this one.
+        """The mean time of an action of each kind, as costs for computing a similar schedule.
 
-        The first stage has no halves: what it does at "W" is a "B", see `lay_out`.
+        The first stage does not split backward: its "W" counts as "B", see `lay_out`.
         """
         times: dict[str, list[float]] = {}
         for action in self.actions:
@@ -82,7 +82,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they have nothing to do."""
+        """The share of the ranks' time in which they are idle."""
         total = self.num_ranks * self.span
         return 1 - self.busy / total if total else 0.0
 
@@ -105,12 +105,12 @@ def stage_owners(config: PipelineConfig, num_ranks: int) -> dict[int, int]:
 
 
 def compute_timeline(config: PipelineConfig, num_ranks: int, *, costs: Mapping[str, float] = DEFAULT_COSTS) -> Timeline:
-    """The step as the schedule orders it, if every action of a kind took the same time and sending none."""
+    """The step in the schedule's order, if all actions of a kind take the same time and sending takes none."""
     return lay_out(planned_order(config, num_ranks), costs=costs)
 
 
 def planned_order(config: PipelineConfig, num_ranks: int) -> dict[int, list[tuple[Step, ...]]]:
-    """The steps of every rank, in the order torch's schedule runs them; those in one tuple are sent on together."""
+    """The steps of every rank, in the order of torch's schedule; steps in one tuple send their results together."""
     if config.schedule in _SINGLE:
         order = _SINGLE[config.schedule]
         return {
@@ -129,7 +129,7 @@ def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
 
 
 def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
-    """As torch 2.13 runs it; the order that its class gives for drawing is off by one on the last rank."""
+    """As torch 2.13 runs it; the order that its class reports for drawing is off by one on the last rank."""
     ahead = min(num_microbatches, num_ranks - rank)
     order: list[Step] = [(rank, "F", number) for number in range(ahead)]
     for number in range(num_microbatches):
@@ -143,10 +143,10 @@ _SINGLE = {"gpipe": _gpipe, "one_f_one_b": _one_f_one_b}
 
 
 def make_schedule(config: PipelineConfig, stages: Sequence[Any], *, loss_fn: Any) -> Any:
-    """Torch's schedule over this rank's stages; what it refuses is a ConfigurationError.
+    """Torch's schedule over this rank's stages; raises ConfigurationError for settings that torch refuses.
 
-    `loss_fn` gives a microbatch's share of the loss: torch's own division of gradients by the number of microbatches
-    would meet a parameter shared by two stages of a rank twice.
+    `loss_fn` returns a microbatch's share of the loss: torch's own division of gradients by the number of microbatches
+    would divide a parameter that two stages of a rank share twice.
     """
     kind = getattr(torch_schedules, CLASSES[config.schedule])
     is_single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
@@ -160,8 +160,8 @@ def make_schedule(config: PipelineConfig, stages: Sequence[Any], *, loss_fn: Any
     except (ValueError, AssertionError) as error:
         raise ConfigurationError(
             f"pipeline.schedule {config.schedule}: {str(error).splitlines()[0]}",
-            hint=f"num_microbatches a multiple of the pipeline's {stages[0].group_size} ranks, and at least"
-            f" {stages[0].num_stages}, suits every schedule",
+            hint=f"a multiple of the pipeline's {stages[0].group_size} ranks, and at least {stages[0].num_stages},"
+            " microbatches work with every schedule",
             num_microbatches=config.num_microbatches,
             num_stages=stages[0].num_stages,
         ) from error
@@ -169,7 +169,7 @@ def make_schedule(config: PipelineConfig, stages: Sequence[Any], *, loss_fn: Any
 
 @dataclass
 class _PlannedStage:
-    """What a schedule asks of a stage while it plans: numbers alone."""
+    """What a schedule needs from a stage for planning: only numbers."""
 
     stage_index: int
     num_stages: int
@@ -196,10 +196,10 @@ def _compute_steps(actions: Sequence[Any]) -> Iterator[tuple[Step, ...]]:
 
 
 def lay_out(order: Mapping[int, Sequence[tuple[Step, ...]]], *, costs: Mapping[str, float] = DEFAULT_COSTS) -> Timeline:
-    """Each rank does its steps in order, each as soon as what it needs from other stages is there.
+    """Each rank runs its steps in order, each as soon as its inputs from other stages have arrived.
 
-    As torch runs them: a forward and a backward that a schedule pairs are done one after the other, and sent on when
-    both are done; the first stage, which gives no gradients of inputs to anyone, does all of its backward at "W".
+    As torch runs them: a forward and a backward that a schedule pairs run one after the other, and their results are
+    sent when both are done; the first stage, which sends no gradients of inputs, does all of its backward at "W".
     """
     last_stage = max((stage for groups in order.values() for steps in groups for stage, _, _ in steps), default=0)
     ends: dict[tuple[int, str, int], float] = {}
@@ -220,7 +220,7 @@ def lay_out(order: Mapping[int, Sequence[tuple[Step, ...]]], *, costs: Mapping[s
                 done += actions
                 groups.popleft()
                 progressed = True
-        assert progressed, "torch's schedules never wait in a circle"
+        assert progressed, "torch's schedules have no deadlock"
     return Timeline(tuple(done), len(order))
 
 
@@ -232,7 +232,7 @@ def _run(
     last_stage: int,
     costs: Mapping[str, float],
 ) -> list[Action] | None:
-    """The actions of steps that go together, from `clock` on; None while it is not known when they can start."""
+    """The actions of paired steps, from `clock` on; None while it is unknown when they can start."""
     actions: list[Action] = []
     for stage, kind, microbatch in steps:
         ready = _ready(ends, stage, kind, microbatch, last_stage)
@@ -253,7 +253,7 @@ def _cost(stage: int, kind: Kind, costs: Mapping[str, float]) -> float:
 def _ready(
     ends: Mapping[tuple[int, str, int], float], stage: int, kind: Kind, microbatch: int, last_stage: int
 ) -> float | None:
-    """When what an action needs is there; None while it is not known."""
+    """When the inputs of an action are ready; None while unknown."""
     if kind == "F":
         return 0.0 if stage == 0 else ends.get((stage - 1, "F", microbatch))
     if kind == "W":

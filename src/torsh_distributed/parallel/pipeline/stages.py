@@ -1,4 +1,4 @@
-"""Cuts a model into stages: which layers, which module, what flows in and out, which parameters are shared."""
+"""Cuts a model into stages: their layers and modules, the values that pass between them, the parameters they share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.pipeline.costs import count_parameters, estimate_work, measure_time
-from torsh_distributed.parallel.pipeline.layers import LayerGraph, is_number, trace_layers
-from torsh_distributed.parallel.pipeline.partition import partition
+from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
+from torsh_distributed.parallel.pipeline.layer_partition import partition
 
 _log = logging.getLogger(__name__)
 
@@ -26,24 +26,24 @@ Balance = Literal["auto", "parameters", "time", "manual"]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the plan: a run of layers."""
+    """One stage of the plan: consecutive layers."""
 
     index: int
     layers: tuple[str, ...]
     cost: float
-    """In the unit of the balance: parameters, an estimate of work, or seconds."""
+    """In the unit of the balance: parameters, estimated work, or seconds."""
     graph: fx.Graph
-    """Its part of the model's forward; takes and gives what flows between stages."""
+    """Its part of the model's forward; inputs and outputs are the values that pass between stages."""
 
     @property
     def direct(self) -> tuple[str, ...]:
-        """Names of parameters and buffers that the model's own forward reads in this stage."""
+        """Names of parameters and buffers that the model's own forward, not a layer, reads in this stage."""
         return tuple(dict.fromkeys(str(node.target) for node in self.graph.nodes if node.op == "get_attr"))
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model cut into stages; the modules are made by `build`, on the ranks that need them."""
+    """A model cut into stages; `build` makes their modules on the ranks that need them."""
 
     model: nn.Module
     stages: tuple[Stage, ...]
@@ -51,13 +51,13 @@ class StagePlan:
     """Names of the arguments that the first stage takes."""
     balance: Balance
     edges: tuple[tuple[bool, ...], ...]
-    """For each edge between stages, of each value that crosses it: whether a layer made it (an activation)."""
+    """For each edge between stages and each value that crosses it: whether a layer computed it (an activation)."""
     tied: tuple[tuple[tuple[int, str], ...], ...]
-    """Parameters that several stages share: for each, (stage, name) of every use."""
+    """For each parameter that several stages share: (stage, name) of every use."""
 
     @property
     def imbalance(self) -> float:
-        """The dearest stage over the mean: the pipeline runs at the pace of the slowest."""
+        """Cost of the most expensive stage over the mean: the slowest stage sets the pace."""
         costs = [stage.cost for stage in self.stages]
         return max(costs) * len(costs) / max(sum(costs), 1e-12)
 
@@ -74,7 +74,7 @@ class StagePlan:
                     _to_meta(self.model.get_submodule(name))
 
     def adopt(self, index: int, built: nn.Module) -> None:
-        """Let the model's own forward read what a built stage reads: its parameters may have become shards."""
+        """Give the model the parameters that a built stage reads directly: they may have become shards."""
         for name in self.stages[index].direct:
             value = operator.attrgetter(name)(built)
             if isinstance(value, nn.Parameter):
@@ -86,7 +86,7 @@ class StagePlan:
         return set(self.build(index).state_dict())
 
     def describe(self) -> Table:
-        """A table for rich: stage, its layers, its cost."""
+        """A rich table of stages, their layers and costs."""
         unit = {"parameters": "parameters", "time": "seconds"}.get(self.balance, "work (estimate)")
         table = Table("stage", "layers", unit, "share", title=f"{len(self.stages)} stages, balance {self.balance}")
         total = sum(stage.cost for stage in self.stages)
@@ -105,10 +105,10 @@ def split_into_stages(
     example: tuple[Any, ...] | None = None,
     agree: Callable[[list[float]], list[float]] | None = None,
 ) -> StagePlan:
-    """Cut `model` into `num_stages` runs of layers of about equal cost, or before the layers named in `split_points`.
+    """Cut `model` into `num_stages` stages of about equal cost, or before the layers named in `split_points`.
 
-    `example` is a microbatch of inputs, for `balance="time"`; times differ between ranks, so `agree` makes the first
-    rank's those of all. The model itself is not changed.
+    `example` is a microbatch of inputs, for `balance="time"`; measured times differ between ranks, so `agree` returns
+    the first rank's on all. The model itself is not changed.
     """
     form = trace_layers(model)
     costs = _costs(model, form, balance, example)
@@ -125,7 +125,7 @@ def split_into_stages(
     plan = StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages))
     if plan.imbalance > 2:
         _log.warning(
-            "the pipeline is unbalanced: its dearest stage costs %.1f times the mean (%s)",
+            "the pipeline is unbalanced: its most expensive stage costs %.1f times the mean (%s)",
             plan.imbalance,
             ", ".join(f"{stage.cost:.3g}" for stage in stages),
         )
@@ -138,7 +138,7 @@ def _costs(model: nn.Module, form: LayerGraph, balance: Balance, example: tuple[
     if balance == "time":
         if example is None:
             raise ConfigurationError(
-                'balance "time" measures the layers, and needs inputs to run them on',
+                'balance "time" measures the layers, so it needs inputs to run them on',
                 hint="pass example=(inputs,), one microbatch",
             )
         return measure_time(model, form, example)
@@ -149,23 +149,23 @@ def _manual(form: LayerGraph, split_points: Sequence[str], num_stages: int) -> t
     unknown = [name for name in split_points if name not in form.layers]
     if unknown:
         raise ConfigurationError(
-            f"pipeline.split_points: {unknown[0]} is not a layer that a stage can begin with",
+            f"pipeline.split_points: {unknown[0]} is not a layer at which a stage can start",
             hint=f"the layers are {', '.join(form.layers)}",
         )
     starts = (0, *sorted(form.layers.index(name) for name in split_points))
     if len(set(starts)) != len(starts) or len(starts) != num_stages:
         raise ConfigurationError(
-            f"{len(split_points)} split points make {len(set(starts))} stages, but {num_stages} are wanted",
-            hint=f"name the first layer of each stage but the first: {num_stages - 1} different layers",
+            f"{len(split_points)} split points make {len(set(starts))} stages, but the plan needs {num_stages}",
+            hint=f"name the first layer of every stage except the first: {num_stages - 1} different layers",
             split_points=tuple(split_points),
         )
     return starts
 
 
 def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx.Graph], tuple[tuple[bool, ...], ...]]:
-    """A graph for each run of layers, and what crosses the edges between them.
+    """A graph for each stage's layers, and which values cross the edges between stages.
 
-    What a later stage needs of an earlier one is handed on by those between.
+    Stages pass on the values that later stages need from earlier ones.
     """
     begins = {run[0]: index for index, run in enumerate(runs) if index}
     stage_of: dict[fx.Node, int] = {}
@@ -201,7 +201,7 @@ def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx
 
 
 def _activations(graph: fx.Graph) -> set[fx.Node]:
-    """Values that a layer had a part in."""
+    """Values that depend on a layer's output."""
     made: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "call_module" or any(used in made for used in node.all_input_nodes):
@@ -210,15 +210,15 @@ def _activations(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _copied(graph: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """The node in the stage's graph; what is read from the model is read anew in each stage."""
+    """The node's copy in the stage's graph; each stage reads parameters and buffers itself."""
     if node not in copies:
-        assert node.op == "get_attr", "everything else is computed or handed over before"
+        assert node.op == "get_attr", "every other value is computed or passed in before"
         copies[node] = graph.node_copy(node)
     return copies[node]
 
 
 def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.Node]:
-    """Values made in stages up to `edge` that a later stage uses, in the order they are made."""
+    """Values computed in stages up to `edge` that a later stage uses, in order of computation."""
     alive = [
         node
         for node in graph.nodes
@@ -229,15 +229,15 @@ def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.
     numbers = [node for node in alive if is_number(node)]
     if numbers:
         raise ConfigurationError(
-            f"the value {numbers[0].name!r} of the model's forward is a number or a shape, and a later stage needs it",
-            hint="read sizes from the tensor at hand in each layer, or choose split points so that it does not cross",
+            f"the value {numbers[0].name!r} of the model's forward is a number or a shape that a later stage needs",
+            hint="read sizes from a tensor inside each layer, or choose split points that it does not cross",
             crossing=[node.name for node in alive],
         )
     return alive
 
 
 def _tied(model: nn.Module, stages: Sequence[Stage]) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Parameters that more than one stage uses, in layers or directly."""
+    """Parameters that more than one stage uses, through layers or directly."""
     uses: dict[int, list[tuple[int, str]]] = {}
     for stage in stages:
         for layer in stage.layers:

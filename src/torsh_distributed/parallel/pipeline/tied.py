@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks share, such as a head tied to the embedding: their gradients are summed."""
+"""Sums the gradients of parameters that stages on several ranks share, such as a head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torsh_distributed.parallel.pipeline.stages import StagePlan
 class TiedGradients:
     """Sums gradients of shared parameters over the ranks that hold a copy, once a step.
 
-    Equal gradients, optimizer and start keep the copies equal. Where one rank holds all uses (a V-shaped schedule), the
-    parameter is one tensor and nothing is sent.
+    Copies stay equal: they start equal and get the same gradients and updates. If one rank holds all uses (a V-shaped
+    schedule), the parameter is one tensor and nothing is sent.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class TiedGradients:
     ) -> None:
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self.copies: dict[str, int] = {}
-        """Name of a shared parameter of this rank to the number of ranks that hold a copy."""
+        """Name of a shared parameter on this rank to the number of ranks that hold a copy."""
         self.names: dict[str, str] = {}
         """Every name of a shared parameter to the name of its first use."""
         self.names_here: dict[str, str] = {}
-        """Every name of a shared parameter of which this rank holds a copy to the name it has here."""
+        """Every name of a shared parameter that this rank has a copy of, to its name here."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for uses in plan.tied:
             ranks = tuple(sorted({stage_of[stage] for stage, _ in uses}))
@@ -50,14 +50,14 @@ class TiedGradients:
             param = built[stage].get_parameter(name)
             self._shared.append((param, made[ranks]))
             self.copies.update({name: len(ranks) for stage, name in uses if stage in built})
-            # Copies start equal: the first holder's values.
+            # Copies start with the first holder's values.
             held = _held(param.data)
             if held.numel():
                 dist.broadcast(held, group=made[ranks], group_src=0)
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum now; the ranks that hold a copy call this."""
+        """Sum the gradients; every rank that holds a copy calls this."""
         for param, group in self._shared:
             grad: Tensor = torch.zeros_like(param) if param.grad is None else param.grad
             held = _held(grad)
@@ -67,12 +67,12 @@ class TiedGradients:
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """What this rank has of it: sharded copies are cut alike, so that the holders of one shard talk to each other."""
+    """This rank's part of it: copies are sharded equally, so the holders of one shard communicate."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group over some ranks of `group`, all of which call this."""
+    """A group over some ranks of `group`; those ranks call this."""
     if len(ranks) == group.size():
         return group
     return group_over([dist.get_global_rank(group, rank) for rank in ranks])

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacks import check_stacked, cut_stack, gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import check_stacked, cut_stack, gather_stack
 from torsh_distributed.parallel.state.whole_state import (
     named_params,
     other_groups,

@@ -1,4 +1,4 @@
-"""Experts that move: where to, when, and that nothing but the place changes."""
+"""Experts that move: where to, when, and that only their rank changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer, re
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, Lending
 from torsh_distributed.parallel.expert.balancing.placement import Placement, variation
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacks import gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import gather_stack
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
@@ -29,7 +29,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig
     num_ranks=st.integers(1, 5),
     per_rank=st.integers(1, 5),
 )
-def test_a_balanced_placement_has_every_expert_once_and_lets_stay_what_can(
+def test_a_balanced_placement_has_every_expert_once_and_moves_few(
     data: st.DataObject, num_ranks: int, per_rank: int
 ) -> None:
     num_experts = num_ranks * per_rank
@@ -46,7 +46,7 @@ def test_a_balanced_placement_has_every_expert_once_and_lets_stay_what_can(
                 assert chosen.experts_of(rank)[slot] == expert, "an expert that stays keeps its slot"
 
 
-def test_two_hot_neighbours_are_parted() -> None:
+def test_two_hot_neighbours_are_separated() -> None:
     placement = Placement.contiguous(4, 2)
     loads = [0.4, 0.4, 0.1, 0.1]
     assert placement.rank_loads(loads) == pytest.approx([0.8, 0.2])

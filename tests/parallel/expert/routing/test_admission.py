@@ -1,4 +1,4 @@
-"""Capacity over all ranks, against a line of tokens served one after another."""
+"""Capacity over all ranks, against a queue of tokens served one after another."""
 
 from __future__ import annotations
 

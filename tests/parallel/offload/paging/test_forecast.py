@@ -1,4 +1,4 @@
-"""The forecast: it learns the order of a step, and fetches as far ahead as that pays."""
+"""The forecast learns the order of a step, and its distance follows the hit rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_nothing_is_fetched_beyond_the_update() -> None:
     assert forecast.upcoming() == [0]
 
 
-def test_a_unit_out_of_order_does_not_lose_the_place() -> None:
+def test_a_unit_out_of_order_does_not_lose_the_position() -> None:
     forecast = Forecast(STEP, max_distance=1)
     for index in (0, 7, 1):
         forecast.note(index, is_hit=False)

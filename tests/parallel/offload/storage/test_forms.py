@@ -1,4 +1,4 @@
-"""Forms: as many bytes as they say, values within their bound, rounding that does not drift."""
+"""Forms: exact sizes, errors within bounds, and rounding without drift."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_lossless_is_smaller_on_weights_and_exact_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_what_is_not_a_number_stays_so(name: str) -> None:
+def test_nan_stays_nan(name: str) -> None:
     broken = torch.tensor([float("nan"), 1.0])
     payload = FORMS[name].encode(broken, role="param", generator=torch.Generator())
     assert FORMS[name].decode(payload, 2, role="param")[0].isnan()

@@ -1,4 +1,4 @@
-"""Tiers: budgets that are kept, a file that is really there, and nothing of it left behind."""
+"""Tiers: allocations stay within their budgets, and the disk tier's file leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import IoError, MemoryAllocationFailed
-from torsh_distributed.parallel.offload.storage.forms import FORMS, FP32
-from torsh_distributed.parallel.offload.storage.tiered_storage import Store
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier
 
 
@@ -26,30 +23,14 @@ def test_over_budget_is_refused_before_anything_is_allocated() -> None:
     kept = tier.allocate(600, "the first")
     with pytest.raises(MemoryAllocationFailed, match="the second needs 600 bytes of host memory, but 400 of 1000"):
         tier.allocate(600, "the second")
-    assert tier.ledger.used_bytes == 600
+    assert tier.budget.used_bytes == 600
     tier.free(kept)
-    assert (tier.ledger.used_bytes, tier.ledger.peak_bytes) == (0, 600)
-
-
-def test_the_disk_holds_what_host_memory_cannot(tmp_path: Path) -> None:
-    store = Store(HostTier(4000, is_pinned=False), DiskTier(tmp_path, 1 << 20))
-    values = torch.randn(900)
-    entries = [store.add(f"entry {n}", 900, role="param", form=FP32) for n in range(3)]
-    for entry in entries:
-        store.save(entry, values)
-    assert [entry.is_on_disk for entry in entries] == [False, True, True]
-    assert store.disk is not None
-    assert store.disk.file_bytes == store.disk.ledger.used_bytes == 8192
-    assert list(tmp_path.iterdir()) == [], "the file has no name"
-    for entry in entries:
-        assert torch.equal(store.load(entry), values)
-    assert store.traffic.disk_written_bytes == store.traffic.disk_read_bytes == 7200
-    store.close()
+    assert (tier.budget.used_bytes, tier.budget.peak_bytes) == (0, 600)
 
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=30))
-def test_regions_of_the_file_never_overlap(
+def test_allocations_in_the_file_never_overlap(
     tmp_path_factory: pytest.TempPathFactory, work: list[tuple[bool, int]]
 ) -> None:
     tier = DiskTier(tmp_path_factory.mktemp("disk"), 1 << 30)
@@ -57,14 +38,14 @@ def test_regions_of_the_file_never_overlap(
     for number, (frees, size) in enumerate(work):
         if frees and live:
             tier.free(live.pop(size % len(live))[0])
-        region = tier.allocate(size, "a region")
-        region.tensor.fill_(number)
-        live.append((region, number))
-    for region, number in live:
-        assert (region.tensor == number).all()
-    assert tier.ledger.used_bytes == sum(region.charged_bytes for region, _ in live)
-    for region, _ in live:
-        tier.free(region)
+        allocation = tier.allocate(size, "an array")
+        allocation.tensor.fill_(number)
+        live.append((allocation, number))
+    for allocation, number in live:
+        assert (allocation.tensor == number).all()
+    assert tier.budget.used_bytes == sum(allocation.charged_bytes for allocation, _ in live)
+    for allocation, _ in live:
+        tier.free(allocation)
     tier.close()
 
 
@@ -81,7 +62,7 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.context["errno"] in (errno.EFBIG, errno.ENOSPC)
     assert str(tmp_path) in str(caught.value)
-    assert tier.ledger.used_bytes == 1 << 15
+    assert tier.budget.used_bytes == 1 << 15
     tier.close()
 
 
@@ -104,10 +85,10 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 KILLED = """
-import sys, torch
+import sys
 from torsh_distributed.parallel.offload.storage.tiers import DiskTier
-region = DiskTier(sys.argv[1], 1 << 30).allocate(1 << 20, "a region")
-region.tensor.fill_(1)
+allocation = DiskTier(sys.argv[1], 1 << 30).allocate(1 << 20, "an array")
+allocation.tensor.fill_(1)
 print("written", flush=True)
 sys.stdin.read()
 """
@@ -120,17 +101,3 @@ def test_a_killed_process_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
         assert process.stdout.readline() == "written\n"
         process.send_signal(signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", sorted(FORMS))
-def test_the_store_takes_the_bytes_of_the_form(name: str) -> None:
-    store = Store(HostTier(1 << 20, is_pinned=False), None)
-    entry = store.add("weights", 4096, role="param", form=FORMS[name])
-    store.save(entry, torch.randn(4096) * 0.02)
-    sizes = {"none": 16384, "fp16": 8192, "bf16": 8192, "int8": 4096 + 64}
-    assert store.host.ledger.used_bytes == store.stored_bytes == entry.payload.numel()
-    if name in sizes:
-        assert store.stored_bytes == sizes[name]
-    else:
-        assert store.stored_bytes < 0.95 * 16384
-    store.close()

@@ -1,1 +1,1 @@
-"""Which rank holds which expert: `placement`, live rebalancing, and lending of hot experts."""
+"""Which rank holds which expert: `placement`, then `balance` (moves experts) and `lending` (copies hot ones)."""

@@ -1,4 +1,4 @@
-"""Live balancing: experts move between ranks, with all that is known about them, when ranks are loaded unevenly."""
+"""Live balancing: moves experts, with their gradients and optimizer state, between unevenly loaded ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.lending import COPY_ROWS, worth_lending
 from torsh_distributed.parallel.expert.balancing.placement import Placement, variation
 from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacks import move_stack, stacked_state
+from torsh_distributed.parallel.expert.stacked_experts import move_stack, stacked_state
 
 _MIN_GAIN = 0.01
-"""The busiest rank must lose at least this share of its load, or the move is not worth its bytes."""
+"""A move must take at least this share of load from the busiest rank to pay for its traffic."""
 
 
 class LoadBalancer:
-    """After every step of the optimizer: where ranks are loaded too unevenly, moves experts to even it out.
+    """After optimizer steps, moves experts if the ranks are loaded too unevenly.
 
-    Every rank decides alike, since all know the load of all. What triggers a move is the coefficient of variation of
-    the ranks' smoothed load above `rebalance_threshold`, at most once in `rebalance_cooldown_steps`. What moving
-    cannot even out, for one expert alone is too much for a rank, is lent to up to `hot_copies` experts a rank.
+    All ranks know all loads, so they decide alike. Experts move if the coefficient of variation of the ranks' smoothed
+    load exceeds `rebalance_threshold`, at most once in `rebalance_cooldown_steps`. If one expert alone is too much for
+    a rank, moving does not help; then experts are lent, up to `hot_copies` to each rank.
     """
 
     def __init__(self, layers: Mapping[str, MoELayer], optimizer: Optimizer) -> None:
@@ -35,7 +35,7 @@ class LoadBalancer:
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def close(self) -> None:
-        """Experts stay where they are from now on."""
+        """Stop moving and lending experts."""
         self._hook.remove()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,14 +53,14 @@ class LoadBalancer:
 
 
 def rebalance(layer: MoELayer, placement: Placement, optimizer: Optimizer | None = None, *, name: str = "") -> None:
-    """Put the layer's experts where `placement` says; every rank of its group calls this, between two steps.
+    """Move the layer's experts to `placement`; every rank of its group calls this, between two steps.
 
-    Weights, their gradients and the optimizer's state move bit for bit; what the layer computes does not change.
+    Weights, gradients and optimizer state move bit for bit; the layer's results do not change.
     """
     old = layer.placement
     if layer.group is None or sorted(placement.expert_of_slot) != sorted(old.expert_of_slot):
         raise InvalidArgument(
-            "the placement is not of this layer's experts, or they all live here",
+            "the placement does not fit the layer's experts, or they are not spread over ranks",
             hint="start from layer.placement: layer.placement.balanced(loads)",
             num_experts=layer.config.num_experts,
             placement=placement.expert_of_slot,
@@ -94,7 +94,7 @@ def rebalance(layer: MoELayer, placement: Placement, optimizer: Optimizer | None
 
 
 def _better(layer: MoELayer) -> Placement | None:
-    """A placement worth moving to, or None; from numbers that are equal on every rank."""
+    """A placement that is worth a move, or None; computed from numbers that are equal on every rank."""
     loads, threshold = layer.smoothed_load, layer.config.rebalance_threshold
     assert loads is not None
     if threshold is None:
@@ -107,13 +107,13 @@ def _better(layer: MoELayer) -> Placement | None:
 
 
 def _lend(layer: MoELayer, name: str) -> None:
-    """Decide anew what the layer lends, from numbers that are equal on every rank."""
+    """Decide again what the layer lends, from numbers that are equal on every rank."""
     loads, decision, group = layer.smoothed_load, layer.decision, layer.group
     assert loads is not None
     assert decision is not None
     assert group is not None
     assert layer.router.data_group is not None
-    # Of one forward in one group of ranks with all experts: what an expert computes, which is at most its capacity.
+    # Rows of each expert, at most its capacity, in one forward of one group of ranks that holds all experts.
     total = int(decision.demand.sum())
     most = total if decision.capacity is None else decision.capacity
     num_groups = layer.router.data_group.size() // group.size()

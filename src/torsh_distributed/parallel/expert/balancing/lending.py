@@ -1,9 +1,9 @@
-"""Hot experts on several ranks: the owner lends its weights for one forward, and gets their gradients back.
+"""Hot experts on several ranks: the owner lends its weights for one forward and gets their gradients back.
 
-Why lent and not kept: the owner has the only parameters and the only optimizer state. Nothing has to be kept equal,
-saved or moved; what the layer computes does not change, and lending can begin or end between any two steps.
+Why lend instead of replicate: the owner keeps the only parameters and optimizer state. Nothing has to be kept equal,
+saved or moved; the layer's results do not change, and lending can start or stop between any two steps.
 
-Who borrows what, and how a batch is divided, is arithmetic on counts that every rank has: nobody has to ask.
+Every rank computes who borrows what, and how a batch is divided, from counts that all have: no extra communication.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 
 Stacks = dict[str, Tensor]
-"""Weights of experts by the name of the parameter; each has one entry for each expert."""
+"""Expert weights by parameter name; each has one entry for each expert."""
 
 COPY_ROWS = {"cpu": 64, "cuda": 2048}
-"""Rows that a rank computes, forward and backward, in the time that an expert's weights go one way and their gradients
-the other. Both times grow with the size of the expert, so that only the machine counts: operations a second × bytes
-of a weight / (3 × bytes sent a second). Measured on one node: 22 to 30 over shared memory, 38 to 61 over gloo; for GPUs
-computed from 600 TFLOP/s and 200 GB/s."""
+"""Rows that a rank computes, forward and backward, in the time it takes to send an expert's weights one way and their
+gradients back. Both times are proportional to the size of the expert, so only the machine counts: operations per
+second × bytes of a weight / (3 × bytes sent per second). Measured on one node: 22 to 30 over shared memory, 38 to 61
+over gloo; computed for GPUs from 600 TFLOP/s and 200 GB/s."""
 
 
 @dataclass(frozen=True)
 class Lending:
-    """Which ranks compute which experts of other ranks as well."""
+    """Which experts of other ranks each rank computes too."""
 
     placement: Placement
     borrowed: tuple[tuple[int, ...], ...]
-    """By rank: the experts it borrows, in the order of their slots, which is the order they arrive in."""
+    """By rank: the experts it borrows, in slot order, which is the order they arrive in."""
 
     def experts_on(self, rank: int) -> tuple[int, ...]:
-        """The experts a rank computes, by place: its own, then those it borrows."""
+        """The experts a rank computes, by place: its own, then the borrowed ones."""
         return self.placement.experts_of(rank) + self.borrowed[rank]
 
     @cached_property
@@ -62,21 +62,21 @@ class Lending:
         return frozenset(expert for some in self.borrowed for expert in some)
 
     def with_copy(self, expert: int, rank: int) -> Lending:
-        """The same, and `rank` borrows `expert`."""
+        """This lending, with `expert` also borrowed by `rank`."""
         more = tuple(sorted((*self.borrowed[rank], expert), key=self.placement.slot_of_expert.__getitem__))
         return Lending(self.placement, (*self.borrowed[:rank], more, *self.borrowed[rank + 1 :]))
 
     def shares(self, rows: Sequence[int]) -> list[dict[int, int]]:
-        """By expert: how many of its rows each of its hosts computes, such that ranks do evenly much. rows: by expert.
+        """By expert: how many of its rows each of its ranks computes, so ranks are evenly loaded. rows: by expert.
 
-        What cannot be divided is counted first; then experts in turn, those with most rows first, fill up their hosts.
+        Experts on one rank are counted first; then lent experts, most rows first, fill up their ranks.
         """
         shares = [{next(iter(places)): count} for places, count in zip(self.places, rows, strict=True)]
         filled = [0] * self.placement.num_ranks
         for expert, places in enumerate(self.places):
             filled[next(iter(places))] += 0 if expert in self.lent else rows[expert]
         for expert in sorted(self.lent, key=lambda expert: (-rows[expert], expert)):
-            shares[expert] = _pour(rows[expert], {rank: filled[rank] for rank in self.places[expert]})
+            shares[expert] = _fill_evenly(rows[expert], {rank: filled[rank] for rank in self.places[expert]})
             for rank, count in shares[expert].items():
                 filled[rank] += count
         return shares
@@ -87,9 +87,9 @@ class Lending:
         return [sum(some.get(rank, 0) for some in shares) for rank in range(self.placement.num_ranks)]
 
     def divide(self, sends: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """By source, rank and place there: the rows that go. sends: by source rank and expert.
+        """By source, rank and place on it: the rows sent. sends: by source rank and expert.
 
-        A host computes rows of its own tokens before those of others: they need not travel.
+        A rank computes rows of its own tokens first: these need not be sent.
         """
         ranks = range(self.placement.num_ranks)
         on = [self.experts_on(rank) for rank in ranks]
@@ -108,9 +108,9 @@ class Lending:
         return divided
 
     def reorder(self, order: Tensor, mine: Sequence[Sequence[int]]) -> Tensor:
-        """Choices that are sorted by slot, in the order they are sent in: by rank, then by place there.
+        """Choices sorted by slot, put in the order of sending: by rank, then by place on it.
 
-        mine: by rank and place, the rows this rank sends, as `divide` gave them.
+        mine: by rank and place, the rows this rank sends, from `divide`.
         """
         by_slot = [where for expert in self.placement.expert_of_slot for where in self.places[expert].items()]
         pieces = torch.split(order, [mine[rank][place] for rank, place in by_slot])
@@ -119,10 +119,10 @@ class Lending:
 
 
 def worth_lending(placement: Placement, rows: Sequence[int], *, most: int, copy_rows: int) -> Lending | None:
-    """What to lend, or None. rows: by expert, of one forward; `most`: copies that a rank takes at most.
+    """What to lend, or None. rows: by expert, of one forward; `most`: the most copies that a rank takes.
 
-    A copy costs its owner and the rank that takes it the time of `copy_rows` rows each, forward and backward. What
-    keeps the busiest rank busiest, of its own or borrowed, goes to the rank with least to do, as long as that helps.
+    A copy costs its owner and its borrower the time of `copy_rows` rows each, forward and backward. As long as it
+    helps, the expert with most rows on the busiest rank, own or borrowed, is lent to the least busy rank.
     """
 
     def busy(lending: Lending) -> list[int]:
@@ -145,7 +145,7 @@ def worth_lending(placement: Placement, rows: Sequence[int], *, most: int, copy_
         if not takers:
             break
         longer = lending.with_copy(expert, min(takers, key=now.__getitem__))
-        # All ranks from the busiest down: of two that are equally busy, one has to be helped first.
+        # Compare all ranks from the busiest down: of two equally busy ones, one has to be relieved first.
         if sorted(busy(longer), reverse=True) >= sorted(now, reverse=True):
             break
         lending = longer
@@ -153,12 +153,12 @@ def worth_lending(placement: Placement, rows: Sequence[int], *, most: int, copy_
 
 
 def lend(stacks: Stacks, lending: Lending, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[Stacks, Stacks]:
-    """This rank's experts, to be used in place of `stacks`, and those it borrows, which come in `dtype`.
+    """This rank's experts, to use instead of `stacks`, and those it borrows, in `dtype`.
 
-    Every rank of the group calls this, forward and backward, which adds the gradients of copies to the owner's. Both
-    are one node of the graph, so that a rank that borrows nothing takes part in backward too; and nodes run backward
-    in the opposite order of their making, so that all ranks come to it between the same two exchanges of tokens.
-    Gradients of own experts are added to in place: whoever makes them makes new tensors, as products do.
+    Every rank of the group calls this, forward and backward; backward adds the gradients of copies to the owner's.
+    Both results come from one autograd node, so a rank that borrows nothing takes part in backward too. Nodes run
+    backward in reverse order of creation, so all ranks reach it between the same two exchanges of tokens. Gradients
+    of own experts are changed in place, which is safe because products return new tensors.
     """
     me, placement = group.rank(), lending.placement
     mine = placement.experts_of(me)
@@ -174,7 +174,7 @@ def lend(stacks: Stacks, lending: Lending, group: dist.ProcessGroup, dtype: torc
 
 
 class _Lend(Function):
-    """Stacks as they are, and (borrowed, weights of an expert) what came from the others: a row for each expert."""
+    """Returns the stacks unchanged, and (borrowed, weights of an expert) the experts received, one row each."""
 
     @staticmethod
     @override
@@ -203,12 +203,12 @@ class _Lend(Function):
         places = [place for some in ctx.away for place in some]
         for grad, part in zip(own, torch.split(home, [grad[0].numel() for grad in own], dim=1), strict=True):
             for place, row in zip(places, part, strict=True):
-                grad[place] += row.view_as(grad[place])  # not index_add_: on a GPU its order is left to chance
+                grad[place] += row.view_as(grad[place])  # not index_add_: on a GPU its order varies
         return None, None, None, None, *own
 
 
-def _pour(total: int, levels: dict[int, int]) -> dict[int, int]:
-    """How much of `total` each gets, so that the fullest is as low as can be; a remainder goes to the lowest."""
+def _fill_evenly(total: int, levels: dict[int, int]) -> dict[int, int]:
+    """How much of `total` each rank gets so the highest level is as low as possible; the lowest get the remainder."""
     order = sorted(levels, key=lambda rank: (levels[rank], rank))
     while True:
         level, rest = divmod(total + sum(levels[rank] for rank in order), len(order))

@@ -1,4 +1,4 @@
-"""Which rank holds which expert: a table, and how to make a better one from measured loads."""
+"""Which rank holds which expert: a table, and a better one from measured loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torsh_distributed.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Placement:
-    """Experts in slots: slot s is place `s % per_rank` of rank `s // per_rank`; every rank has as many."""
+    """Experts in slots: slot s is place `s % per_rank` on rank `s // per_rank`; every rank has equally many."""
 
     expert_of_slot: tuple[int, ...]
     num_ranks: int
@@ -21,7 +21,7 @@ class Placement:
         if num_experts % num_ranks:
             raise ConfigurationError(
                 f"expert.num_experts {num_experts} does not spread evenly over mesh.ep {num_ranks}",
-                hint=f"take a multiple of {num_ranks}, or another mesh.ep",
+                hint=f"use a multiple of {num_ranks}, or change mesh.ep",
                 num_experts=num_experts,
                 ep=num_ranks,
             )
@@ -29,7 +29,7 @@ class Placement:
 
     @property
     def per_rank(self) -> int:
-        """Experts that a rank holds."""
+        """Number of experts on each rank."""
         return len(self.expert_of_slot) // self.num_ranks
 
     @property
@@ -53,9 +53,9 @@ class Placement:
         return [sum(loads[expert] for expert in self.experts_of(rank)) for rank in range(self.num_ranks)]
 
     def balanced(self, loads: Sequence[float]) -> Placement:
-        """Another placement with an evener load: each expert in turn, heaviest first, to the lightest rank with room.
+        """A placement with a more even load: each expert, heaviest first, goes to the lightest rank with room.
 
-        An expert that stays on its rank keeps its slot; a set of experts goes to the rank that has most of it already.
+        An expert that stays on its rank keeps its slot; a set of experts goes to the rank that already has most of it.
         """
         sets: list[list[int]] = [[] for _ in range(self.num_ranks)]
         sums = [0.0] * self.num_ranks
@@ -76,7 +76,7 @@ class Placement:
 
 
 def variation(loads: Sequence[float]) -> float:
-    """The coefficient of variation: standard deviation over mean; 0 where there is no load."""
+    """The coefficient of variation: standard deviation over mean; 0 if there is no load."""
     mean = sum(loads) / len(loads)
     if mean == 0:
         return 0.0

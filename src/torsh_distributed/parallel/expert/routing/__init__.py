@@ -1,1 +1,1 @@
-"""Which experts a token goes to: `gate`, `router`, `admission`, and figures about it."""
+"""Which experts a token goes to: `router`, then its `gate`, `admission` under a capacity, and `routing_stats`."""

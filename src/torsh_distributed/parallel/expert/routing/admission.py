@@ -1,10 +1,10 @@
-"""Who finds room: capacity and overflow, counted over all ranks that share a batch.
+"""Capacity and overflow of experts, counted over all ranks that share a batch.
 
-Why over all ranks: a rank that counted alone would drop other tokens than one process with the whole batch, and
-training would depend on the number of ranks. Choices stand in one line before each expert: first choices before second
-ones, then by rank, then by place in the rank's batch, which is the order one process would see them in.
+Why over all ranks: a rank that counts alone would drop other tokens than one process with the whole batch, so training
+would depend on the number of ranks. The choices of each expert form a queue: first choices before second ones, then by
+rank, then by position in the rank's batch, which is the order in one process.
 
-All of it is arithmetic on counts that every rank has, so every rank knows what the others send, without asking.
+Every rank computes this from the counts of all, so it knows what the others send without asking.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 
 def capacity_of(num_tokens: int, config: ExpertConfig) -> int | None:
-    """Rows that an expert takes from a batch of `num_tokens` over all ranks; None where experts have room for all."""
+    """The most rows an expert takes from a batch of `num_tokens` over all ranks; None: unlimited."""
     if config.overflow == "none":
         return None
     return math.ceil(num_tokens * config.num_experts_per_token / config.num_experts * config.capacity_factor)
@@ -27,19 +27,19 @@ def capacity_of(num_tokens: int, config: ExpertConfig) -> int | None:
 
 @dataclass(frozen=True)
 class Admission:
-    """Which choices are admitted, for all ranks; int64 tensors."""
+    """Which choices are admitted, on all ranks; int64 tensors."""
 
     sends: Tensor
-    """(ranks, experts): rows that each rank sends to each expert in the end."""
+    """(ranks, experts): rows that each rank sends to each expert."""
 
     room: Tensor | None
-    """(ranks, choices, experts): how many of a rank's choices an expert has room for; None where for all."""
+    """(ranks, choices, experts): how many of a rank's choices an expert has room for; None: for all."""
 
     fallback: Tensor | None
-    """(rerouted,): the experts that those without room go to, in the order of the line; None without rerouting."""
+    """(rerouted,): the experts that refused choices go to, in queue order; None without rerouting."""
 
     fallback_start: Tensor | None
-    """(ranks, choices): where in `fallback` those of a rank's choices begin."""
+    """(ranks, choices): where a rank's choices start in `fallback`."""
 
 
 def admit(counts: Tensor, capacity: int | None, *, reroute: bool) -> Admission:
@@ -56,7 +56,7 @@ def admit(counts: Tensor, capacity: int | None, *, reroute: bool) -> Admission:
         return Admission(sends, room, None, None)
     refused = (line - taken).sum(dim=1)
     load = sends.sum(dim=0)
-    # Every free place, lowest level first: taking them in this order always takes the least loaded expert.
+    # Free places, lowest level first: in this order the next one always belongs to the least loaded expert.
     levels = torch.arange(capacity, device=counts.device).unsqueeze(1)
     fallback = torch.nonzero(levels >= load)[:, 1][: int(refused.sum())]
     whose = torch.arange(num_ranks, device=counts.device).repeat(num_choices).repeat_interleave(refused)
@@ -66,9 +66,9 @@ def admit(counts: Tensor, capacity: int | None, *, reroute: bool) -> Admission:
 
 
 def settle(experts: Tensor, admission: Admission, *, rank: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """This rank's choices after admission, and which of them were rerouted.
+    """This rank's choices after admission, and which of them are rerouted.
 
-    experts: (choices, tokens), the experts asked for. In the result a choice without room is `num_experts`.
+    experts: (choices, tokens), the experts chosen. In the result a dropped choice is `num_experts`.
     """
     if admission.room is None:
         return experts, torch.zeros_like(experts, dtype=torch.bool)
@@ -91,7 +91,7 @@ def count_choices(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def _place_in_line(experts: Tensor, num_experts: int) -> Tensor:
-    """(choices, tokens): how many tokens before it made the same choice at the same expert."""
+    """(choices, tokens): how many earlier tokens chose the same expert with the same choice (first, second, …)."""
     num_choices, num_tokens = experts.shape
     keys = (experts + num_experts * torch.arange(num_choices, device=experts.device).unsqueeze(1)).flatten()
     order = keys.argsort(stable=True)

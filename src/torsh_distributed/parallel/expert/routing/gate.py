@@ -1,4 +1,4 @@
-"""The gate: from tokens to a probability for each expert, in one step or in two (group, then expert)."""
+"""The gate: a probability for each token and expert, in one step or in two (group, then expert)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 @dataclass(frozen=True)
 class Scores:
-    """What the gate thinks of each token: float32, or float64 where the tokens are."""
+    """The gate's output for each token: float32, or float64 if the tokens are."""
 
     probabilities: Tensor
     """(tokens, experts); rows add up to 1."""
 
     z_loss: Tensor
-    """How large the logits are: the mean over tokens of logsumexp(logits)², for each step of the gate."""
+    """The size of the logits: the mean over tokens of logsumexp(logits)², summed over the gate's steps."""
 
     candidates: Tensor | None
-    """(tokens, experts) bool: which experts a token may choose; None where all."""
+    """(tokens, experts) bool: which experts a token may choose; None: all."""
 
 
 class Gate(nn.Module):
     """A trainable softmax over the experts.
 
-    It computes in float32 under autocast too: routing is a discrete choice, and rounding would change it.
+    It computes in float32 even under autocast: routing is a discrete choice that rounding would change.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Where learning of groups starts: an expert is mostly in the group of its neighbours."""
+        """Initialise learned groups: an expert starts mostly in the group of its neighbours."""
         if self.config.gate_grouping == "learned":
             size = self.config.num_experts // self.config.gate_groups
             self.membership.copy_(2.0 * torch.eye(self.config.gate_groups).repeat_interleave(size, dim=0))
@@ -97,7 +97,7 @@ class Gate(nn.Module):
         return Scores(joint.flatten(1).exp(), z_loss, candidates)
 
     def _by_learned_groups(self, groups: Tensor, logits: Tensor) -> Scores:
-        """Experts belong to groups by degrees: p(expert) = Σ over groups of p(group) · p(expert | group)."""
+        """Experts belong partly to each group: p(expert) = Σ over groups of p(group) · p(expert | group)."""
         belongs = self.membership.to(logits.dtype).log_softmax(dim=1).t()
         inside = (logits.unsqueeze(1) + belongs).log_softmax(dim=2)
         joint = (groups.log_softmax(dim=1).unsqueeze(2) + inside).logsumexp(dim=1)
@@ -110,5 +110,5 @@ def _linear(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def _z_loss(logits: Tensor) -> Tensor:
-    """The mean over rows; 0 for none, where a mean would be NaN."""
+    """The mean over rows; 0 for no rows, where a mean would be NaN."""
     return logits.logsumexp(dim=1).square().sum() / max(logits.shape[0], 1)

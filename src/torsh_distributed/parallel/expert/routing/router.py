@@ -1,4 +1,4 @@
-"""The router: which experts each token goes to, with which weight, and what that costs in auxiliary losses."""
+"""The router: which experts each token goes to, with which weights, and the auxiliary losses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torsh_distributed.parallel.expert.routing.gate import Gate, Scores
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 
 _FEW = 4
-"""Up to this many choices, taking the largest that often is faster than torch's top-k on a CPU."""
+"""Up to this many choices, repeated argmax is faster on a CPU than torch's top-k."""
 
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Where the tokens of this rank go, and what all ranks together ask of the experts."""
+    """Where this rank's tokens go, and the load of the experts over all ranks."""
 
     experts: Tensor
-    """(choices, tokens) int64: the expert of each choice; `num_experts` where the choice is dropped."""
+    """(choices, tokens) int64: the expert of each choice; `num_experts` if the choice is dropped."""
 
     weights: Tensor
-    """(choices, tokens): what the expert's output counts for; differentiable."""
+    """(choices, tokens): the weight of the expert's output; differentiable."""
 
     demand: Tensor
     """(experts,) int64: choices of all ranks, before capacity."""
@@ -40,27 +40,27 @@ class RoutingDecision:
     """Of all ranks."""
 
     capacity: int | None
-    """Rows that an expert takes, over all ranks; None where all."""
+    """The most rows an expert takes, over all ranks; None: unlimited."""
 
     num_rerouted: Tensor
     """Choices of this rank that went to another expert, at half their weight."""
 
     probabilities: Tensor
-    """(tokens, experts): what the gate gave this rank's tokens; detached."""
+    """(tokens, experts): the gate's output for this rank's tokens; detached."""
 
     load_balance_loss: Tensor
-    """This rank's part of Switch's loss: 1 where all experts are used alike. The mean over ranks, weighted by their
-    tokens, is the loss of the whole batch."""
+    """This rank's part of the Switch Transformer's balance loss, which is 1 if all experts are used equally. The mean
+    over ranks, weighted by their tokens, is the loss of the whole batch."""
 
     router_z_loss: Tensor
     auxiliary_loss: Tensor
-    """Both, with their coefficients."""
+    """The sum of both, with their coefficients."""
 
 
 class ExpertRouter(nn.Module):
     """Top-k routing by a trainable gate; every rank of `data_group` calls forward together.
 
-    Counts of choices are exchanged, so that capacity and the balance loss are those of the whole batch.
+    Ranks exchange their counts of choices, so capacity and the balance loss are those of the whole batch.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ExpertRouter(nn.Module):
     def forward(self, tokens: Tensor) -> RoutingDecision:
         """tokens: (tokens, input_dim)."""
         if tokens.shape[1] != self.input_dim:
-            # The others wait for this rank's counts: they get its width instead, and raise as well.
+            # The other ranks wait for this rank's counts: send them its width, so they raise too.
             self._exchange(None, tokens)
         scores = self.gate(tokens)
         experts, weights = self._choose(scores)
@@ -109,9 +109,9 @@ class ExpertRouter(nn.Module):
         return experts.t().contiguous(), weights.t()
 
     def _exchange(self, counts: Tensor | None, tokens: Tensor) -> tuple[Tensor, int, int]:
-        """Counts (ranks, choices, experts) of all ranks, their tokens, and this rank's place among them.
+        """Counts (ranks, choices, experts) of all ranks, their number of tokens, and this rank's rank among them.
 
-        Raises TensorShapeMismatch on every rank if any has tokens of another width; without counts, on this one.
+        Raises TensorShapeMismatch on every rank if any rank has tokens of another width; such a rank passes no counts.
         """
         shape = (self.config.num_experts_per_token, self.config.num_experts)
         if self.data_group is None or self.data_group.size() == 1:
@@ -129,7 +129,7 @@ class ExpertRouter(nn.Module):
 
     def _mismatch(self, widths: dict[int, int]) -> TensorShapeMismatch:
         return TensorShapeMismatch(
-            f"the layer takes tokens of {self.input_dim} values",
+            f"the layer expects tokens of {self.input_dim} values",
             hint="the last dim of the input must be the layer's input_dim, on every rank",
             input_dim=self.input_dim,
             got_by_rank=widths,
@@ -148,7 +148,7 @@ class ExpertRouter(nn.Module):
         config, probabilities = self.config, scores.probabilities
         demand = counts.sum(dim=(0, 1))
         num_mine = max(len(probabilities), 1)
-        # Linear in this rank's probabilities, given the demand of all: parts of ranks add up to the loss of the batch.
+        # Linear in this rank's probabilities, given the demand of all, so the ranks' parts add up to the batch's loss.
         factor = config.num_experts / (num_mine * max(num_tokens * config.num_experts_per_token, 1))
         balance = (probabilities.sum(dim=0) @ demand.to(probabilities)) * factor
         return RoutingDecision(
@@ -168,7 +168,7 @@ class ExpertRouter(nn.Module):
 
 
 def _top(wanted: Tensor, count: int) -> Tensor:
-    """(tokens, count): the columns with the largest values, largest first; the first of equals."""
+    """(tokens, count): the columns with the largest values, largest first; of equal ones the first."""
     if count > _FEW or wanted.device.type != "cpu":
         return wanted.topk(count, dim=1).indices
     found = []

@@ -1,4 +1,4 @@
-"""What routing did with a batch: numbers to look at, from the last forward of a layer."""
+"""Statistics of a layer's routing in its last forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torsh_distributed.parallel.expert.routing.router import RoutingDecision
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStats:
-    """The last batch of a mixture-of-experts layer; over all ranks that share it, unless said otherwise."""
+    """The last batch of a mixture-of-experts layer, over all ranks that share it unless stated otherwise."""
 
     num_tokens: int
     num_choices: int
@@ -21,7 +21,7 @@ class RoutingStats:
     num_routed: int
     num_dropped: int
     num_rerouted: int
-    """On this rank: sent to another expert than asked for."""
+    """On this rank: sent to another expert than the chosen one."""
 
     demand: tuple[int, ...]
     """Choices of each expert, before capacity."""
@@ -30,25 +30,25 @@ class RoutingStats:
     """Rows that each expert computed."""
 
     load_variation: float
-    """Coefficient of variation of the load: 0 where all experts do the same."""
+    """Coefficient of variation of the load: 0 if all experts have the same load."""
 
     most_used: int
     least_used: int
     capacity: int | None
-    """Rows that an expert takes at most; None where there is room for all."""
+    """The most rows an expert takes; None: unlimited."""
 
     capacity_use: float | None
-    """Share of all room that was used."""
+    """Share of the total capacity that was used."""
 
     num_full: int | None
     """Experts with no room left."""
 
     gate_entropy: float
-    """Mean over this rank's tokens, in nats: 0 where the gate is sure, log(experts) where it does not care."""
+    """Mean over this rank's tokens, in nats: 0 if the gate is certain, log(experts) if it has no preference."""
 
     @classmethod
     def of(cls, decision: RoutingDecision) -> RoutingStats:
-        """Read a decision; on a GPU this waits for it."""
+        """The statistics of a decision; on a GPU this waits for it."""
         demand = [int(count) for count in decision.demand.tolist()]
         load = [int(count) for count in decision.sends.sum(dim=0).tolist()]
         capacity, probabilities = decision.capacity, decision.probabilities

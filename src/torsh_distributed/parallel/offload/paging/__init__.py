@@ -1,1 +1,1 @@
-"""Parameters that visit the device: units, the pager, its hooks, and the gradients on their way out."""
+"""Fetches parameters to the device and evicts them: `units`, `pager`, `hooks`, then the gradients on their way out."""

@@ -1,4 +1,4 @@
-"""The hooks that tell the pager and the gradients what the model is doing."""
+"""Module hooks that report forward and backward to the pager and the gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.parallel.offload.paging.pager import Pager
-from torsh_distributed.parallel.offload.paging.unit_gradients import Gradients
+from torsh_distributed.parallel.offload.paging.unit_gradients import UnitGradients
 from torsh_distributed.parallel.offload.paging.units import Unit
 
 
-class Hooks:
-    """Around each unit: fetch before forward and before backward, release after.
+class PagingHooks:
+    """Fetch each unit before its forward and backward, release it after.
 
-    In backward a unit is done when all its gradients are there, or when the gradient of its inputs is. What neither
-    releases goes at the end of backward. A forward inside backward is recomputation, and its unit is still needed.
+    In backward a unit is done when all its gradients, or those of its inputs, are computed; units for which neither
+    happens are released at the end of backward. A forward inside backward is recomputation: its unit is still needed.
     """
 
-    def __init__(self, pager: Pager, gradients: Gradients) -> None:
+    def __init__(self, pager: Pager, gradients: UnitGradients) -> None:
         self._pager = pager
         self._gradients = gradients
         self._handles: list[RemovableHandle] = []
@@ -38,20 +38,20 @@ class Hooks:
                 )
             )
             for position in range(unit.num_trainable):
-                param = unit.places[position].param
+                param = unit.param_ranges[position].param
                 hook = partial(self._after_grad, unit, position)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's
                 self._handles.append(handle)
 
     def remove(self) -> None:
-        """Leave the model as if they had never been."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if not _is_in_backward():
-            self._is_end_queued = False  # a backward that raised never came to its end
+            self._is_end_queued = False  # a backward that raised did not reach its end
         self._pager.demand(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -67,9 +67,9 @@ class Hooks:
         self._pager.demand(unit)
 
     def _hook_inputs(self, unit: Unit, tree: Any) -> None:
-        """Release the unit when the gradients of all its inputs are there.
+        """Release the unit when the gradients of all its inputs are computed.
 
-        Inputs that are leaves do not count: theirs may be ready before the rest of the unit's backward ran.
+        Leaf inputs do not count: their gradients may be ready before the rest of the unit's backward has run.
         """
         inner = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
         missing = len(inner)
@@ -91,7 +91,7 @@ class Hooks:
     def _queue_end(self) -> None:
         if not self._is_end_queued:
             self._is_end_queued = True
-            # The engine's own callback list, as torch's DDP and FSDP use it: called when this backward is over.
+            # Called at the end of this backward; torch's DDP and FSDP use the same callback list.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

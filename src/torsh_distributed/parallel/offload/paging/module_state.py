@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict` of a model whose parameters are away: whole tensors, as if they were there."""
+"""`state_dict` and `load_state_dict` of a model with offloaded parameters: whole tensors, read from storage."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed.parallel.offload.paging.pager import Pager, load_flat
-from torsh_distributed.parallel.offload.paging.units import Place, Unit
-from torsh_distributed.parallel.offload.storage.pieces import Piece, is_fp32_in_place, read, write
-from torsh_distributed.parallel.offload.storage.tiered_storage import Entry, Store
+from torsh_distributed.parallel.offload.paging.units import ParamRange, Unit
+from torsh_distributed.parallel.offload.storage.pieces import StatePiece, is_fp32_in_place, overlaps, read, write
+from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
 
 
 class ModuleState:
-    """Hooks on every module that owns a parameter: out comes what the store holds, in goes what is loaded."""
+    """Hooks on every module that owns a parameter; they save and load the values in storage."""
 
-    def __init__(self, units: Sequence[Unit], pieces: Sequence[Sequence[Piece]], store: Store, pager: Pager) -> None:
+    def __init__(
+        self, units: Sequence[Unit], pieces: Sequence[Sequence[StatePiece]], storage: TieredStorage, pager: Pager
+    ) -> None:
         self._pieces = pieces
-        self._store = store
+        self._storage = storage
         self._pager = pager
-        self._places = {id(place.param): (unit, place) for unit in units for place in unit.places}
+        self._entries = {id(entry.param): (unit, entry) for unit in units for entry in unit.param_ranges}
         self._handles: list[RemovableHandle] = []
         owners = {id(module): module for unit in units for module in unit.module.modules()}
         for module in owners.values():
@@ -34,69 +36,63 @@ class ModuleState:
                 self._handles.append(on_take(partial(self._take, names)))  # type: ignore[no-untyped-call]  # torch's
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def give_back(self, unit: Unit) -> None:
-        """Put plain tensors into the parameters, on the device, and empty the unit."""
-        flat = load_flat(unit, self._pieces[unit.index], self._store)
-        for place in unit.places:
-            values = flat[place.start : place.stop].view(place.shape)
-            place.param.data = values.to(unit.flat.device, unit.dtype, copy=True)
+        """Give the unit's parameters plain tensors on the device again."""
+        flat = load_flat(unit, self._pieces[unit.index], self._storage)
+        for entry in unit.param_ranges:
+            values = flat[entry.start : entry.stop].view(entry.shape)
+            entry.param.data = values.to(unit.flat.device, unit.dtype, copy=True)
 
     def _give(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in names:
             param = module._parameters[name]
             key = prefix + name
-            if param is not None and key in state and id(param) in self._places:
-                unit, place = self._places[id(param)]
-                state[key] = self._read(unit, place)
+            if param is not None and key in state and id(param) in self._entries:
+                unit, entry = self._entries[id(param)]
+                state[key] = self._read(unit, entry)
 
     def _take(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Store what is loaded, and leave torch an empty tensor to load into the empty parameter."""
+        """Store the loaded values, and give torch an empty tensor to load into the empty parameter."""
         for name in names:
             param = module._parameters[name]
             values = state.get(prefix + name)
-            if param is None or values is None or id(param) not in self._places:
+            if param is None or values is None or id(param) not in self._entries:
                 continue
-            unit, place = self._places[id(param)]
-            if values.shape == place.shape and not unit.is_in_use:
-                self._write(unit, place, values.detach())
+            unit, entry = self._entries[id(param)]
+            if values.shape == entry.shape and not unit.is_in_use:
+                self._write(unit, entry, values.detach())
                 state[prefix + name] = param.detach()
 
-    def _read(self, unit: Unit, place: Place) -> Tensor:
-        flat = torch.empty(place.shape.numel())
-        for piece, low, high in self._overlaps(unit, place):
+    def _read(self, unit: Unit, entry: ParamRange) -> Tensor:
+        flat = torch.empty(entry.shape.numel())
+        for piece, low, high in overlaps(self._pieces[unit.index], entry.start, entry.stop):
             source = piece.master if piece.master is not None else piece.param
-            values = unit.flat[piece.start : piece.stop] if source is None else read(self._store, source)
-            flat[low - place.start : high - place.start].copy_(values[low - piece.start : high - piece.start])
-        return flat.view(place.shape).to(unit.dtype)
+            values = unit.flat[piece.start : piece.stop] if source is None else read(self._storage, source)
+            flat[low - entry.start : high - entry.start].copy_(values[low - piece.start : high - piece.start])
+        return flat.view(entry.shape).to(unit.dtype)
 
-    def _write(self, unit: Unit, place: Place, values: Tensor) -> None:
+    def _write(self, unit: Unit, entry: ParamRange, values: Tensor) -> None:
         self._pager.begin_update()
         flat = values.reshape(-1).to("cpu", torch.float32)
-        for piece, low, high in self._overlaps(unit, place):
-            part = flat[low - place.start : high - place.start]
+        for piece, low, high in overlaps(self._pieces[unit.index], entry.start, entry.stop):
+            part = flat[low - entry.start : high - entry.start]
             for slot in {id(slot): slot for slot in (piece.master, piece.param) if slot is not None}.values():
-                if isinstance(slot, Entry) and slot is piece.param and slot is not piece.master:
+                if isinstance(slot, StoredArray) and slot is piece.param and slot is not piece.master:
                     view = slot.view()
                     if view is not None:
                         view[low - piece.start : high - piece.start] = part.to(view.dtype)
                         continue
-                held = read(self._store, slot)
+                held = read(self._storage, slot)
                 held[low - piece.start : high - piece.start] = part.to(held.device)
-                write(self._store, slot, held)
+                write(self._storage, slot, held)
             source = piece.master if piece.master is not None else piece.param
             if source is None:
                 unit.flat[low:high].copy_(part)
             else:
-                now = read(self._store, source)[low - piece.start : high - piece.start]
+                now = read(self._storage, source)[low - piece.start : high - piece.start]
                 self._pager.refresh(unit, low, now if is_fp32_in_place(source) else now.clone())
         self._pager.begin_update()
-
-    def _overlaps(self, unit: Unit, place: Place) -> list[tuple[Piece, int, int]]:
-        bounds = (
-            (piece, max(piece.start, place.start), min(piece.stop, place.stop)) for piece in self._pieces[unit.index]
-        )
-        return [(piece, low, high) for piece, low, high in bounds if low < high]

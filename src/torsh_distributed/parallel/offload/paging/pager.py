@@ -1,81 +1,72 @@
-"""The pager: units are on the device when they are needed, and its memory stays within the budget."""
+"""The pager: brings units to the device for use and keeps the device within its budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torsh_distributed.errors import MemoryAllocationFailed
+from torsh_distributed.parallel.offload.offload_stats import PagerCounters
 from torsh_distributed.parallel.offload.paging.forecast import Forecast
 from torsh_distributed.parallel.offload.paging.units import Unit
 from torsh_distributed.parallel.offload.storage.mover import Mover
-from torsh_distributed.parallel.offload.storage.pieces import Piece
-from torsh_distributed.parallel.offload.storage.tiered_storage import Entry, Store
-from torsh_distributed.parallel.offload.storage.tiers import Ledger
-
-
-@dataclass
-class Tally:
-    """What the pager counts."""
-
-    num_hits: int = 0
-    num_misses: int = 0
-    num_evictions: int = 0
+from torsh_distributed.parallel.offload.storage.pieces import StatePiece
+from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
+from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 
 
 class Pager:
     """Fetches units ahead of their use and keeps as many as fit.
 
-    Which one goes when room is needed: the one whose next use, by the order of the last step, is farthest away. (Least
-    recently used, the usual rule, would throw out in backward what backward needs next.)
+    To make room it evicts the unit whose next use, by the order of the last step, is farthest away. (Least recently
+    used, the usual rule, would evict in backward what backward needs next.)
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[StatePiece]],
         *,
-        store: Store,
-        ledger: Ledger,
+        storage: TieredStorage,
+        budget: MemoryBudget,
         mover: Mover,
         forecast: Forecast,
     ) -> None:
         self.units = units
-        self.tally = Tally()
-        self.ledger = ledger
+        self.counters = PagerCounters()
+        self.budget = budget
         self.mover = mover
         self.forecast = forecast
         self._pieces = pieces
-        self._store = store
+        self._storage = storage
 
     def demand(self, unit: Unit) -> None:
-        """Have `unit` on the device, its parameters usable, and start fetching what comes after it."""
+        """Bring `unit` to the device, attach its parameters, and start fetching the units after it."""
         if unit.is_in_use:
             return
         is_hit = unit.is_resident
         if not is_hit:
             self._fetch(unit)
         self.forecast.note(unit.index, is_hit=is_hit)
-        self.tally.num_hits += is_hit
-        self.tally.num_misses += not is_hit
+        self.counters.num_hits += is_hit
+        self.counters.num_misses += not is_hit
         unit.is_in_use = True
         self.prefetch()
-        if unit.ticket is not None:
-            unit.ticket.wait()
-            unit.ticket = None
+        if unit.pending_copy is not None:
+            unit.pending_copy.wait()
+            unit.pending_copy = None
         unit.attach()
 
     def release(self, unit: Unit) -> None:
-        """`unit` has done its work for now; it stays as long as its room is not needed."""
+        """Mark `unit` as idle; it stays on the device until its memory is needed."""
         if unit.is_in_use:
             unit.is_in_use = False
             unit.detach()
 
     def prefetch(self) -> None:
-        """Fetch the next units of the forecast as far as there is room, or units needed later to make it."""
+        """Fetch the next units of the forecast while there is room, evicting units that are needed later."""
         for index in self.forecast.upcoming():
             unit = self.units[index]
             if unit.is_resident:
@@ -85,43 +76,43 @@ class Pager:
             self._fetch(unit)
 
     def need_room(self, num_bytes: int, what: str) -> None:
-        """Charge the device for `what`, evicting idle units; MemoryAllocationFailed if those at work fill it."""
+        """Charge the device for `what`, evicting idle units; MemoryAllocationFailed if units in use fill it."""
         self._make_room(num_bytes, keep_until=-1)
-        self.ledger.charge(num_bytes, what)
+        self.budget.charge(num_bytes, what)
 
     def evict_idle(self, above_bytes: int) -> int:
-        """Drop idle units, farthest next use first, until the device holds at most `above_bytes`; returns how many."""
-        before = self.tally.num_evictions
-        while self.ledger.used_bytes > above_bytes and (victim := self._farthest(-1)) is not None:
+        """Evict idle units, farthest next use first, until the device holds at most `above_bytes`; returns how many."""
+        before = self.counters.num_evictions
+        while self.budget.used_bytes > above_bytes and (victim := self._farthest(-1)) is not None:
             self._evict(victim)
-        return self.tally.num_evictions - before
+        return self.counters.num_evictions - before
 
     def refresh(self, unit: Unit, start: int, values: Tensor) -> None:
-        """The values from element `start` on have changed: bring them to the device if the unit is there."""
+        """Copy values that have changed, from element `start` on, to the device if the unit is there."""
         if not unit.is_resident:
             return
         target = unit.flat[start : start + values.numel()]
         if target.data_ptr() == values.data_ptr():
             return
         if values.device == target.device and target.device.type != "cpu":
-            target.copy_(values)  # computed on the device, so in order with what computes there
+            target.copy_(values)  # computed on the device, so ordered with its other work
             return
 
         def copy() -> None:
             target.copy_(values, non_blocking=True)
 
-        # No older copy into this unit can be under way (`begin_update`); newer ones wait for each other in order.
-        unit.ticket = self.mover.start(copy, is_plain=True)
+        # `begin_update` has finished older copies into this unit; newer ones run in order.
+        unit.pending_copy = self.mover.start(copy, is_plain=True)
         self._count_in(values)
 
     def begin_update(self) -> None:
-        """Wait for the copies under way: what they read is about to change."""
+        """Wait for pending copies: the values they read are about to change."""
         self.mover.settle()
         for unit in self.units:
-            unit.ticket = None
+            unit.pending_copy = None
 
     def end_step(self) -> None:
-        """The update is done: learn, and fetch for the next forward."""
+        """After the update: learn the order of the step, and prefetch for the next forward."""
         self.forecast.end_step()
         self.prefetch()
 
@@ -129,34 +120,34 @@ class Pager:
         try:
             self.need_room(unit.num_bytes, f"the parameters of {unit.name}")
         except MemoryAllocationFailed as error:
-            at_work = [other.name for other in self.units if other.is_in_use]
+            in_use = [other.name for other in self.units if other.is_in_use]
             raise MemoryAllocationFailed(
-                error.message, hint=error.hint, **error.context, units_at_work=at_work
+                error.message, hint=error.hint, **error.context, units_in_use=in_use
             ) from error
         self.mover.fill(unit.flat, unit.num_bytes)
         unit.is_resident = True
         pieces = self._pieces[unit.index]
-        is_plain = all(isinstance(piece.param, Entry) and piece.param.view() is not None for piece in pieces)
-        unit.ticket = self.mover.start(lambda: self._copy_in(unit), is_plain=is_plain)
+        is_plain = all(isinstance(piece.param, StoredArray) and piece.param.view() is not None for piece in pieces)
+        unit.pending_copy = self.mover.start(lambda: self._copy_in(unit), is_plain=is_plain)
 
     def _copy_in(self, unit: Unit) -> None:
         for piece in self._pieces[unit.index]:
-            entry = piece.param
-            assert isinstance(entry, Entry), "only units with stored parameters leave the device"
-            view = entry.view()
-            values = self._store.load(entry) if view is None else view
-            if view is not None and entry.is_on_disk:
-                self._store.traffic.disk_read_bytes += entry.payload.numel()
+            array = piece.param
+            assert isinstance(array, StoredArray), "only units with stored parameters are fetched"
+            view = array.view()
+            values = self._storage.load(array) if view is None else view
+            if view is not None and array.is_on_disk:
+                self._storage.traffic.disk_read_bytes += array.payload.numel()
             unit.flat[piece.start : piece.stop].copy_(values, non_blocking=True)
-            entry.region.cool()
+            array.allocation.drop_pages()
             self._count_in(values)
 
     def _count_in(self, values: Tensor) -> None:
-        self._store.traffic.host_to_device_bytes += values.numel() * values.element_size()
+        self._storage.traffic.host_to_device_bytes += values.numel() * values.element_size()
 
     def _make_room(self, num_bytes: int, *, keep_until: float) -> bool:
-        """Evict idle units until `num_bytes` fit; those used within `keep_until` uses stay. Says whether they fit."""
-        while num_bytes > self.ledger.free_bytes:
+        """Evict idle units until `num_bytes` fit, but none used within `keep_until` uses; returns whether they fit."""
+        while num_bytes > self.budget.free_bytes:
             victim = self._farthest(keep_until)
             if victim is None:
                 return False
@@ -171,22 +162,22 @@ class Pager:
         return farthest if self.forecast.uses_until(farthest.index) > keep_until else None
 
     def _evict(self, unit: Unit) -> None:
-        if unit.ticket is not None:
-            unit.ticket.finish()
-            unit.ticket = None
+        if unit.pending_copy is not None:
+            unit.pending_copy.finish()
+            unit.pending_copy = None
         self.mover.empty(unit.flat)
         unit.is_resident = False
-        self.ledger.refund(unit.num_bytes)
-        self.tally.num_evictions += 1
+        self.budget.refund(unit.num_bytes)
+        self.counters.num_evictions += 1
 
 
-def load_flat(unit: Unit, pieces: Sequence[Piece], store: Store) -> Tensor:
-    """All values of a unit as fp32 on the host, from the most precise copy there is."""
+def load_flat(unit: Unit, pieces: Sequence[StatePiece], storage: TieredStorage) -> Tensor:
+    """All values of a unit as fp32 on the host, from the most precise copy."""
     flat = torch.empty(unit.numel)
     for piece in pieces:
         source = piece.master if piece.master is not None else piece.param
-        if source is None:  # frozen, and never away from the device
+        if source is None:  # frozen, and always on the device
             flat[piece.start : piece.stop].copy_(unit.flat[piece.start : piece.stop])
         else:
-            flat[piece.start : piece.stop].copy_(source if isinstance(source, Tensor) else store.load(source))
+            flat[piece.start : piece.stop].copy_(source if isinstance(source, Tensor) else storage.load(source))
     return flat

@@ -1,4 +1,4 @@
-"""Gradients on their way off the device: gathered by unit, averaged over the ranks, put into the store."""
+"""Gradients on their way off the device: collected by unit, averaged over the ranks, stored."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from torch import Tensor
 from torsh_distributed.parallel.data.bucket_reduction import Reduce
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.paging.units import Unit
-from torsh_distributed.parallel.offload.storage.mover import Ticket
-from torsh_distributed.parallel.offload.storage.pieces import Piece
-from torsh_distributed.parallel.offload.storage.tiered_storage import Entry, Store
+from torsh_distributed.parallel.offload.storage.mover import PendingCopy
+from torsh_distributed.parallel.offload.storage.pieces import StatePiece
+from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
 
 
-class Gradients:
-    """Takes each gradient as backward makes it, and lets none wait on the device longer than its unit's others.
+class UnitGradients:
+    """Takes each gradient as backward computes it, and moves a unit's gradients off the device when it has them all.
 
-    All ranks reduce the units in one fixed order, the reverse of forward with the model's own unit last, whatever
-    order their gradients come in; a unit that a rank did not use travels as zeros, at the end of backward.
+    All ranks reduce the units in one fixed order, the reverse of forward with the root unit last, whatever order
+    their gradients arrive in; a unit that a rank did not use is sent as zeros at the end of backward.
     """
 
-    def __init__(self, units: Sequence[Unit], pieces: Sequence[Sequence[Piece]], *, store: Store, pager: Pager) -> None:
+    def __init__(
+        self, units: Sequence[Unit], pieces: Sequence[Sequence[StatePiece]], *, storage: TieredStorage, pager: Pager
+    ) -> None:
         self._units = units
         self._pieces = pieces
-        self._store = store
+        self._storage = storage
         self._pager = pager
         self._reducer: Reduce | None = None
         self._num_ranks = 1
         self._order = [unit for unit in reversed(units) if unit.num_trainable]
         self._complete: set[int] = set()
         self._next = 0
-        """How many units of the order have been reduced in this backward."""
+        """How many units of `_order` have been reduced in this backward."""
         self._reducing: deque[tuple[Unit, torch.futures.Future[Tensor]]] = deque()
-        self._leaving: deque[tuple[int, Tensor, Ticket]] = deque()
+        self._leaving: deque[tuple[int, Tensor, PendingCopy]] = deque()
         self.is_syncing = True
-        """Whether this backward ends a step: the others' gradients are added then, and not before."""
+        """Whether this backward ends a step: only then gradients are averaged over the ranks."""
 
     def average(self, reducer: Reduce, num_ranks: int) -> None:
-        """From here on gradients are averaged over the ranks that `reducer` sums over."""
+        """Average gradients from now on over the ranks that `reducer` sums over."""
         self._reducer, self._num_ranks = reducer, num_ranks
 
     def take(self, unit: Unit, position: int) -> bool:
-        """Move the gradient of a unit's parameter into its buffer; says whether it was the last of the unit."""
-        place = unit.places[position]
-        grad = place.param.grad
-        assert grad is not None, "called when it has just been computed"
-        target = self._buffer(unit)[place.start : place.stop]
+        """Move the gradient of a parameter into its unit's buffer; returns whether it is the last of the unit."""
+        entry = unit.param_ranges[position]
+        grad = entry.param.grad
+        assert grad is not None, "called right after it is computed"
+        target = self._buffer(unit)[entry.start : entry.stop]
         if position in unit.arrived or (position in unit.present and not self._is_moved_off(unit)):
             target += grad.flatten()
         else:
             target.copy_(grad.flatten())
-        place.param.grad = None
+        entry.param.grad = None
         unit.arrived.add(position)
         unit.present.add(position)
         return len(unit.arrived) == unit.num_trainable
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of `unit` are there, or it is the end of backward."""
+        """Called when all gradients of `unit` have arrived, and at the end of backward."""
         if unit.index in self._complete:
             return
         self._complete.add(unit.index)
@@ -73,7 +75,7 @@ class Gradients:
             self._next += 1
 
     def end_backward(self) -> None:
-        """Finish what is under way; afterwards every gradient is where the update looks for it."""
+        """Finish pending reductions; afterwards every gradient is where the update reads it."""
         for unit in self._order:
             self.complete(unit)
         while self._reducing:
@@ -85,7 +87,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        # After a backward that raised, sums may be under way; their buffers are given up, not waited for.
+        # After a backward that raised, reductions may be pending; drop their buffers without waiting.
         self._reducing.clear()
         self._complete.clear()
         self._next = 0
@@ -95,11 +97,11 @@ class Gradients:
             unit.arrived.clear()
             unit.sq_norm = unit.flags = None
             if unit.grad is not None:
-                self._pager.ledger.refund(unit.grad_bytes)
+                self._pager.budget.refund(unit.grad_bytes)
                 unit.grad = None
 
     def settle(self) -> None:
-        """Wait until everything on its way to the host is there, and learn which parameters any rank has used."""
+        """Wait for pending copies to the host, and read which parameters any rank has used."""
         while self._leaving:
             self._reclaim()
         for unit in self._units:
@@ -118,8 +120,8 @@ class Gradients:
     def _buffer(self, unit: Unit) -> Tensor:
         if unit.grad is None:
             what = f"the gradients of {unit.name}"
-            # Those on their way out free their room first; then idle units make some.
-            while (self._leaving or self._reducing) and self._pager.ledger.free_bytes < unit.grad_bytes:
+            # First free the buffers on their way out; then evict idle units.
+            while (self._leaving or self._reducing) and self._pager.budget.free_bytes < unit.grad_bytes:
                 if not self._leaving:
                     self._finish_oldest()
                 if self._leaving:
@@ -129,20 +131,20 @@ class Gradients:
         return unit.grad
 
     def _add_earlier(self, unit: Unit) -> None:
-        """Add what earlier microbatches of this step left in the store."""
+        """Add the stored gradients of this step's earlier microbatches."""
         if unit.sq_norm is None or not self._is_moved_off(unit):
             return
         self.settle()
         buffer = self._buffer(unit)
         for piece in self._pieces[unit.index]:
-            if isinstance(piece.grad, Entry):
+            if isinstance(piece.grad, StoredArray):
                 held = piece.grad.view()
-                assert held is not None, "gradients are held as plain numbers"
+                assert held is not None, "gradients are stored as plain numbers"
                 buffer[piece.start : piece.stop] += held.to(buffer.device, non_blocking=True)
-                self._store.traffic.host_to_device_bytes += held.numel() * held.element_size()
+                self._storage.traffic.host_to_device_bytes += held.numel() * held.element_size()
 
     def _reduce(self, unit: Unit) -> None:
-        """Start averaging over the ranks; the unit before has had the time of this one's backward to arrive."""
+        """Start averaging over the ranks; the previous unit's reduction overlapped with this one's backward."""
         assert self._reducer is not None
         self._add_earlier(unit)
         buffer = self._buffer(unit)
@@ -159,12 +161,12 @@ class Gradients:
         unit, work = self._reducing.popleft()
         work.wait()
         assert unit.grad is not None
-        # Looked at when the update comes: to look now would make Python wait for the GPU.
+        # Read before the update: reading it now would make Python wait for the GPU.
         unit.flags = unit.grad[unit.trainable_numel :].clone()
         self._settle(unit)
 
     def _settle(self, unit: Unit) -> None:
-        """The gradients of `unit` are final for now: note their norm, and move them off if they are to go."""
+        """Record the norm of a unit's finished gradients, and move them off the device if they are stored."""
         buffer = unit.grad
         assert buffer is not None
         unit.sq_norm = torch.linalg.vector_norm(buffer[: unit.trainable_numel], dtype=torch.float32).square()
@@ -173,19 +175,19 @@ class Gradients:
 
         def copy() -> None:
             for piece in self._pieces[unit.index]:
-                if isinstance(piece.grad, Entry):
+                if isinstance(piece.grad, StoredArray):
                     view = piece.grad.view()
-                    assert view is not None, "gradients are held as plain numbers"
+                    assert view is not None, "gradients are stored as plain numbers"
                     view.copy_(buffer[piece.start : piece.stop], non_blocking=True)
                     if piece.grad.is_on_disk:
-                        self._store.traffic.disk_written_bytes += piece.grad.payload.numel()
-                        piece.grad.region.cool()
-                    self._store.traffic.device_to_host_bytes += view.numel() * view.element_size()
+                        self._storage.traffic.disk_written_bytes += piece.grad.payload.numel()
+                        piece.grad.allocation.drop_pages()
+                    self._storage.traffic.device_to_host_bytes += view.numel() * view.element_size()
 
         self._leaving.append((unit.grad_bytes, buffer, self._pager.mover.start_out(copy)))
         unit.grad = None
 
     def _reclaim(self) -> None:
-        num_bytes, _, ticket = self._leaving.popleft()
-        ticket.finish()
-        self._pager.ledger.refund(num_bytes)
+        num_bytes, _, pending_copy = self._leaving.popleft()
+        pending_copy.finish()
+        self._pager.budget.refund(num_bytes)

@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters come and go together, each laid out in one flat tensor."""
+"""Units: modules whose parameters are fetched and evicted together, each in one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.offload.storage.mover import Ticket
+from torsh_distributed.parallel.offload.storage.mover import PendingCopy
 
 _ALIGNMENT = 16
-"""Elements: every parameter starts on a multiple of it, so that vector loads stay aligned."""
+"""Elements: every parameter starts on a multiple of it, so vector loads stay aligned."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in the flat tensor of its unit."""
+class ParamRange:
+    """A parameter (on this rank) as elements `start` to `stop` of a flat tensor."""
 
     name: str
     param: nn.Parameter
@@ -33,37 +33,37 @@ class Place:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are fetched and released together; trainable ones first in the flat tensor, then frozen ones."""
+    """Parameters that are fetched and evicted together; in the flat tensor trainable ones come first."""
 
     index: int
     name: str
     module: nn.Module
-    places: list[Place]
+    param_ranges: list[ParamRange]
     dtype: torch.dtype
-    """Of the parameters while they are at work."""
+    """Of the parameters in use."""
     num_trainable: int
     trainable_numel: int
     numel: int
     flat: Tensor
-    """On the device. Its storage is empty while the unit is away, and filled again for the same views of it, which
+    """On the device. While the unit is evicted its storage is empty; it is refilled under the same views, which
     autograd keeps from forward to backward."""
     is_root: bool = False
-    """Whether it is what no other unit holds: at work for the whole of forward, beside each of the others."""
+    """Whether it holds the parameters of no other unit: it is in use during all of forward, beside the others."""
     is_kept: bool = False
     """Whether the unit never leaves the device."""
     is_in_use: bool = False
     is_resident: bool = False
-    ticket: Ticket | None = None
-    """The copy that fills or refreshes `flat`, if it may still be under way."""
+    pending_copy: PendingCopy | None = None
+    """The copy that fills or refreshes `flat`, if it may be unfinished."""
 
     grad: Tensor | None = None
-    """Gradients on the device, while they are gathered or kept there; behind them one flag for each parameter."""
+    """Gradients on the device, while they are collected or kept there, followed by one flag for each parameter."""
     arrived: set[int] = field(default_factory=set)
-    """Trainable parameters (by position) whose gradient came in this backward."""
+    """Trainable parameters (by position) whose gradient arrived in this backward."""
     present: set[int] = field(default_factory=set)
     """Those that have a gradient in this step."""
     flags: Tensor | None = None
-    """How many ranks have used each trainable parameter, once that has been summed up."""
+    """How many ranks have used each trainable parameter, once reduced."""
     sq_norm: Tensor | None = None
     """Sum of squares of this step's gradients; None while there are none."""
 
@@ -84,27 +84,29 @@ class Unit:
 
     def attach(self) -> None:
         """Point the parameters into the flat tensor."""
-        for place in self.places:
-            place.param.data = self.flat[place.start : place.stop].view(place.shape)
+        for entry in self.param_ranges:
+            entry.param.data = self.flat[entry.start : entry.stop].view(entry.shape)
 
     def detach(self) -> None:
-        """Leave the parameters empty: what uses one while it is away fails on its shape, not on freed memory."""
+        """Empty the parameters: code that uses one now fails on its shape instead of reading freed memory."""
         empty = torch.empty(0, dtype=self.dtype, device=self.flat.device)
-        for place in self.places:
-            place.param.data = empty
+        for entry in self.param_ranges:
+            entry.param.data = empty
 
 
 def find_modules(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
     """The modules that become units, by name, in order: those `chosen`, or the members of ModuleLists and Sequentials.
 
-    A model without such a list gives its children. What no unit holds belongs to the model itself, and is fetched for
-    the whole of its forward.
+    In a model without such a list, its children. Parameters outside these belong to the root unit, which is fetched
+    for the whole forward.
     """
     names = {id(module): name for name, module in model.named_modules()}
     if chosen is not None:
         strangers = [type(module).__name__ for module in chosen if id(module) not in names]
         if strangers:
-            raise InvalidArgument("a unit is not a module of the model", hint="pass modules of it", units=strangers)
+            raise InvalidArgument(
+                "a unit is not a module of the model", hint="pass modules of the model", units=strangers
+            )
         return [(names[id(module)], module) for module in chosen]
     listed = list(_members(model))
     found = listed or [child for child in model.children() if any(True for _ in child.parameters())]
@@ -128,13 +130,13 @@ def build_units(
     compute_dtype: torch.dtype | None = None,
     chosen: Sequence[nn.Module] | None = None,
 ) -> list[Unit]:
-    """The units of a model in order, the one of the model itself (if it has any parameters left) first."""
+    """The units of a model in order; the root unit, if any parameters are left for it, first."""
     modules = find_modules(model, chosen)
     holders: dict[int, set[str]] = {}
     for name, module in modules:
         for param in module.parameters():
             holders.setdefault(id(param), set()).add(name)
-    # A parameter that two units share belongs to the model: it must be there for both.
+    # A parameter that two units share belongs to the root: it must be there for both.
     rest = [(name, param) for name, param in model.named_parameters() if len(holders.get(id(param), ())) != 1]
     kinds = [("", model, rest)]
     prefixes = {id(param): name for name, param in model.named_parameters()}
@@ -170,14 +172,14 @@ def _unit(
     dtype = compute_dtype or next(iter(dtypes))
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InvalidArgument(
-            f"parameters of {name} are {dtype}", hint="offload takes float32, bfloat16 and float16 parameters"
+            f"parameters of {name} are {dtype}", hint="offload supports float32, bfloat16 and float16 parameters"
         )
-    places, start, trainable_numel, num_trainable = [], 0, 0, 0
+    param_ranges, start, trainable_numel, num_trainable = [], 0, 0, 0
     for label, param in sorted(params, key=lambda item: not item[1].requires_grad):
-        places.append(Place(label, param, start, param.shape))
+        param_ranges.append(ParamRange(label, param, start, param.shape))
         start += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
         if param.requires_grad:
             trainable_numel, num_trainable = start, num_trainable + 1
     flat = torch.empty(start, dtype=dtype, device=device)
     flat.untyped_storage().resize_(0)
-    return Unit(index, name, module, places, dtype, num_trainable, trainable_numel, start, flat)
+    return Unit(index, name, module, param_ranges, dtype, num_trainable, trainable_numel, start, flat)

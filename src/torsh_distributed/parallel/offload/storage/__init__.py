@@ -1,1 +1,1 @@
-"""Where offloaded arrays lie: tiers of memory, the forms arrays are held in, and the copies between them."""
+"""Storage of offloaded arrays: memory `tiers`, the `forms` of their bytes, `tiered_storage`, and copies (`mover`)."""

@@ -1,9 +1,9 @@
-"""The forms in which state is held: fp32, fp16, bf16, int8 by blocks, lossless. What is stored has that many bytes.
+"""The forms in which state is stored: fp32, fp16, bf16, int8 by blocks, lossless.
 
-Note: rounding. A parameter moves by less than the step of a small form, so nearest rounding would never move it:
-parameters are rounded up or down at random, right on average. Second moments are held as their square root, which
-halves their range, and int8 rounds that up: a second moment of 0 under a first moment that is not would blow up the
-update. First moments are rounded to nearest.
+Note: rounding. An update is often smaller than the spacing of a small form, so nearest rounding would lose it:
+parameters are rounded up or down at random, with the right mean. Second moments are stored as their square root, which
+halves their range, and int8 rounds that up: a second moment of 0 with a nonzero first moment would make the update
+explode. First moments are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 Role = Literal["param", "moment", "variance"]
-"""What a value is to the optimizer; it decides how it is rounded."""
+"""What the optimizer uses a value for; it decides the rounding."""
 
 _BLOCK = 256
-_LEVEL = 1  # of zlib: higher levels cost several times as long for a few per cent on weights
+_LEVEL = 1  # of zlib: higher levels take several times as long and save a few per cent on weights
 
 
 class Form(ABC):
@@ -29,13 +29,13 @@ class Form(ABC):
     name: ClassVar[str]
 
     dtype: torch.dtype | None = None
-    """Set where the bytes are plain numbers of this type, so that they can be used in place and copied in slices."""
+    """Set if the bytes are plain numbers of this type, which can be used in place and copied in slices."""
 
     is_exact: ClassVar[bool] = False
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int | None:
-        """The exact size for that many values; None where the values decide it."""
+        """The exact size of that many values; None if it depends on the values."""
 
     @abstractmethod
     def encode(self, values: Tensor, *, role: Role, generator: torch.Generator) -> Tensor:
@@ -43,7 +43,7 @@ class Form(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, numel: int, *, role: Role) -> Tensor:
-        """The values that `payload` says, 1-D fp32."""
+        """The values of `payload`, 1-D fp32."""
 
 
 class PlainForm(Form):
@@ -75,7 +75,7 @@ class PlainForm(Form):
 
 
 class BlockInt8Form(Form):
-    """8 bits a value, relative to the largest magnitude of its block of 256. Bytes: the codes, then fp32 scales."""
+    """8 bits per value, relative to the largest magnitude of its block of 256. Bytes: the codes, then fp32 scales."""
 
     name = "int8"
 
@@ -107,11 +107,11 @@ class BlockInt8Form(Form):
         return values.square() if role == "variance" else values
 
     def _scales_start(self, numel: int) -> int:
-        return -(-numel // 4) * 4  # fp32 scales must lie on a multiple of 4 bytes
+        return -(-numel // 4) * 4  # fp32 scales must start at a multiple of 4 bytes
 
 
 class LosslessForm(Form):
-    """fp32, deflated after sorting bytes by their place in the number: signs and exponents repeat, mantissas do not."""
+    """fp32, deflated after grouping bytes by position: signs and exponents repeat, mantissas do not."""
 
     name = "lossless"
     is_exact = True
@@ -142,7 +142,7 @@ FORMS: dict[str, Form] = {"none": FP32, "fp16": FP16, "bf16": BF16, "int8": INT8
 
 
 def smaller_form(form: Form) -> Form | None:
-    """The next smaller form to change to under memory pressure; None at the end."""
+    """The next smaller form, for use under memory pressure; None if there is none."""
     return {"fp32": BF16, "lossless": BF16, "fp16": INT8, "bf16": INT8}.get(form.name)
 
 
@@ -152,13 +152,13 @@ def plain_form(dtype: torch.dtype) -> Form:
 
 
 def _rounded_at_random(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """fp32 values that `dtype` holds exactly, each up or down with the chance that makes it right on average.
+    """Round to values that `dtype` holds exactly, up or down at random so the mean is right; returns fp32.
 
-    The low bits that the small type drops get a random number added, then are cut: the carry is the rounding up.
+    A random number is added to the low bits that the small type drops, then they are cut: the carry rounds up.
     """
     dropped = 16 if dtype == torch.bfloat16 else 13
     noise = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, generator=generator)
     bits = values.contiguous().view(torch.int32) + noise
     rounded = (bits & -(1 << dropped)).view(torch.float32)
-    # A value that is no number must stay so; the carry could turn its bits into another one.
+    # The carry could turn the bits of nan or infinity into another value.
     return torch.where(values.isfinite(), rounded, values)

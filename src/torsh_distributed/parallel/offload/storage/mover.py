@@ -1,4 +1,4 @@
-"""How copies run beside the computation: on a thread for the host, on a stream of their own for a GPU."""
+"""Copies that overlap with computation: on a thread on the host, on separate streams on a GPU."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from torsh_distributed.errors import OperationTimeout
 T = TypeVar("T")
 
 _DEADLINE_S = 600.0
-"""A copy from host memory or disk that takes longer is taken for stuck."""
+"""A copy from host memory or disk that takes longer raises OperationTimeout."""
 
 
-class Ticket(ABC):
-    """A copy under way."""
+class PendingCopy(ABC):
+    """A copy that has been started."""
 
     @abstractmethod
     def wait(self) -> None:
-        """What is computed from here on sees the copy; raises what the copy raised."""
+        """Order what is computed from now on after the copy; raises what the copy raised."""
 
     @abstractmethod
     def finish(self) -> None:
-        """The copy is done when this returns."""
+        """Block until the copy is done."""
 
 
 class Mover(ABC):
-    """Starts copies between the store and the device, and owns the memory they go to."""
+    """Starts copies between storage and the device, and owns the memory they fill."""
 
     def __init__(self) -> None:
         self.worker = SerialThread("torsh-offload")
 
     @abstractmethod
-    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
-        """Run `job`, which copies into the device; `is_plain` says that it only copies and decodes nothing."""
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> PendingCopy:
+        """Run `job`, which copies to the device; `is_plain`: it only copies, without decoding."""
 
     @abstractmethod
-    def start_out(self, job: Callable[[], None]) -> Ticket:
-        """Run `job`, which copies from the device what has been computed so far."""
+    def start_out(self, job: Callable[[], None]) -> PendingCopy:
+        """Run `job`, which copies from the device what is computed so far."""
 
     @abstractmethod
     def fill(self, flat: Tensor, num_bytes: int) -> None:
-        """Give the storage of `flat` its memory."""
+        """Allocate the storage of `flat`."""
 
     @abstractmethod
     def empty(self, flat: Tensor) -> None:
-        """Take the memory from `flat`; what is computing with it still may finish."""
+        """Free the storage of `flat`; computation that still reads it may finish."""
 
     @property
     @abstractmethod
     def stall_s(self) -> float:
-        """Seconds that computation waited for copies."""
+        """Seconds that computation has waited for copies."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for everything that was started; raises what it raised."""
+        """Wait for all copies; raises what they raised."""
 
     def close(self) -> None:
         """End the thread."""
@@ -71,19 +71,19 @@ class Mover(ABC):
 
 
 def finish_future(future: Future[T]) -> T:
-    """What a job of the worker returns, within the deadline."""
+    """The result of a worker's job, within the deadline."""
     try:
         return future.result(timeout=_DEADLINE_S)
     except TimeoutError as error:
         raise OperationTimeout(
-            f"a copy of offloaded state did not end within {_DEADLINE_S:g} s",
+            f"a copy of offloaded state did not finish within {_DEADLINE_S:g} s",
             hint="look at the disk under offload.disk_dir: it may be hanging",
             operation="offload",
         ) from error
 
 
 class HostMover(Mover):
-    """The device is the host: copies run on one thread beside the computation."""
+    """For the host as the device: copies run on one background thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,16 +91,16 @@ class HostMover(Mover):
         self._jobs: deque[Future[None]] = deque()
 
     @override
-    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> PendingCopy:
         while self._jobs and self._jobs[0].done():
             finish_future(self._jobs.popleft())
         self._jobs.append(self.worker.submit(job))
-        return _Job(self, self._jobs[-1])
+        return _HostCopy(self, self._jobs[-1])
 
     @override
-    def start_out(self, job: Callable[[], None]) -> Ticket:
+    def start_out(self, job: Callable[[], None]) -> PendingCopy:
         job()
-        return _Done()
+        return _FinishedCopy()
 
     @override
     def fill(self, flat: Tensor, num_bytes: int) -> None:
@@ -121,7 +121,7 @@ class HostMover(Mover):
             finish_future(self._jobs.popleft())
 
     def wait(self, future: Future[None]) -> None:
-        """Wait for a job, counting the time if it is not done yet."""
+        """Wait for a job; counts the time if it is not done yet."""
         if future.done():
             finish_future(future)
             return
@@ -130,7 +130,7 @@ class HostMover(Mover):
         self._stall_s += time.monotonic() - started
 
 
-class _Job(Ticket):
+class _HostCopy(PendingCopy):
     def __init__(self, mover: HostMover, future: Future[None]) -> None:
         self._mover, self._future = mover, future
 
@@ -143,7 +143,7 @@ class _Job(Ticket):
         finish_future(self._future)
 
 
-class _Done(Ticket):
+class _FinishedCopy(PendingCopy):
     @override
     def wait(self) -> None:
         return
@@ -154,10 +154,10 @@ class _Done(Ticket):
 
 
 class CudaMover(Mover):
-    """The device is a GPU: a stream for each direction. Waiting is done by the GPU, not by Python.
+    """For a GPU: one stream for each direction; the GPU waits, not Python.
 
-    Memory of units belongs to the inward stream. It is given back only after that stream was told to wait for the
-    computation so far, so that the next copy into the same memory cannot overtake a kernel that still reads it.
+    Memory of units belongs to the inward stream. Before freeing it, that stream waits for the computation so far, so
+    the next copy into the same memory cannot overtake a kernel that still reads it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -169,20 +169,20 @@ class CudaMover(Mover):
         self._stall_s = 0.0
 
     @override
-    def start(self, job: Callable[[], None], *, is_plain: bool) -> Ticket:
+    def start(self, job: Callable[[], None], *, is_plain: bool) -> PendingCopy:
         if is_plain:
-            return _Copy(self, self._copy_in(job), None)
+            return _CudaCopy(self, self._copy_in(job), None)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-        return _Copy(self, done, self.worker.submit(self._decode_in, job, done))
+        return _CudaCopy(self, done, self.worker.submit(self._decode_in, job, done))
 
     @override
-    def start_out(self, job: Callable[[], None]) -> Ticket:
+    def start_out(self, job: Callable[[], None]) -> PendingCopy:
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
             job()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             done.record(self._outward)
-        return _Copy(self, done, None)
+        return _CudaCopy(self, done, None)
 
     @override
     def fill(self, flat: Tensor, num_bytes: int) -> None:
@@ -198,7 +198,7 @@ class CudaMover(Mover):
     @property
     @override
     def stall_s(self) -> float:
-        """Seconds between the moment the GPU wanted a unit and the moment it had it."""
+        """Seconds between the GPU's need for a unit and its arrival."""
         pending = []
         for wanted, had in self._waits:
             if had.query():  # type: ignore[no-untyped-call]  # untyped in torch
@@ -215,13 +215,13 @@ class CudaMover(Mover):
         self._outward.synchronize()
 
     def wait(self, done: torch.cuda.Event) -> None:
-        """Let the computation wait for `done`, with a clock on both sides of the wait."""
+        """Make the computation wait for `done`, with a timing event on both sides of the wait."""
         stream = torch.cuda.current_stream(self._device)
         if done.query():  # type: ignore[no-untyped-call]  # untyped in torch
             stream.wait_event(done)
             return
         if len(self._waits) > 1000:
-            _ = self.stall_s  # sum up what is over, so that the list stays short
+            _ = self.stall_s  # adds up finished waits, so the list stays short
         wanted = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
         had = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
         wanted.record(stream)
@@ -242,7 +242,7 @@ class CudaMover(Mover):
             done.record(self.inward)
 
 
-class _Copy(Ticket):
+class _CudaCopy(PendingCopy):
     def __init__(self, mover: CudaMover, done: torch.cuda.Event, future: Future[None] | None) -> None:
         self._mover, self._done, self._future = mover, done, future
 

@@ -1,4 +1,4 @@
-"""The store: arrays held in a form, in a tier. Host memory first, the disk when that is full."""
+"""Stores arrays, each in a form and in a tier: host memory first, disk when that is full."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.parallel.offload.storage.forms import Form, Role
-from torsh_distributed.parallel.offload.storage.tiers import DiskTier, HostTier, Region, Tier
+from torsh_distributed.parallel.offload.storage.tiers import Allocation, DiskTier, HostTier, StorageTier
 
 
 @dataclass(eq=False)
-class Entry:
-    """One array: `numel` values that mean fp32, held as the form says."""
+class StoredArray:
+    """One array: `numel` fp32 values, encoded in a form."""
 
     name: str
     numel: int
     role: Role
     form: Form
-    region: Region
+    allocation: Allocation
     is_optimizer_state: bool = False
     last_use: int = 0
 
     @property
     def payload(self) -> Tensor:
-        """The bytes held."""
-        return self.region.tensor
+        """The encoded bytes."""
+        return self.allocation.tensor
 
     @property
     def is_on_disk(self) -> bool:
         """Whether the disk tier holds it."""
-        return isinstance(self.region.tier, DiskTier)
+        return isinstance(self.allocation.tier, DiskTier)
 
     def view(self) -> Tensor | None:
-        """The values in place, in the form's dtype; None where they must be decoded."""
+        """The values in place, in the form's dtype; None if they must be decoded."""
         if self.form.dtype is None or (self.role == "variance" and not self.form.is_exact):
             return None
         return self.payload.view(self.form.dtype)
 
 
 @dataclass
-class Traffic:
-    """Bytes that moved, by direction."""
+class TrafficCounters:
+    """Bytes moved so far, by direction."""
 
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
@@ -52,15 +52,15 @@ class Traffic:
 
 
 @dataclass
-class Store:
-    """Entries in two tiers. Not safe for several threads on one entry; different entries are independent."""
+class TieredStorage:
+    """Arrays in two tiers. One thread at a time per array; different arrays are independent."""
 
     host: HostTier
     disk: DiskTier | None
-    traffic: Traffic = field(default_factory=Traffic)
-    entries: list[Entry] = field(default_factory=list)
+    traffic: TrafficCounters = field(default_factory=TrafficCounters)
+    arrays: list[StoredArray] = field(default_factory=list)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-    """For rounding at random: seeded alike on all ranks, so that replicas stay equal."""
+    """For random rounding; the same seed on all ranks keeps replicas equal."""
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(
@@ -72,84 +72,84 @@ class Store:
         form: Form,
         is_copied: bool = False,
         is_optimizer_state: bool = False,
-    ) -> Entry:
-        """A new entry of zeros, in host memory if it fits, else on disk, else MemoryAllocationFailed.
+    ) -> StoredArray:
+        """A new array of zeros, in host memory if it fits, else on disk, else MemoryAllocationFailed.
 
-        `is_copied` says that a GPU copies its bytes as they are.
+        `is_copied`: a GPU copies its bytes without decoding.
         """
         size = form.num_bytes(numel)
         payload = None
         if size is None:
             payload = form.encode(torch.zeros(numel), role=role, generator=self.generator)
             size = payload.numel()
-        region = self._allocate(size, f"{name} ({numel} values as {form.name})", is_copied=is_copied)
+        allocation = self._allocate(size, f"{name} ({numel} values as {form.name})", is_copied=is_copied)
         if payload is not None:
-            region.tensor.copy_(payload)
-        entry = Entry(name, numel, role, form, region, is_optimizer_state, next(self._clock))
-        self.entries.append(entry)
-        return entry
+            allocation.tensor.copy_(payload)
+        array = StoredArray(name, numel, role, form, allocation, is_optimizer_state, next(self._clock))
+        self.arrays.append(array)
+        return array
 
-    def load(self, entry: Entry) -> Tensor:
-        """The values, 1-D fp32: in place where the form is fp32, decoded into new memory otherwise."""
-        entry.last_use = next(self._clock)
-        if entry.is_on_disk:
-            self.traffic.disk_read_bytes += entry.payload.numel()
-        values = entry.view()
+    def load(self, array: StoredArray) -> Tensor:
+        """The values, 1-D fp32: in place if the form is fp32, otherwise decoded into new memory."""
+        array.last_use = next(self._clock)
+        if array.is_on_disk:
+            self.traffic.disk_read_bytes += array.payload.numel()
+        values = array.view()
         if values is not None and values.dtype == torch.float32:
             return values
-        return entry.form.decode(entry.payload, entry.numel, role=entry.role)
+        return array.form.decode(array.payload, array.numel, role=array.role)
 
-    def save(self, entry: Entry, values: Tensor) -> None:
-        """Hold `values` (1-D fp32, on the host) from now on; those that `load` gave in place need no encoding."""
-        entry.last_use = next(self._clock)
-        if values.untyped_storage().data_ptr() != entry.payload.untyped_storage().data_ptr():
-            self._replace(entry, entry.form.encode(values, role=entry.role, generator=self.generator))
-        if entry.is_on_disk:
-            self.traffic.disk_written_bytes += entry.payload.numel()
-            entry.region.cool()
+    def save(self, array: StoredArray, values: Tensor) -> None:
+        """Store `values` (1-D fp32, on the host); those that `load` returned in place need no encoding."""
+        array.last_use = next(self._clock)
+        if values.untyped_storage().data_ptr() != array.payload.untyped_storage().data_ptr():
+            self._replace(array, array.form.encode(values, role=array.role, generator=self.generator))
+        if array.is_on_disk:
+            self.traffic.disk_written_bytes += array.payload.numel()
+            array.allocation.drop_pages()
 
-    def demote(self, entry: Entry) -> None:
-        """Move an entry from host memory to the disk."""
-        assert self.disk is not None, "asked for only where there is a disk"
-        region = self.disk.allocate(entry.payload.numel(), f"{entry.name} from host memory")
-        region.tensor.copy_(entry.payload)
-        self.traffic.disk_written_bytes += region.tensor.numel()
-        region.cool()
-        self.host.free(entry.region)
-        entry.region = region
+    def move_to_disk(self, array: StoredArray) -> None:
+        """Move an array from host memory to disk."""
+        assert self.disk is not None, "called only with a disk"
+        allocation = self.disk.allocate(array.payload.numel(), f"{array.name} from host memory")
+        allocation.tensor.copy_(array.payload)
+        self.traffic.disk_written_bytes += allocation.tensor.numel()
+        allocation.drop_pages()
+        self.host.free(array.allocation)
+        array.allocation = allocation
 
-    def reform(self, entry: Entry, form: Form) -> None:
-        """Hold an entry in another, smaller form."""
-        values = self.load(entry).clone()
-        entry.form = form
-        self._replace(entry, form.encode(values, role=entry.role, generator=self.generator))
+    def change_form(self, array: StoredArray, form: Form) -> None:
+        """Encode an array in another, smaller form."""
+        values = self.load(array).clone()
+        array.form = form
+        self._replace(array, form.encode(values, role=array.role, generator=self.generator))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the entries take as they are held."""
-        return sum(entry.payload.numel() for entry in self.entries)
+        """Size of the encoded arrays."""
+        return sum(array.payload.numel() for array in self.arrays)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that the same entries would take as fp32."""
-        return sum(4 * entry.numel for entry in self.entries)
+        """Size of the same arrays in fp32."""
+        return sum(4 * array.numel for array in self.arrays)
 
     def close(self) -> None:
-        """Free all entries, and the file."""
-        for entry in self.entries:
-            entry.region.tier.free(entry.region)
-        self.entries.clear()
+        """Free all arrays and the file."""
+        for array in self.arrays:
+            array.allocation.tier.free(array.allocation)
+        self.arrays.clear()
         if self.disk is not None:
             self.disk.close()
 
-    def _replace(self, entry: Entry, payload: Tensor) -> None:
-        if payload.numel() != entry.payload.numel():
-            entry.region.tier.free(entry.region)
-            entry.region = self._allocate(payload.numel(), f"{entry.name} as {entry.form.name}")
-        entry.payload.copy_(payload)
+    def _replace(self, array: StoredArray, payload: Tensor) -> None:
+        if payload.numel() != array.payload.numel():
+            array.allocation.tier.free(array.allocation)
+            array.allocation = self._allocate(payload.numel(), f"{array.name} as {array.form.name}")
+        array.payload.copy_(payload)
 
-    def _allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
-        tier: Tier = self.host
-        if self.disk is not None and num_bytes > self.host.ledger.free_bytes:
+    def _allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Allocation:
+        tier: StorageTier = self.host
+        if self.disk is not None and num_bytes > self.host.budget.free_bytes:
             tier = self.disk
         return tier.allocate(num_bytes, what, is_copied=is_copied)

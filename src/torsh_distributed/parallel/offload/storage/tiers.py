@@ -1,4 +1,4 @@
-"""Where bytes lie: host memory and disk, each under a budget that no allocation passes."""
+"""Host memory and disk, each with a budget that no allocation exceeds."""
 
 from __future__ import annotations
 
@@ -22,164 +22,164 @@ _LARGE_PAGE = 2**21
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-class Ledger:
+class MemoryBudget:
     """Counts the bytes of one kind of memory against its budget."""
 
     def __init__(self, name: str, budget_bytes: int, *, setting: str) -> None:
         self.name = name
-        self.budget_bytes = budget_bytes
+        self.limit_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
         self._setting = setting
 
     @property
     def free_bytes(self) -> int:
-        """What may still be charged."""
-        return self.budget_bytes - self.used_bytes
+        """Bytes that may still be charged."""
+        return self.limit_bytes - self.used_bytes
 
     @property
     def pressure(self) -> float:
         """The share of the budget in use."""
-        return self.used_bytes / self.budget_bytes
+        return self.used_bytes / self.limit_bytes
 
     def charge(self, num_bytes: int, what: str) -> None:
-        """Count `num_bytes` for `what`, or raise MemoryAllocationFailed and count nothing."""
+        """Count `num_bytes` for `what`, or raise MemoryAllocationFailed without counting them."""
         if num_bytes > self.free_bytes:
             raise MemoryAllocationFailed(
-                f"{what} needs {num_bytes} bytes of {self.name}, but {self.free_bytes} of {self.budget_bytes} are left",
+                f"{what} needs {num_bytes} bytes of {self.name}, but {self.free_bytes} of {self.limit_bytes} are left",
                 hint=f"raise offload.{self._setting} by at least {num_bytes - self.free_bytes} bytes, "
-                "choose a smaller offload.cpu_compression, or give a disk with offload.disk_dir",
+                "choose a smaller offload.cpu_compression, or add a disk with offload.disk_dir",
                 needed_bytes=num_bytes,
                 free_bytes=self.free_bytes,
-                budget_bytes=self.budget_bytes,
+                budget_bytes=self.limit_bytes,
             )
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def refund(self, num_bytes: int) -> None:
-        """Take a charge back."""
+        """Undo a charge."""
         self.used_bytes -= num_bytes
-        assert self.used_bytes >= 0, "more bytes given back than taken"
+        assert self.used_bytes >= 0, "more bytes refunded than charged"
 
 
 @dataclass
-class Region:
-    """A run of bytes in a tier; `tensor` is 1-D uint8 and may be read and written in place."""
+class Allocation:
+    """Bytes allocated in a tier; `tensor` is 1-D uint8 and may be read and written in place."""
 
-    tier: Tier
+    tier: StorageTier
     tensor: Tensor
     charged_bytes: int
     offset: int = -1
     is_pinned: bool = False
     mapping: mmap.mmap | None = field(default=None, repr=False)
 
-    def warm(self) -> None:
-        """Ask for the bytes to be read from the disk soon; does not wait."""
+    def prefetch(self) -> None:
+        """Ask the kernel to read the bytes from disk soon; does not wait."""
         if self.mapping is not None:
             self.mapping.madvise(mmap.MADV_WILLNEED)
 
-    def cool(self) -> None:
-        """Let go of the pages in this process; what was written is the file's, and the kernel writes it back."""
+    def drop_pages(self) -> None:
+        """Unmap the pages from this process's memory; the kernel writes changes back to the file."""
         if self.mapping is not None:
             self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
-class Tier(ABC):
+class StorageTier(ABC):
     """One kind of memory, with its budget."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, budget: MemoryBudget) -> None:
+        self.budget = budget
 
     @abstractmethod
-    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
-        """Bytes for `what`, all zero, or MemoryAllocationFailed before anything is allocated.
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Allocation:
+        """Zeroed bytes for `what`, or MemoryAllocationFailed before anything is allocated.
 
-        `is_copied` says that a GPU will copy from or to them.
+        `is_copied`: a GPU will copy from or to them.
         """
 
     @abstractmethod
-    def free(self, region: Region) -> None:
-        """Give a region back; its tensor must not be used afterwards."""
+    def free(self, allocation: Allocation) -> None:
+        """Free an allocation; its tensor must not be used afterwards."""
 
-    def close(self) -> None:  # noqa: B027 (only the disk holds something open)
-        """Give back what the tier itself holds."""
+    def close(self) -> None:  # noqa: B027 (only the disk holds a file open)
+        """Release what the tier itself holds."""
 
 
-class HostTier(Tier):
-    """Host memory; locked where a GPU is to copy from it, so that copies run beside the computation."""
+class HostTier(StorageTier):
+    """Host memory, pinned where a GPU copies from it so copies overlap with computation."""
 
     def __init__(self, budget_bytes: int, *, is_pinned: bool) -> None:
-        super().__init__(Ledger("host memory", budget_bytes, setting="cpu_memory_budget_gb"))
+        super().__init__(MemoryBudget("host memory", budget_bytes, setting="cpu_memory_budget_gb"))
         self._is_pinned = is_pinned
 
     @override
-    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
-        self.ledger.charge(num_bytes, what)
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Allocation:
+        self.budget.charge(num_bytes, what)
         tensor = _host_bytes(num_bytes)
         is_pinned = self._is_pinned and is_copied and num_bytes > 0
         if is_pinned:
-            # Not torch's pinned allocator: it rounds up to a power of two, which a budget in bytes cannot have.
+            # Not torch's pinned allocator: it rounds up to a power of two, which would break the budget.
             status = _cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
             if int(status) != 0:
-                self.ledger.refund(num_bytes)
+                self.budget.refund(num_bytes)
                 raise MemoryAllocationFailed(
-                    f"{num_bytes} bytes of host memory could not be locked for {what}",
+                    f"{num_bytes} bytes of host memory could not be pinned for {what}",
                     hint="raise `ulimit -l`, or set offload.pin_cpu_memory = false",
                     cuda_error=int(status),
                 )
-        return Region(self, tensor, num_bytes, is_pinned=is_pinned)
+        return Allocation(self, tensor, num_bytes, is_pinned=is_pinned)
 
     @override
-    def free(self, region: Region) -> None:
-        if region.is_pinned:
-            _cudart().cudaHostUnregister(region.tensor.data_ptr())
-        self.ledger.refund(region.charged_bytes)
-        region.tensor = torch.empty(0, dtype=torch.uint8)
+    def free(self, allocation: Allocation) -> None:
+        if allocation.is_pinned:
+            _cudart().cudaHostUnregister(allocation.tensor.data_ptr())
+        self.budget.refund(allocation.charged_bytes)
+        allocation.tensor = torch.empty(0, dtype=torch.uint8)
 
 
-class DiskTier(Tier):
-    """A file without a name, mapped into memory: the kernel removes it when the process ends, however it ends.
+class DiskTier(StorageTier):
+    """An unnamed file, mapped into memory: the kernel removes it when the process ends, however it ends.
 
-    Space is set aside on the disk before it is mapped: a full disk is an error here, not a signal (SIGBUS) in
-    the middle of a step.
+    Disk space is reserved before it is mapped: a full disk is an error here, not a signal (SIGBUS) in the middle of a
+    step.
     """
 
     def __init__(self, directory: str | Path, budget_bytes: int) -> None:
-        super().__init__(Ledger("disk space", budget_bytes, setting="disk_budget_gb"))
+        super().__init__(MemoryBudget("disk space", budget_bytes, setting="disk_budget_gb"))
         self._directory = Path(directory)
         self._fd = _open_nameless(self._directory)
         self._end = 0
         self._holes: list[tuple[int, int]] = []
-        """Free runs inside the file as (offset, size), by offset, never touching."""
+        """Free ranges of the file as (offset, size), sorted by offset; adjacent ones are merged."""
 
     @property
     def file_bytes(self) -> int:
-        """What the file takes on the disk now, as the file system counts it."""
+        """Disk space of the file now, as the file system counts it."""
         return os.fstat(self._fd).st_blocks * 512
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the budget takes that many bytes more; the disk itself may still be full."""
-        return self._round(num_bytes) <= self.ledger.free_bytes
+        """Whether the budget has room for that many bytes; the disk itself may still be full."""
+        return self._round(num_bytes) <= self.budget.free_bytes
 
     @override
-    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Region:
+    def allocate(self, num_bytes: int, what: str, *, is_copied: bool = False) -> Allocation:
         size = self._round(num_bytes)
-        self.ledger.charge(size, what)
+        self.budget.charge(size, what)
         try:
             offset = self._find_room(size, what)
             mapping = mmap.mmap(self._fd, size, offset=offset)
         except BaseException:
-            self.ledger.refund(size)
+            self.budget.refund(size)
             raise
         tensor = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
-        return Region(self, tensor, size, offset, mapping=mapping)
+        return Allocation(self, tensor, size, offset, mapping=mapping)
 
     @override
-    def free(self, region: Region) -> None:
-        region.tensor, region.mapping = torch.empty(0, dtype=torch.uint8), None
-        self.ledger.refund(region.charged_bytes)
+    def free(self, allocation: Allocation) -> None:
+        allocation.tensor, allocation.mapping = torch.empty(0, dtype=torch.uint8), None
+        self.budget.refund(allocation.charged_bytes)
         merged: list[tuple[int, int]] = []
-        for offset, size in sorted([*self._holes, (region.offset, region.charged_bytes)]):
+        for offset, size in sorted([*self._holes, (allocation.offset, allocation.charged_bytes)]):
             if merged and sum(merged[-1]) == offset:
                 merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
@@ -219,7 +219,7 @@ class DiskTier(Tier):
 
 
 def _host_bytes(num_bytes: int) -> Tensor:
-    """Zeros straight from the kernel, in large pages where they pay: an update walks through all of it every step."""
+    """Zeroed memory, in huge pages if it is large: every update reads and writes all of it."""
     if num_bytes < _LARGE_PAGE:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     mapping = mmap.mmap(-1, num_bytes)
@@ -228,12 +228,12 @@ def _host_bytes(num_bytes: int) -> Tensor:
 
 
 def _cudart() -> Any:
-    """The CUDA runtime, which torch gives without types."""
+    """The CUDA runtime, untyped in torch."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _open_nameless(directory: Path) -> int:
-    """A file that no name leads to, so that nothing is left behind by any kind of exit."""
+    """Open a file without a name, so no kind of exit leaves it behind."""
     try:
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -245,8 +245,8 @@ def _open_nameless(directory: Path) -> int:
         return fd
     except OSError as error:
         raise IoError(
-            f"no file can be made in {directory}: {error.strerror}",
-            hint="create the directory on every node, writable for this user",
+            f"cannot create a file in {directory}: {error.strerror}",
+            hint="create the directory on every node, writable by this user",
             errno=error.errno,
             disk_dir=str(directory),
         ) from error

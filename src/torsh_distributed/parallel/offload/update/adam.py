@@ -1,4 +1,4 @@
-"""Adam and AdamW on flat pieces, by torch's fused kernels: multi-threaded on the host, one launch on a GPU."""
+"""Adam and AdamW on flat tensors with torch's fused kernels: multi-threaded on the host, one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamSettings:
-    """What a parameter group says about its update."""
+    """The update settings of a parameter group."""
 
     learning_rate: float
     beta1: float
@@ -24,12 +24,12 @@ class AdamSettings:
     eps: float
     weight_decay: float
     is_decoupled: bool
-    """AdamW: the decay is taken from the parameter, not added to the gradient."""
+    """AdamW: weight decay shrinks the parameter instead of adding to the gradient."""
     is_maximizing: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any], *, is_decoupled: bool) -> AdamSettings:
-        """Read them, as they are now: schedulers change them between steps."""
+        """The present settings of a group; schedulers change them between steps."""
         beta1, beta2 = group["betas"]
         return cls(
             learning_rate=float(group["lr"]),
@@ -43,18 +43,18 @@ class AdamSettings:
 
 
 def require_adam(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose update we do not know."""
+    """Raise InvalidArgument unless the optimizer's update is one we implement."""
     if type(optimizer) not in (Adam, AdamW, CpuAdam):
         raise InvalidArgument(
-            f"offload updates with Adam or AdamW, not with {type(optimizer).__name__}",
+            f"offload supports Adam and AdamW, not {type(optimizer).__name__}",
             hint="use Adam or AdamW of torch.optim, or CpuAdam, or turn offload.optimizer_state off and shard",
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise InvalidArgument("offload does not keep the state of amsgrad", hint="set amsgrad=False")
+        raise InvalidArgument("offload does not support amsgrad", hint="set amsgrad=False")
 
 
 def is_decoupled(optimizer: Optimizer) -> bool:
-    """Whether weight decay is AdamW's."""
+    """Whether weight decay is decoupled, as in AdamW."""
     return isinstance(optimizer, AdamW) or bool(optimizer.param_groups[0].get("decoupled_weight_decay", False))
 
 
@@ -68,9 +68,9 @@ def adam_update(
     settings: AdamSettings,
     grad_divisor: Tensor | None,
 ) -> None:
-    """Update number `step` (one fp32 value; the first is 1), in place; all tensors 1-D fp32 on one device.
+    """Do update number `step` (a tensor of one fp32 value, from 1) in place; all tensors are 1-D fp32 on one device.
 
-    `grad_divisor`, one value too, divides the gradient first, in place: clipping costs no pass of its own.
+    `grad_divisor`, also one value, first divides the gradient in place, so clipping needs no extra pass.
     """
     kernel = torch._fused_adamw_ if settings.is_decoupled else torch._fused_adam_
     kernel(

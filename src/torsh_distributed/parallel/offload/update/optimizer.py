@@ -1,4 +1,4 @@
-"""Adam whose state lies in the store: updated piece by piece, the next one fetched while this one computes."""
+"""Adam with stored state: updates piece by piece and loads the next piece meanwhile."""
 
 from __future__ import annotations
 
@@ -14,56 +14,59 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
+from torsh_distributed.parallel.offload.paging.units import ParamRange
 from torsh_distributed.parallel.offload.storage.mover import Mover, finish_future
-from torsh_distributed.parallel.offload.storage.pieces import Piece, Slot, read, write
-from torsh_distributed.parallel.offload.storage.tiered_storage import Entry, Store
+from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, overlaps, read, write
+from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
 from torsh_distributed.parallel.offload.update.adam import AdamSettings, adam_update, is_decoupled
-from torsh_distributed.parallel.offload.update.targets import Span, Target, local_of
+from torsh_distributed.parallel.offload.update.targets import UpdateTarget, local_of
 
 _CHUNK = 1 << 20
-"""Elements: a core's part of the four fp32 arrays of a chunk fits its second-level cache from about eight cores on."""
+"""Elements: from about eight cores on, a core's share of a chunk's four fp32 arrays fits its L2 cache."""
 
 Loaded = tuple[Tensor, Tensor, Tensor]
 """Master values, first and second moments of a piece, fp32."""
 
 
 class OffloadedOptimizer(Optimizer):
-    """The update of Adam or AdamW, with its state in host memory, on disk, or in part on the device.
+    """Adam or AdamW with its state in host memory, on disk, or partly on the device.
 
-    It shares its parameter groups with the optimizer it was made from, so that a scheduler of that one works on.
+    It shares its parameter groups with the optimizer it was made from, so that one's scheduler keeps working.
     """
 
-    def __init__(self, optimizer: Optimizer, targets: Sequence[Target], *, store: Store, mover: Mover) -> None:
+    def __init__(
+        self, optimizer: Optimizer, targets: Sequence[UpdateTarget], *, storage: TieredStorage, mover: Mover
+    ) -> None:
         self._targets = targets
-        self._store = store
+        self._storage = storage
         self._mover = mover
         self._is_decoupled = is_decoupled(optimizer)
-        self._steps: dict[int, int] = {id(span.param): 0 for target in targets for span in target.spans}
+        self._steps: dict[int, int] = {id(entry.param): 0 for target in targets for entry in target.param_ranges}
         self._divisor: float | None = None
         self._scratch: Tensor | None = None
         self.before_step: Callable[[], None] = lambda: None
         self.after_step: Callable[[], None] = lambda: None
         self.clear_grads: Callable[[], None] = lambda: None
         self.owner: object = None
-        """What holds the store, if nothing else does: it lives as long as the optimizer."""
+        """An object to keep alive as long as the optimizer, such as the owner of the storage."""
         self.update_s = 0.0
         """Seconds spent in updates so far."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = _StateView(self)  # type: ignore[assignment]  # torch keeps a dict; ours is read from the store
+        self.state = _StateView(self)  # type: ignore[assignment]  # torch keeps a dict; ours reads storage
         self._import(optimizer)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: the state of every parameter has its place from the start."""
+        """Allowed only during construction: storage for the state is reserved then."""
         if isinstance(getattr(self, "state", None), _StateView):
             raise InvalidArgument(
-                "an offloaded optimizer takes no further parameters",
-                hint="give all groups to the optimizer before it is offloaded",
+                "an offloaded optimizer accepts no further parameters",
+                hint="add all groups to the optimizer before offloading it",
             )
         super().add_param_group(param_group)
 
     def divide_grads(self, divisor: float) -> None:
-        """Divide this step's gradients by `divisor` when the update reads them: for clipping."""
+        """Divide this step's gradients by `divisor` when the update reads them, to clip them."""
         self._divisor = divisor
 
     @override
@@ -88,8 +91,8 @@ class OffloadedOptimizer(Optimizer):
     def _update_all(self) -> None:
         for target in self._targets:
             target.prepare()
-            for position, span in enumerate(target.spans):
-                self._steps[id(span.param)] += target.has_grad(position)
+            for position, entry in enumerate(target.param_ranges):
+                self._steps[id(entry.param)] += target.has_grad(position)
         work = [(target, piece) for target in self._targets for piece in target.pieces if _has_any_grad(target, piece)]
         settings = {
             id(param): AdamSettings.of(group, is_decoupled=self._is_decoupled)
@@ -113,20 +116,22 @@ class OffloadedOptimizer(Optimizer):
         if saving is not None:
             finish_future(saving)
 
-    def _start_load(self, piece: Piece) -> Future[Loaded] | None:
-        """Begin to fetch a piece that must be decoded; ask the disk for one that must be read."""
+    def _start_load(self, piece: StatePiece) -> Future[Loaded] | None:
+        """Start decoding a piece, if it must be decoded; ask the kernel to read it, if it is on disk."""
         for slot in piece.slots:
-            if isinstance(slot, Entry):
-                slot.region.warm()
+            if isinstance(slot, StoredArray):
+                slot.allocation.prefetch()
         return None if piece.is_direct else self._mover.worker.submit(self._load, piece)
 
-    def _load(self, piece: Piece) -> Loaded:
-        master, exp_avg, exp_avg_sq = (read(self._store, slot) for slot in piece.slots)
+    def _load(self, piece: StatePiece) -> Loaded:
+        master, exp_avg, exp_avg_sq = (read(self._storage, slot) for slot in piece.slots)
         return master, exp_avg, exp_avg_sq
 
-    def _update(self, target: Target, piece: Piece, loaded: Loaded, settings: Mapping[int, AdamSettings]) -> None:
-        """Update a piece in chunks that the cores' caches hold: widening the gradient and rounding the result for
-        forward cost no traffic to memory of their own."""
+    def _update(
+        self, target: UpdateTarget, piece: StatePiece, loaded: Loaded, settings: Mapping[int, AdamSettings]
+    ) -> None:
+        """Update a piece in chunks that fit the cores' caches, so converting the gradient to fp32 and rounding the
+        result for forward cost no extra memory traffic."""
         master, exp_avg, exp_avg_sq = loaded
         grad = target.grad(piece)
         rounded = target.host_copy(piece) if piece.is_direct else None
@@ -138,7 +143,9 @@ class OffloadedOptimizer(Optimizer):
                 high = min(low + _CHUNK, stop) if is_on_host else stop
                 part = grad[low:high]
                 if part.dtype != torch.float32 or part.device != master.device or divisor is not None:
-                    part = self._widened(part, master.device)  # a copy: the kernel writes the divided gradient back
+                    part = self._widened(
+                        part, master.device
+                    )  # a copy, because the kernel writes the divided gradient back
                 adam_update(
                     master[low:high],
                     part,
@@ -159,15 +166,16 @@ class OffloadedOptimizer(Optimizer):
         return self._scratch[: grad.numel()].copy_(grad)
 
     def _runs(
-        self, target: Target, piece: Piece, settings: Mapping[int, AdamSettings]
+        self, target: UpdateTarget, piece: StatePiece, settings: Mapping[int, AdamSettings]
     ) -> Iterator[tuple[int, int, int, AdamSettings]]:
-        """Runs of a piece (start, stop, step, settings) whose parameters are updated alike; often one."""
+        """Ranges of a piece (start, stop, step, settings) whose parameters have the same update; often only one."""
         run: tuple[int, int, int, AdamSettings] | None = None
-        for position, span in enumerate(target.spans):
-            start, stop = max(span.start, piece.start) - piece.start, min(span.stop, piece.stop) - piece.start
+        for position, entry in enumerate(target.param_ranges):
+            start = max(entry.start, piece.start) - piece.start
+            stop = min(entry.stop, piece.stop) - piece.start
             if start >= stop:
                 continue
-            how = (self._steps[id(span.param)], settings[id(span.param)]) if target.has_grad(position) else None
+            how = (self._steps[id(entry.param)], settings[id(entry.param)]) if target.has_grad(position) else None
             if run is not None and how == run[2:]:
                 run = (run[0], stop, *run[2:])
                 continue
@@ -177,13 +185,13 @@ class OffloadedOptimizer(Optimizer):
         if run is not None:
             yield run
 
-    def _save(self, target: Target, piece: Piece, loaded: Loaded) -> None:
+    def _save(self, target: UpdateTarget, piece: StatePiece, loaded: Loaded) -> None:
         for slot, values in zip(piece.slots, loaded, strict=True):
-            write(self._store, slot, values)
+            write(self._storage, slot, values)
         master = piece.slots[0]
-        # What is published is what is held: a small form must not depend on whether a unit stayed on the device.
-        is_rounded = isinstance(master, Entry) and not master.form.is_exact
-        values = read(self._store, master) if is_rounded else loaded[0]
+        # Publish the stored (rounded) values: results must not depend on whether a unit stayed on the device.
+        is_rounded = isinstance(master, StoredArray) and not master.form.is_exact
+        values = read(self._storage, master) if is_rounded else loaded[0]
         copy = target.host_copy(piece)
         if copy is not None and not piece.is_direct:
             copy.copy_(values)
@@ -191,7 +199,7 @@ class OffloadedOptimizer(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam would give it, with plain tensors on the host: it loads into torch's Adam and back."""
+        """In the format of torch's Adam, with plain tensors on the host: each can load the other's."""
         state: dict[int, dict[str, Tensor]] = {}
         groups, number = [], 0
         for group in self.param_groups:
@@ -210,8 +218,8 @@ class OffloadedOptimizer(Optimizer):
         counts = [len(group["params"]) for group in state_dict["param_groups"]]
         if counts != [len(group["params"]) for group in self.param_groups]:
             raise InvalidArgument(
-                "the state is of an optimizer with other parameter groups",
-                hint="build the same groups as when it was saved",
+                "the state belongs to an optimizer with other parameter groups",
+                hint="build the same groups as when the state was saved",
                 saved=counts,
                 here=[len(group["params"]) for group in self.param_groups],
             )
@@ -223,42 +231,42 @@ class OffloadedOptimizer(Optimizer):
                 self._put_state(param, entry)
 
     def _import(self, optimizer: Optimizer) -> None:
-        """Take over the state of an optimizer that has trained already."""
+        """Take over the state of an optimizer that has already trained."""
         for param, state in list(optimizer.state.items()):
             if "exp_avg" in state and id(param) in self._steps:
                 self._put_state(param, state)
         optimizer.state.clear()
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """Step and moments of a parameter that has been updated, spread over ranks as the parameter is."""
-        span, slots = self._find(param)
+        """Step and moments of an updated parameter, sharded as the parameter is."""
+        entry, slots = self._find(param)
         moments = []
         for name in ("exp_avg", "exp_avg_sq"):
-            flat = torch.empty(span.stop - span.start)
+            flat = torch.empty(entry.stop - entry.start)
             for piece, low, high in slots:
                 slot: Slot = getattr(piece, name)
-                values = read(self._store, slot)[low - piece.start : high - piece.start]
-                flat[low - span.start : high - span.start].copy_(values)
-            moments.append(_spread_as(span.param, flat.view(span.shape)))
+                values = read(self._storage, slot)[low - piece.start : high - piece.start]
+                flat[low - entry.start : high - entry.start].copy_(values)
+            moments.append(_spread_as(entry.param, flat.view(entry.shape)))
         return {"step": torch.tensor(float(self._steps[id(param)])), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
     def _put_state(self, param: Tensor, state: Mapping[str, Any] | None) -> None:
-        span, slots = self._find(param)
+        entry, slots = self._find(param)
         self._steps[id(param)] = 0 if state is None else int(state["step"])
         for name in ("exp_avg", "exp_avg_sq"):
-            flat = torch.zeros(span.stop - span.start) if state is None else _flat_state(state[name])
-            if flat.numel() != span.stop - span.start:
+            flat = torch.zeros(entry.stop - entry.start) if state is None else _flat_state(state[name])
+            if flat.numel() != entry.stop - entry.start:
                 raise TensorShapeMismatch(
-                    f"the saved {name} of {span.name} has another size",
+                    f"the saved {name} of {entry.name} has another size",
                     hint="load the state of the same model, sharded the same way",
                     saved_numel=flat.numel(),
-                    numel=span.stop - span.start,
+                    numel=entry.stop - entry.start,
                 )
             for piece, low, high in slots:
                 slot: Slot = getattr(piece, name)
-                values = read(self._store, slot)
-                values[low - piece.start : high - piece.start] = flat[low - span.start : high - span.start]
-                write(self._store, slot, values)
+                values = read(self._storage, slot)
+                values[low - piece.start : high - piece.start] = flat[low - entry.start : high - entry.start]
+                write(self._storage, slot, values)
 
     def has_state(self, param: Tensor) -> bool:
         """Whether the parameter has been updated."""
@@ -269,17 +277,16 @@ class OffloadedOptimizer(Optimizer):
         for group in self.param_groups:
             yield from (param for param in group["params"] if self.has_state(param))
 
-    def _find(self, param: Tensor) -> tuple[Span, list[tuple[Piece, int, int]]]:
+    def _find(self, param: Tensor) -> tuple[ParamRange, list[tuple[StatePiece, int, int]]]:
         for target in self._targets:
-            for span in target.spans:
-                if span.param is param:
-                    bounds = ((p, max(p.start, span.start), min(p.stop, span.stop)) for p in target.pieces)
-                    return span, [(piece, low, high) for piece, low, high in bounds if low < high]
-        raise InvalidArgument("the optimizer does not hold this parameter", hint="pass one of its own")
+            for entry in target.param_ranges:
+                if entry.param is param:
+                    return entry, overlaps(target.pieces, entry.start, entry.stop)
+        raise InvalidArgument("the optimizer does not hold this parameter", hint="pass a parameter of its groups")
 
 
 class _StateView(Mapping[Tensor, dict[str, Tensor]]):
-    """The optimizer's `state` as torch's optimizers have it, read from the store when it is asked for."""
+    """The optimizer's `state` in torch's format, read from storage on access."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -316,10 +323,10 @@ def _spread_as(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def _has_any_grad(target: Target, piece: Piece) -> bool:
+def _has_any_grad(target: UpdateTarget, piece: StatePiece) -> bool:
     return any(
-        span.start < piece.stop and span.stop > piece.start and target.has_grad(position)
-        for position, span in enumerate(target.spans)
+        entry.start < piece.stop and entry.stop > piece.start and target.has_grad(position)
+        for position, entry in enumerate(target.param_ranges)
     )
 
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture: ranks as rows, time to the right, a box for each action."""
+"""Draws a schedule: a row for each rank, time to the right, a box for each action."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES = {"F": "on blue", "B": "on dark_orange3", "I": "on yellow4", "W": "on c
 def schedule_text(timeline: Timeline, *, width: int = 100) -> Group:
     """The schedule for a terminal, `width` characters wide.
 
-    A box has the action's kind and, where it fits, its microbatch, on the kind's colour; dots are bubbles.
+    A box shows the action's kind and, if it fits, its microbatch, in the colour of the kind; dots are bubbles.
     """
     if not timeline.actions:
         return Group(Text("nothing was scheduled"))
@@ -68,7 +68,7 @@ def _figure(timeline: Timeline, title: str | None) -> Figure:
 
 
 def paint_schedule(axes: Axes, timeline: Timeline, title: str | None = None) -> None:
-    """Put the schedule into axes of matplotlib."""
+    """Draw the schedule into matplotlib axes."""
     start = min((action.start for action in timeline.actions), default=0.0)
     for rank in range(timeline.num_ranks):
         for action in _of(timeline, rank):

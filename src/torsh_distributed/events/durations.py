@@ -1,4 +1,4 @@
-"""Spans of time as events: which part of a step a thread was in, and what held it up. Nothing when nobody listens."""
+"""Durations as events: the parts of a step, and waits for communication. Free of cost without a subscriber."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """Around a part of a step: a PhaseEvent when it ends well."""
+    """Around a part of a step: emits a PhaseEvent unless it raises."""
     if not wanted(PhaseEvent):
         yield
         return
@@ -25,7 +25,7 @@ def phase(name: Phase) -> Iterator[None]:
 
 
 def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
-    """The items; the time it takes to get each is a part of a step."""
+    """The items; emits the time it takes to get each one as a phase."""
     source = iter(items)
     while True:
         with phase(name):
@@ -38,7 +38,7 @@ def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
 
 @contextmanager
 def waiting(op: str, group: str, *, num_started: int = 0, num_bytes: int = 0) -> Iterator[None]:
-    """Around what holds a thread up until an operation of a group is done: a WaitEvent when it ends well."""
+    """Around a wait for an operation of a group: emits a WaitEvent unless it raises."""
     if not wanted(WaitEvent):
         yield
         return

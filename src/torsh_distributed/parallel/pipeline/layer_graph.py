@@ -1,7 +1,7 @@
-"""The sequential form of a model: its layers in the order in which they run, and what flows between them.
+"""The layers of a model in the order they run, and the values that pass between them.
 
-Found by tracing the model's own forward with torch.fx, layer modules as leaves. No data is needed, and names stay those
-of the model.
+Found by tracing the model's own forward with torch.fx, with layer modules as leaves. Tracing needs no data and keeps
+the model's names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing_extensions import override
 from torsh_distributed.errors import ConfigurationError
 
 PROTOCOL = "pipeline_layers"
-"""A method of this name on the model gives its layers, run one after the other, where tracing cannot find them."""
+"""A model that cannot be traced has a method of this name; it returns the layers, which run one after the other."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """A traced forward: every layer is one call."""
+    """A traced forward in which every layer is one call."""
 
     graph: fx.Graph
     layers: tuple[str, ...]
@@ -38,30 +38,30 @@ class LayerGraph:
 
 
 def trace_layers(model: nn.Module) -> LayerGraph:
-    """The layers of `model` and the flow between them, or ConfigurationError saying what is needed."""
+    """The layers of `model` and the values between them; ConfigurationError says what is missing."""
     if hasattr(model, PROTOCOL):
         return _chain(model)
     try:
         graph = _Tracer(model).trace(model, concrete_args=_defaults(model))
     except Exception as error:
-        # Tracing runs the user's forward: whatever it raises means that the order of layers was not found.
+        # Tracing runs the user's forward, which may raise anything.
         raise ConfigurationError(
             f"the layers of {type(model).__name__} could not be traced: {str(error).splitlines()[0]}",
             hint=f"its forward must not branch on values; or give the model a method {PROTOCOL}() that returns its"
-            " layers, each called with the output of the one before",
+            " layers, each of which takes the output of the previous one",
         ) from error
     layers = tuple(str(node.target) for node in graph.nodes if node.op == "call_module")
     repeated = sorted({name for name in layers if layers.count(name) > 1})
     if repeated:
         raise ConfigurationError(
-            f"the layer {repeated[0]} runs more than once in a forward: it cannot be put on one stage",
-            hint="build a module for each call, sharing the parameters (they are then tied between stages)",
+            f"the layer {repeated[0]} runs more than once in a forward, so it does not fit in one stage",
+            hint="build a module for each call and share the parameters (they are then tied between stages)",
         )
     return LayerGraph(graph, layers)
 
 
 def _chain(model: nn.Module) -> LayerGraph:
-    """The form of a model that names its layers itself."""
+    """The graph of a model that names its layers itself."""
     names = {id(module): name for name, module in model.named_modules()}
     graph = fx.Graph()
     value = graph.placeholder("input")
@@ -69,7 +69,7 @@ def _chain(model: nn.Module) -> LayerGraph:
     for layer in getattr(model, PROTOCOL)():
         if id(layer) not in names:
             raise ConfigurationError(
-                f"{PROTOCOL}() gave a module that is not part of the model",
+                f"{PROTOCOL}() returned a module that is not part of the model",
                 hint="return submodules of the model",
                 layer=type(layer).__name__,
             )
@@ -80,16 +80,16 @@ def _chain(model: nn.Module) -> LayerGraph:
 
 
 def _defaults(model: nn.Module) -> dict[str, Any]:
-    """Arguments of forward that have a default keep it: the pipeline passes the others."""
+    """Arguments of forward with a default keep it; the pipeline passes the others."""
     arguments = inspect.signature(model.forward).parameters.values()
     return {one.name: one.default for one in arguments if one.default is not inspect.Parameter.empty}
 
 
 class _Tracer(fx.Tracer):
-    """Looks into containers and what contains the blocks; takes every other module as a layer."""
+    """Traces into containers and into modules that contain the blocks; every other module is a layer."""
 
     proxy_buffer_attributes = True
-    """Tables in buffers are read in the graph, so that slicing them by the length of the input can be traced."""
+    """The graph reads buffers, so slicing a table by the length of the input can be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _Tracer(fx.Tracer):
 
 
 def _opened(model: nn.Module) -> set[str]:
-    """Names of the modules whose forward is looked into."""
+    """Names of the modules whose forward is traced."""
     opened = {""}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -114,7 +114,7 @@ def _opened(model: nn.Module) -> set[str]:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Whether a list of layers of one class lies inside."""
+    """Whether it contains a list of layers of one class."""
     for inner in module.modules():
         if isinstance(inner, nn.Sequential | nn.ModuleList):
             kinds = [type(child) for child in inner.children() if next(child.parameters(), None) is not None]
@@ -124,7 +124,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a traced value is a number or shape, not a tensor: it cannot travel between stages."""
+    """Whether a traced value is a number or shape instead of a tensor; it cannot be sent between stages."""
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel")
     if node.op != "call_function":

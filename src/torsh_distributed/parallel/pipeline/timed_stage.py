@@ -1,4 +1,4 @@
-"""Stages that note when they compute: the measured side of the schedule."""
+"""Pipeline stages that record when they compute: the measured schedule."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torsh_distributed import events
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
 
-# Where backward is cut in two, older torch detaches a stage's outputs in place. One that is an input handed on, such as
-# a table of positions, then lets no gradient through in the next step. Drop with support for torch < 2.13.
+# When backward is split in two, older torch detaches a stage's outputs in place. An output that is also an input, such
+# as a table of positions, then blocks the gradient in the next step. Drop with support for torch < 2.13.
 _DETACHES_INPUTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @dataclass
-class Stopwatch:
-    """The actions of this rank's present step, on its monotonic clock."""
+class ActionRecorder:
+    """Records the actions of this rank's current step, on its monotonic clock."""
 
     rank: int
     actions: list[Action] = field(default_factory=list)
 
     def take(self) -> list[Action]:
-        """The actions noted since the last call."""
+        """The actions recorded since the last call."""
         taken, self.actions = self.actions, []
         return taken
 
 
 class TimedStage(PipelineStage):
-    """Torch's stage; every forward and backward of a microbatch is noted with its time.
+    """Torch's stage, which records the time of every forward and backward of a microbatch.
 
-    Before the first step torch finds out shapes by a forward on whatever lies in memory: that leaves no trace here.
+    Before the first step torch infers shapes by a forward on uninitialised memory; that is not recorded.
     """
 
-    def __init__(self, *args: Any, stopwatch: Stopwatch, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: ActionRecorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stopwatch = stopwatch
+        self._recorder = recorder
 
-    # The probe of torch 2.13, and that of torch 2.11; each has only one of them.
+    # Shape inference of torch 2.13 and of torch 2.11; each has only one of them.
     @override
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         with probing(self.submod):
@@ -56,21 +56,21 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._note("F", fwd_chunk_id, started)
+        self._record("F", fwd_chunk_id, started)
         return out
 
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         out = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._note("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id, started)
+        self._record("B" if kwargs.get("full_backward", True) else "I", bwd_chunk_id, started)
         return out
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         out = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._note("W", bwd_chunk_id, started)
+        self._record("W", bwd_chunk_id, started)
         return out
 
     @override
@@ -86,8 +86,8 @@ class TimedStage(PipelineStage):
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs}
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
-    def _note(self, kind: Kind, microbatch: int, started: float) -> None:
+    def _record(self, kind: Kind, microbatch: int, started: float) -> None:
         ended = time.monotonic()
-        self._stopwatch.actions.append(Action(self._stopwatch.rank, self.stage_index, kind, microbatch, started, ended))
+        self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
         if events.wanted(events.PhaseEvent):
             events.emit(events.PhaseEvent(phase="stage", start_s=started, duration_s=ended - started))

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel round the ranks while each attends with its own queries.
+"""Ring attention: keys and values pass around the ranks while each rank attends with its own queries.
 
-Softmax is kept up to date as blocks arrive (online softmax), so that no rank ever holds the scores of a whole sequence.
-Blocks that a causal mask hides are skipped.
+The softmax is updated as blocks arrive (online softmax), so no rank ever holds the scores of a whole sequence. Blocks
+hidden by a causal mask are skipped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torsh_distributed.comm.collectives.point_to_point import irecv, isend
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.parallel.context.order import chunks_of
 
-Span = tuple[int, int]
-
 
 def ring_attention(
     query: Tensor,
@@ -30,10 +28,10 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over the whole sequence, of which each rank of `group` holds the positions that `chunks_of` says.
+    """Attention over the whole sequence, of which each rank of `group` has the positions given by `chunks_of`.
 
-    query, key, value: (…, heads, length here, head dim), equal in shape on all ranks, which all call this. The output
-    is that of this rank's positions.
+    query, key, value: (…, heads, length here, head dim), of the same shape on all ranks, which all call this. Returns
+    the output for this rank's positions.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out: Tensor = _Ring.apply(query, key, value, group, is_causal, factor)  # type: ignore[no-untyped-call]  # untyped
@@ -51,7 +49,7 @@ class _Ring(torch.autograd.Function):
         total = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device)
         held = torch.stack([key, value])
         for source in blocks.sources():
-            arriving = _Exchange(held, group) if source != blocks.last else None
+            arriving = _RingShift(held, group) if source != blocks.last else None
             for mine, theirs, is_diagonal in blocks.pairs(source):
                 scores = _scores(query[..., mine, :], held[0][..., theirs, :], scale, is_diagonal)
                 part = torch.logsumexp(scores, dim=-1)
@@ -72,10 +70,10 @@ class _Ring(torch.autograd.Function):
         inner = (grad * out).sum(dim=-1)
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         held = torch.stack([key, value])
-        # Gradients of keys and values travel with them, and are home after a whole round.
+        # Gradients of keys and values pass around with them and are back after a full round.
         carried = torch.zeros_like(held, dtype=torch.float32)
         for source in blocks.sources():
-            arriving = _Exchange(held, blocks.group) if source != blocks.last else None
+            arriving = _RingShift(held, blocks.group) if source != blocks.last else None
             for mine, theirs, is_diagonal in blocks.pairs(source):
                 keys, values = held[0][..., theirs, :].float(), held[1][..., theirs, :].float()
                 scores = _scores(query[..., mine, :], keys, scale, is_diagonal)
@@ -85,7 +83,7 @@ class _Ring(torch.autograd.Function):
                 change = weights * (here @ values.transpose(-1, -2) - inner[..., mine].unsqueeze(-1)) * scale
                 grad_query[..., mine, :] += change @ keys
                 carried[0][..., theirs, :] += change.transpose(-1, -2) @ query[..., mine, :].float()
-            carried = _Exchange(carried, blocks.group).wait()
+            carried = _RingShift(carried, blocks.group).wait()
             if arriving is not None:
                 held = arriving.wait()
         kind = query.dtype
@@ -93,7 +91,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Blocks:
-    """The blocks of the score matrix that meet on this rank, and those that are not hidden."""
+    """The blocks of the score matrix that this rank computes: those not hidden by the mask."""
 
     def __init__(self, local_length: int, group: dist.ProcessGroup, is_causal: bool) -> None:
         self.group, self._is_causal = group, is_causal
@@ -101,29 +99,30 @@ class _Blocks:
         self.last = (group.rank() + 1) % group.size()
 
     def sources(self) -> list[int]:
-        """Whose keys are here, round by round: this rank's own first."""
+        """The rank whose keys are here in each round, this rank first."""
         rank, size = self.group.rank(), self.group.size()
         return [(rank - round_) % size for round_ in range(size)]
 
     def pairs(self, source: int) -> list[tuple[slice, slice, bool]]:
-        """Runs of own queries with runs of `source`'s keys, and whether the mask cuts through the pair."""
+        """Pairs of own query chunks and `source`'s key chunks, and whether the causal diagonal crosses the pair."""
         found = []
-        for mine, (start, _) in self._runs(self.group.rank()):
-            for theirs, (other, _) in self._runs(source):
+        for mine, start in self._chunks(self.group.rank()):
+            for theirs, other in self._chunks(source):
                 if not self._is_causal or other <= start:
                     found.append((mine, theirs, self._is_causal and other == start))
         return found
 
-    def _runs(self, rank: int) -> list[tuple[slice, Span]]:
+    def _chunks(self, rank: int) -> list[tuple[slice, int]]:
+        """Each chunk of positions on `rank`: its slice on that rank, and its first position."""
         out, place = [], 0
         for start, stop in chunks_of(self._length, rank=rank, size=self.group.size()):
-            out.append((slice(place, place + stop - start), (start, stop)))
+            out.append((slice(place, place + stop - start), start))
             place += stop - start
         return out
 
 
-class _Exchange:
-    """Sends a tensor to the next rank of the ring and receives the previous one's."""
+class _RingShift:
+    """Sends a tensor to the next rank of the ring and receives that of the previous one."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -138,7 +137,7 @@ class _Exchange:
         ]
 
     def wait(self) -> Tensor:
-        """What the previous rank sent."""
+        """The tensor of the previous rank."""
         for work in self._works:
             work.wait()
         return self._received
@@ -153,7 +152,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, is_diagonal: bool) -> Tens
 
 
 def _fold(out: Tensor, total: Tensor, part: Tensor, part_total: Tensor) -> None:
-    """Join a block's result with what was found so far, in place: each counts by its share of the softmax's sum."""
+    """Merge a block's result into the total so far, in place, each weighted by its share of the softmax's sum."""
     both = torch.logaddexp(total, part_total)
     out.mul_(torch.exp(total - both).unsqueeze(-1)).add_(part * torch.exp(part_total - both).unsqueeze(-1))
     total.copy_(both)

@@ -1,4 +1,4 @@
-"""A batch of any size through the stages, one after the other, without gradients: for evaluation."""
+"""Forward through the stages without a schedule or gradients, for evaluation with batches of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _MAX_DIMS = 8
 
 
-def run_through(
+def run_stages(
     stages: Mapping[int, nn.Module],
     inputs: tuple[Any, ...],
     *,
@@ -27,7 +27,7 @@ def run_through(
 ) -> Any:
     """The output of the last stage, on its rank; None elsewhere. Every rank of the group calls this.
 
-    Shapes travel ahead of each tensor, so that batches need not be alike.
+    Each tensor is preceded by its shape, so batches may differ in shape.
     """
     here = group.rank()
     values: tuple[Any, ...] = inputs
@@ -45,8 +45,8 @@ def run_through(
     return None
 
 
-def share(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The tensor of the owner (a rank of the group) on every rank of it, all of which call this."""
+def share_output(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The owner's tensor on every rank; `owner` is a rank of the group, every rank of which calls this."""
     source = dist.get_global_rank(group, owner)
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device) if value is None else _header(value)
     kind, dims, *shape = broadcast(header, source, group=group).tolist()
@@ -58,8 +58,8 @@ def _header(value: Tensor) -> Tensor:
     """Dtype and shape as numbers."""
     if value.dim() > _MAX_DIMS or value.dtype not in _DTYPES:
         raise InvalidArgument(
-            "a tensor of this kind cannot travel between stages",
-            hint=f"at most {_MAX_DIMS} dims, and one of {', '.join(map(str, _DTYPES))}",
+            "stages cannot send a tensor of this kind",
+            hint=f"use at most {_MAX_DIMS} dims and one of {', '.join(map(str, _DTYPES))}",
             shape=tuple(value.shape),
             dtype=value.dtype,
         )

@@ -1,4 +1,4 @@
-"""Context parallelism: every rank has some positions of every sequence; attention goes round the ring."""
+"""Context parallelism: every rank has some positions of every sequence; attention runs in a ring."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, TensorShapeMismatch
+from torsh_distributed.parallel.context.attention_ring import ring_attention
 from torsh_distributed.parallel.context.order import positions_of, take_positions
-from torsh_distributed.parallel.context.ring import ring_attention
 from torsh_distributed.parallel.tensor.rules import is_position_table
 
 TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
-"""Names of buffers that hold a row for each position, as rotary embeddings keep them."""
+"""Names of buffers with a row for each position, as in rotary embeddings."""
 
 
 class ContextParallel:
-    """Lets a model written for whole sequences work on a rank's positions of them.
+    """Lets a model written for whole sequences run on this rank's positions only.
 
     For models whose attention is `scaled_dot_product_attention` and whose positions come from an embedding (`position`,
-    `wpe`, …) or from tables in buffers with a row for each position (`tables`: names; left out, the usual ones). Every
-    rank of the group makes one, and uses it so::
+    `wpe`, …) or from buffers with a row for each position (`tables`: their names; default: the usual ones). Every rank
+    of the group creates one and uses it like this::
 
         part = context.take(batch)
         with context.attending():
             loss = loss_fn(model(part_inputs), part_targets)
             loss.backward()
 
-    The mean of the ranks' losses and gradients is that of the whole sequence. `is_part` says that `model` is a stage of
-    one that `require_positions` was asked about: its positions may lie in another stage.
+    The mean of the ranks' losses and gradients is that of the whole sequence. `is_part`: `model` is a pipeline stage of
+    a model that `require_positions` has checked; the positions may be in another stage.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ContextParallel:
         self._length: int | None = None
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -68,7 +68,7 @@ class ContextParallel:
         self._length = None
         part = self._mapped(batch, self._part)
         if self._is_inside:
-            self._exchange_tables()
+            self._replace_tables()
         return part
 
     def _part(self, tensor: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class ContextParallel:
         length = tensor.shape[1]
         if self._length is not None and length != self._length:
             raise TensorShapeMismatch(
-                "the sequences of a batch differ in length, so they cannot be split alike",
-                hint="give inputs and targets one length along dim 1",
+                "the sequences of a batch differ in length, so they cannot be split equally",
+                hint="give inputs and targets the same length along dim 1",
                 lengths=(self._length, length),
             )
         self._length = length
@@ -95,10 +95,10 @@ class ContextParallel:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Around forward and backward: attention goes round the ring, and tables are those of this rank's positions."""
+        """Around forward and backward: attention runs in the ring, tables have only this rank's rows."""
         self._is_inside = True
         try:
-            self._exchange_tables()
+            self._replace_tables()
             with _RingMode(self.group):
                 yield
         finally:
@@ -106,11 +106,11 @@ class ContextParallel:
             for owner, name in self._tables:
                 owner.__dict__.pop(name, None)
 
-    def _exchange_tables(self) -> None:
-        """Put this rank's rows before the tables, for the batch taken last.
+    def _replace_tables(self) -> None:
+        """Let the model see only this rank's rows of the tables, for the batch taken last.
 
-        An attribute of the object hides the buffer of that name from the model's code, and from nobody else: what
-        broadcasts or saves buffers goes on seeing the whole table.
+        An instance attribute hides the buffer of that name from the model's code only: code that broadcasts or saves
+        buffers still sees the whole table.
         """
         for owner, name in self._tables:
             owner.__dict__[name] = self._rows(name, owner._buffers[name])
@@ -120,13 +120,13 @@ class ContextParallel:
             return table
         if table.shape[0] < self._length:
             raise TensorShapeMismatch(
-                f"the table {name} has a row for {table.shape[0]} positions, but the sequence has {self._length}",
-                hint="make the table longer, or its first dim that of the positions",
+                f"the table {name} has rows for {table.shape[0]} positions, but the sequence has {self._length}",
+                hint="make the table longer; its first dim must be the positions",
             )
         return take_positions(table, 0, length=self._length, rank=self.group.rank(), size=self.group.size())
 
     def _to_positions(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Positions counted from 0 on this rank become those of the whole sequence."""
+        """Map positions counted from 0 on this rank to those in the whole sequence."""
         if not self._is_inside:
             return None
         places = inputs[0]
@@ -136,7 +136,7 @@ class ContextParallel:
 
 
 class _RingMode(TorchFunctionMode):
-    """While active, scaled_dot_product_attention is ring attention."""
+    """While active, replaces scaled_dot_product_attention by ring attention."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def _attend(
 ) -> Tensor:
     if attn_mask is not None or dropout_p > 0:
         raise FeatureNotAvailable(
-            "ring attention has neither masks of its own nor dropout",
+            "ring attention supports neither custom masks nor dropout",
             hint="use is_causal, and dropout 0 in attention, or set mesh.cp = 1",
             has_mask=attn_mask is not None,
             dropout_p=dropout_p,
         )
     if isinstance(query, DTensor):
-        # Heads are split over another axis: each rank sends its own round.
+        # Heads are split over another axis: each rank passes its own heads around the ring.
         assert isinstance(key, DTensor), "the layers of one attention are split alike"
         assert isinstance(value, DTensor), "the layers of one attention are split alike"
         mine, keys, values = (one.redistribute(placements=query.placements).to_local() for one in (query, key, value))
@@ -186,9 +186,9 @@ def require_positions(model: nn.Module, *, cp: int) -> None:
     """Raise ConfigurationError unless a table of positions is found in the model."""
     if not _find_tables(model, None) and not _position_embeddings(model):
         raise ConfigurationError(
-            f"mesh.cp {cp}: the model has no table of positions that is known",
+            f"mesh.cp {cp}: no table of positions was found in the model",
             hint="name the buffers with a row for each position: ContextParallel(model, group, tables=(…)); an"
-            " empty tuple says that the model has none",
+            " empty tuple means that the model has none",
             looked_for=TABLES,
         )
 
@@ -209,7 +209,7 @@ def _find_tables(model: nn.Module, names: tuple[str, ...] | None) -> list[tuple[
     if missing:
         raise ConfigurationError(
             f"the model has no buffer {missing[0]}",
-            hint="tables are named as in register_buffer(name, …)",
+            hint="use the names passed to register_buffer(name, …)",
             buffers=[name for name, _ in model.named_buffers()],
         )
     return found

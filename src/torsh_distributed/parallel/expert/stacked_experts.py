@@ -1,7 +1,7 @@
-"""Stacks of expert tensors (experts of this rank first): gathered whole, cut to size, moved to another placement.
+"""Stacked expert tensors (dim 0: this rank's experts): gather all experts, cut to this rank's, move between ranks.
 
-A whole stack has one entry for each expert of the layer, by its index: it does not depend on the number of ranks or on
-where experts live, and is what a checkpoint holds.
+A whole stack has one entry for each expert of the layer, by index: it does not depend on the number of ranks or on the
+placement, and is what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torsh_distributed.parallel.state.whole_state import plain_name
 
 
 def spread_params(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
-    """The parameters that hold a part of a layer's experts, by plain name; those of layers spread over ranks only."""
+    """The parameters that hold this rank's part of a layer's experts, by plain name; only of layers that are spread."""
     return {
         plain_name(f"{layer_name}.experts.{name}" if layer_name else f"experts.{name}"): (layer, param)
         for layer_name, layer in moe_layers(model).items()
@@ -32,18 +32,18 @@ def spread_params(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
 
 
 def gather_stack(stack: Tensor, layer: MoELayer) -> Tensor:
-    """All experts of the layer, by index; every rank of its group calls this."""
+    """The whole stack, by expert index; every rank of the layer's group calls this."""
     assert layer.group is not None
     by_slot = torch.cat(all_gather(stack.detach(), group=layer.group))
     return by_slot[list(layer.placement.slot_of_expert)]
 
 
 def cut_stack(whole: Tensor, layer: MoELayer) -> Tensor:
-    """This rank's experts out of all of them; nothing travels."""
+    """This rank's experts of a whole stack; no communication."""
     if whole.dim() == 0 or len(whole) != layer.config.num_experts:
         raise InvalidArgument(
-            "the state is not of this layer: the number of experts differs",
-            hint="build the model with the number of experts it had when the state was made",
+            "the state does not belong to this layer: the number of experts differs",
+            hint="build the model with the number of experts it had when the state was saved",
             state=tuple(whole.shape),
             num_experts=layer.config.num_experts,
         )
@@ -51,7 +51,7 @@ def cut_stack(whole: Tensor, layer: MoELayer) -> Tensor:
 
 
 def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """This rank's stack under the new placement, bit for bit, and how many of its entries left this rank."""
+    """This rank's stack under the new placement, bit for bit, and how many experts left this rank."""
     me = group.rank()
     before, after = old.experts_of(me), new.experts_of(me)
     leaving = [[expert for expert in new.experts_of(rank) if expert in before] for rank in range(new.num_ranks)]
@@ -66,9 +66,9 @@ def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.Proces
 
 
 def stacked_state(layer: MoELayer, param: nn.Parameter, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps for a stack that has an entry for each expert; numbers for the whole of it are left out.
+    """The optimizer's tensors for a stack that have an entry for each expert; scalars for the whole stack are left out.
 
-    Raises InvalidArgument for a tensor that is neither: it could not be moved or kept.
+    Raises InvalidArgument for any other tensor: it could not be moved or saved.
     """
     check_stacked(param, optimizer)
     for key, value in optimizer.state.get(param, {}).items():
@@ -77,11 +77,11 @@ def stacked_state(layer: MoELayer, param: nn.Parameter, optimizer: Optimizer) ->
 
 
 def check_stacked(param: Tensor, optimizer: Optimizer) -> None:
-    """Raise InvalidArgument if the optimizer keeps a tensor for a stack that does not say which part is whose."""
+    """Raise InvalidArgument if the optimizer keeps a tensor for a stack that has no entry for each expert."""
     for key, value in optimizer.state.get(param, {}).items():
         if isinstance(value, Tensor) and value.dim() and value.shape[0] != param.shape[0]:
             raise InvalidArgument(
-                f"{type(optimizer).__name__} keeps {key} in a shape that does not say which part is whose expert",
+                f"{type(optimizer).__name__} keeps {key} in a shape without an entry for each expert",
                 hint="use an optimizer whose state has the shape of the parameter, such as AdamW",
                 shape=tuple(value.shape),
                 num_experts_here=param.shape[0],
@@ -89,7 +89,7 @@ def check_stacked(param: Tensor, optimizer: Optimizer) -> None:
 
 
 def gather_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` of model and optimizer by name, with whole stacks in place of this rank's; every rank calls this."""
+    """`state` of model and optimizer by name, with whole stacks instead of this rank's; every rank calls this."""
     tensors, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for name, (layer, param) in spread_params(model).items():
         tensors[name] = gather_stack(param, layer)
@@ -100,7 +100,7 @@ def gather_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) 
 
 
 def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `gather_state` gave, with this rank's part of each stack."""
+    """The result of `gather_state` with each stack cut to this rank's experts."""
     tensors, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for name, (layer, _) in spread_params(model).items():
         if name in tensors:

@@ -1,4 +1,4 @@
-"""The cut is the best there is, checked against all cuts."""
+"""The partition is optimal, checked against all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.pipeline import partition
 
 
-def dearest(costs: list[float], starts: tuple[int, ...]) -> float:
+def max_cost(costs: list[float], starts: tuple[int, ...]) -> float:
     return max(sum(costs[first:last]) for first, last in itertools.pairwise([*starts, len(costs)]))
 
 
@@ -21,14 +21,14 @@ def dearest(costs: list[float], starts: tuple[int, ...]) -> float:
         lambda c: st.tuples(st.just(c), st.integers(1, len(c)))
     )
 )
-def test_no_other_cut_has_a_cheaper_dearest_stage(case: tuple[list[float], int]) -> None:
+def test_no_other_partition_has_a_cheaper_most_expensive_stage(case: tuple[list[float], int]) -> None:
     costs, num_stages = case
     starts = partition(costs, num_stages)
     assert starts[0] == 0
     assert len(set(starts)) == num_stages
     assert list(starts) == sorted(starts)
     others = itertools.combinations(range(1, len(costs)), num_stages - 1)
-    assert dearest(costs, starts) == min(dearest(costs, (0, *other)) for other in others)
+    assert max_cost(costs, starts) == min(max_cost(costs, (0, *other)) for other in others)
 
 
 def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Sharing layers out over stages: the linear partition problem, solved exactly."""
+"""Divides layers into stages: the linear partition problem, solved exactly."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torsh_distributed.errors import ConfigurationError
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Where each stage begins, so that the dearest stage is as cheap as can be; every stage gets a layer.
+    """The first layer of each stage such that the most expensive stage costs as little as possible; no stage is empty.
 
-    Minimises max over stages of the sum of its costs, over all cuts of the sequence, by dynamic programming: O(layers²
-    × stages). Among equally good cuts the one with the smaller sum of squares is taken.
+    Minimises the maximum over stages of the sum of costs by dynamic programming: O(layers² × stages). Among equally
+    good cuts it takes the one with the smallest sum of squares.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise ConfigurationError(
             f"{num_stages} stages need as many layers, but the model has {num_layers}",
-            hint=f"lower mesh.pp or pipeline.stages_per_rank: their product is at most {num_layers}",
+            hint=f"lower mesh.pp or pipeline.stages_per_rank: their product may be at most {num_layers}",
             num_stages=num_stages,
             num_layers=num_layers,
         )
     sums = [0.0, *itertools.accumulate(costs)]
-    # best[last] is the cost of the first `last` layers in as many stages as rounds so far, and where the last began.
+    # best[last]: cost of the first `last` layers in as many stages as rounds so far; begins: start of the last stage.
     best = [(sums[last], sums[last] ** 2) for last in range(num_layers + 1)]
     begins: list[list[int]] = [[0] * (num_layers + 1)]
     for stage in range(1, num_stages):
