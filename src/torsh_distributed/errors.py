@@ -1,4 +1,4 @@
-"""The exception tree. Every error says what broke, with which facts, and what to do about it.
+"""The exception tree: every error says what broke, with which facts, and what to do about it.
 
 ::
 
@@ -18,29 +18,28 @@
     ├── ProcessGroupNotFound                  an unknown group (LookupError)
     ├── MemoryAllocationFailed                out of memory on host or device (MemoryError)
     ├── SerializationError                    encode or decode failed (ValueError)
-    │   └── CompressionError                  a payload is damaged, foreign, or of another codec
+    │   └── CompressionError                  a payload is damaged or of another codec
     ├── NonFiniteLoss                         the loss or the gradients are nan or infinite (ArithmeticError)
     └── InternalError                         a broken invariant: our bug (RuntimeError)
 
-Whether to retry is decided by type (`retryable`), never by searching the text.
+Whether to retry is decided by type (`retryable`), never by searching the text. Imports no torch: plans and the command
+line raise these errors too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 
 class TorshError(Exception):
     """Root of the tree: a message, the facts that broke the rule, and a hint.
 
-    Facts are keyword arguments in the user's spelling; `operation`, `group` and `rank` are the ones
-    shared by most errors. The error pickles with all of them, for it crosses processes.
+    Facts are keyword arguments in the user's spelling; most errors have `operation`, `group` or `rank`. The error
+    pickles with all of them because it crosses processes.
     """
 
     retryable: ClassVar[bool] = False
@@ -59,7 +58,7 @@ class TorshError(Exception):
 
     @property
     def code(self) -> str:
-        """The name under which `torsh explain` knows this error."""
+        """The name that `torsh explain` takes for this error."""
         return type(self).__name__
 
     @property
@@ -69,16 +68,16 @@ class TorshError(Exception):
 
     @property
     def rank(self) -> int | None:
-        """The rank the error speaks of, if one is named."""
+        """The rank the error is about, if one is named."""
         return self.context.get("rank")
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to do, most specific first: the hint of this error, then the advice for its kind."""
+        """What to do, most specific first: the hint of this error, then the advice for its class."""
         return ((self.hint,) if self.hint else ()) + self.advice
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as JSON-ready values, for events and reports."""
+        """The error as plain JSON values, for events and reports."""
         context = {
             key: value if isinstance(value, str | int | float | bool | None) else repr(value)
             for key, value in self.context.items()
@@ -122,18 +121,18 @@ class CommunicationError(TorshError, ConnectionError):
 
     retryable = True
     advice = (
-        "look at the first rank that failed, not the last: `torsh run` names it",
+        "look at the first rank that failed, not the last; `torsh run` names it",
         "check that every rank calls the same collectives in the same order (TORSH_DEBUG=1 does)",
         "check that the nodes reach each other on the chosen interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
-        "a retry must be agreed by the whole group: restart the step on every rank, not on one",
+        "the whole group must agree on a retry: restart the step on every rank, not on one",
     )
 
 
 class OperationTimeout(CommunicationError, TimeoutError):
-    """A bounded wait expired; `missing_ranks` names the absent where that is known."""
+    """A bounded wait expired; `missing_ranks` names the absent ranks if they are known."""
 
     advice = (
-        "find out why the missing ranks did not arrive: their output, exit status and stack",
+        "find out why the missing ranks did not arrive: look at their output, exit status and stack",
         "check that all ranks take the same branch before a collective (rank-0-only saves are the usual culprit)",
         "check that MASTER_ADDR and MASTER_PORT are the same and reachable on every node",
         "raise the timeout if the work before the call is really that long",
@@ -145,9 +144,9 @@ class ProcessFailure(CommunicationError):
 
     advice = (
         "read the last lines of the process's stderr, shown by `torsh run` and kept with --log-dir",
-        "an exit by SIGKILL is most often the kernel out of memory: lower the batch or shard the model",
-        "start with `torsh run --max-restarts N` so that the job goes on after a lost process",
-        "save checkpoints more often so that less is lost",
+        "SIGKILL most often comes from the kernel when memory runs out: lower the batch size or shard the model",
+        "start with `torsh run --max-restarts N` so the job continues after losing a process",
+        "save checkpoints more often so less work is lost",
     )
 
 
@@ -156,9 +155,9 @@ class BackendError(CommunicationError):
 
     advice = (
         "read the backend's own message under `got:`",
-        "try another backend to tell the library from the program: backend='gloo' works everywhere on CPU",
+        "try another backend to see whether the library is at fault: backend='gloo' works everywhere on CPU",
         "check the backend's requirements with `torsh env`",
-        "destroy the group and initialise anew; a group that failed once does not work again",
+        "destroy the group and initialise again; a group that has failed cannot be reused",
     )
 
 
@@ -179,26 +178,26 @@ class CheckpointError(TorshError):
 
     retryable = True
     advice = (
-        "run `torsh verify DIR` to see which checkpoints are whole",
-        "load the previous checkpoint; the one being written when a job dies is never taken for whole",
+        "run `torsh verify DIR` to see which checkpoints are complete",
+        "load the previous checkpoint; one that was being written when the job died never counts as complete",
         "check the free space of the checkpoint directory",
         "check that every rank sees the same directory",
     )
 
 
 class BackendNotInitialized(TorshError, RuntimeError):
-    """An operation that needs the process group came before it was initialised."""
+    """An operation needs the process group, which is not initialised."""
 
     advice = (
         "call torsh_distributed.init() first, on every rank",
         "start the script with `torsh run --nproc-per-node N script.py`",
-        "check that destroy_process_group() was not called before",
-        "do not use a group across fork(): initialise in the child",
+        "check that destroy_process_group() has not been called",
+        "do not use a group across fork(); initialise it in the child",
     )
 
 
 class InvalidArgument(TorshError, ValueError):
-    """An argument is outside what the function takes."""
+    """An argument is not one that the function accepts."""
 
     advice = (
         "compare the value under `got:` with what the message allows",
@@ -212,10 +211,10 @@ class RankOutOfBounds(InvalidArgument):
     """A rank lies outside 0..world_size-1."""
 
     advice = (
-        "ranks count from 0: the last one is world_size - 1",
-        "do not use LOCAL_RANK where the global RANK is meant, or the other way round",
-        "check WORLD_SIZE against the number of processes started",
-        "in a sub-group, ranks of src and dst are global unless said otherwise",
+        "ranks start at 0: the last one is world_size - 1",
+        "do not confuse LOCAL_RANK with the global RANK",
+        "compare WORLD_SIZE with the number of processes started",
+        "src and dst are global ranks, also in a sub-group, unless the docstring says otherwise",
     )
 
 
@@ -236,7 +235,7 @@ class ConfigurationError(TorshError, ValueError):
     advice = (
         "run `torsh plan validate FILE`: it reports every problem at once",
         "run `torsh plan schema` for all keys, their types and defaults",
-        "run `torsh env` for the variables in force and where each came from",
+        "run `torsh env` for the variables in use and where each comes from",
         "start from a plan in examples/plans and change one thing at a time",
     )
 
@@ -247,7 +246,7 @@ class FeatureNotAvailable(TorshError, RuntimeError):
     advice = (
         "install the extra that the message names",
         "run `torsh env` to see what this machine offers",
-        "choose another backend or method that needs less",
+        "choose a backend or method with fewer requirements",
         "check that the package is installed in the environment that runs the job, on every node",
     )
 
@@ -257,9 +256,9 @@ class ProcessGroupNotFound(TorshError, LookupError):
 
     advice = (
         "compare the name with the groups listed under `got:`",
-        "create the group on every rank, in the same order, members or not",
-        "a removed group is gone on all ranks: create it anew",
-        "groups do not outlive destroy_process_group()",
+        "create groups on every rank in the same order, also on ranks that are not members",
+        "a removed group is gone on all ranks: create it again",
+        "destroy_process_group() removes all groups",
     )
 
 
@@ -279,28 +278,28 @@ class SerializationError(TorshError, ValueError):
 
     advice = (
         "check that both sides run the same version",
-        "check that the bytes were not cut: compare lengths on both sides",
-        "only plain values travel: numbers, text, bytes, lists, dicts, tensors",
-        "what came over a socket is never unpickled: convert the object to plain values first",
+        "check that the bytes are not truncated: compare lengths on both sides",
+        "only plain values can be sent: numbers, text, bytes, lists, dicts, tensors",
+        "nothing from a socket is unpickled: convert the object to plain values first",
     )
 
 
 class CompressionError(SerializationError):
-    """A compressed message is damaged, or was made by another codec or for another size than this rank expects."""
+    """A compressed message is damaged, or its codec or size is not what this rank expects."""
 
     advice = (
         "check that every rank has the same compression settings and the same model",
         "check that every rank runs the same version",
-        "a damaged message is a fault of memory or network: look at the node of the rank that is named",
-        "train with compress.method = none to tell the codec from the rest",
+        "a damaged message points to faulty memory or network: check the node of the rank that the message names",
+        "train with compress.method = none to see whether the codec is the cause",
     )
 
 
 class NonFiniteLoss(TorshError, ArithmeticError):
-    """The loss or the gradients are nan or infinite; no parameter was changed by them."""
+    """The loss or the gradients are nan or infinite; the parameters are unchanged."""
 
     advice = (
-        "look at that rank's batch of that step: nan in the data, an empty mask, log or division by 0",
+        "look at that rank's batch in that step for nan in the data, an empty mask, log(0) or division by 0",
         "lower the learning rate, or warm it up (training.warmup_steps)",
         "clip the gradients (training.gradient_clipping)",
         "run the step again under torch.autograd.detect_anomaly() to find the operation",
@@ -308,18 +307,18 @@ class NonFiniteLoss(TorshError, ArithmeticError):
 
 
 class InternalError(TorshError, RuntimeError):
-    """An invariant of ours is broken; the user did nothing wrong."""
+    """An internal invariant is broken; the user did nothing wrong."""
 
     advice = (
         "please report it with the message and the traceback",
         "run `torsh env` and add its output to the report",
         "run with TORSH_DEBUG=1 and add the first error",
-        "try the previous version to tell whether it is new",
+        "try the previous version to see whether the problem is new",
     )
 
 
 def error_codes() -> dict[str, type[TorshError]]:
-    """Every class of the tree by its code, for `torsh explain` and the reference."""
+    """Every class of the tree by its code."""
     found: dict[str, type[TorshError]] = {}
     pending: list[type[TorshError]] = [TorshError]
     while pending:
@@ -333,61 +332,39 @@ def error_codes() -> dict[str, type[TorshError]]:
 def translate_errors(operation: str, **context: Any) -> Iterator[None]:
     """Turn torch's and the system's exceptions into ours, keeping the cause.
 
-    Why: torch raises five unrelated types for the same event; callers catch one tree. The order
-    matters: torch's timeouts are store errors whose only mark is the built-in TimeoutError or the type.
+    Why: torch raises five unrelated types for the same event; callers catch one tree.
     """
     try:
         yield
     except TorshError:
         raise
-    except (dist.DistStoreError, TimeoutError) as error:
-        raise OperationTimeout(_first_line(error), operation=operation, **context) from error
-    except dist.DistNetworkError as error:
-        raise CommunicationError(_first_line(error), operation=operation, **context) from error
-    except dist.DistBackendError as error:
-        raise BackendError(_first_line(error), operation=operation, **context) from error
-    except torch.OutOfMemoryError as error:
-        raise MemoryAllocationFailed(_first_line(error), operation=operation, **context) from error
-    except ConnectionError as error:
-        raise CommunicationError(_first_line(error), operation=operation, **context) from error
-    except OSError as error:
-        raise IoError(_first_line(error), operation=operation, errno=error.errno, **context) from error
+    except Exception as error:
+        translated = _translated(error, {"operation": operation, **context})
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _translated(error: Exception, context: dict[str, Any]) -> TorshError | None:
+    """The order matters: torch reports timeouts as store errors or as the built-in TimeoutError."""
+    import torch
+    import torch.distributed as dist
+
+    message = _first_line(error)
+    if isinstance(error, dist.DistStoreError | TimeoutError):
+        return OperationTimeout(message, **context)
+    if isinstance(error, dist.DistNetworkError):
+        return CommunicationError(message, **context)
+    if isinstance(error, dist.DistBackendError):
+        return BackendError(message, **context)
+    if isinstance(error, torch.OutOfMemoryError):
+        return MemoryAllocationFailed(message, **context)
+    if isinstance(error, ConnectionError):
+        return CommunicationError(message, **context)
+    if isinstance(error, OSError):
+        return IoError(message, errno=error.errno, **context)
+    return None
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-class ErrorCollector:
-    """Gather what several parts of one operation returned or raised, and raise all failures at once."""
-
-    def __init__(self, operation: str) -> None:
-        self.operation = operation
-        self.errors: list[Exception] = []
-        self.results: list[Any] = []
-
-    def add_error(self, error: Exception) -> None:
-        """Keep a failure."""
-        self.errors.append(error)
-
-    def add_result(self, result: Any) -> None:
-        """Keep a success."""
-        self.results.append(result)
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether any part failed."""
-        return bool(self.errors)
-
-    def raise_if_any(self) -> None:
-        """Raise an ExceptionGroup of every failure, or nothing."""
-        if self.errors:
-            total = len(self.errors) + len(self.results)
-            raise ExceptionGroup(f"{self.operation}: {len(self.errors)} of {total} parts failed", self.errors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            self.raise_if_any()

@@ -1,7 +1,7 @@
-"""Try again, with backoff and a deadline; stop trying where it is hopeless.
+"""Retries with backoff and a deadline, for stores, sockets and files.
 
-Only errors that call themselves `retryable` are tried again: the decision is by type. A collective must not
-be retried on one rank alone (the others have moved on); this is for stores, sockets and files.
+Only errors of a `retryable` type are retried. A collective must not be retried on one rank alone: the others have
+moved on.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import tenacity
 
-from torsh_distributed.errors import CommunicationError, TorshError
+from torsh_distributed.errors import TorshError
 from torsh_distributed.plan.sections.retry import RetryConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Per process, never seeded: with a shared seed all ranks would back off in step and collide again.
+# Never seeded: with a shared seed all ranks would wait equally long and collide again.
 _jitter = random.SystemRandom()
 
 
@@ -44,9 +44,9 @@ def _note_attempts(state: tenacity.RetryCallState) -> Any:
 
 
 def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function, sync or async, to be tried again under `policy`.
+    """Decorate a function, sync or async, to retry under `policy`.
 
-    The last error is raised as it is, with a note of how many attempts were made.
+    The last error is raised unchanged, with a note of how many attempts were made.
     """
     chosen = policy or RetryConfig()
     options: dict[str, Any] = {
@@ -75,41 +75,3 @@ def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Calla
         return call
 
     return decorate
-
-
-class CircuitBreaker:
-    """Fail at once while a service is down, instead of waiting for it on every call.
-
-    After `max_failures` failures in a row calls are refused for `reset_s` seconds; then one is let through.
-    Errors of the caller's making (not retryable) do not count.
-    """
-
-    def __init__(self, name: str, *, max_failures: int = 5, reset_s: float = 30.0) -> None:
-        # Here and not above: pybreaker imports the Redis client wherever one is installed.
-        import pybreaker
-
-        self.name = name
-        self._refusal: type[Exception] = pybreaker.CircuitBreakerError
-        self._breaker = pybreaker.CircuitBreaker(
-            fail_max=max_failures,
-            reset_timeout=reset_s,
-            exclude=[lambda error: not _is_retryable(error)],
-            throw_new_error_on_trip=False,
-            name=name,
-        )
-
-    @property
-    def state(self) -> str:
-        """closed (calls pass), open (calls are refused) or half-open (one call may try)."""
-        return str(self._breaker.current_state)
-
-    def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `function`, or raise CommunicationError at once while the circuit is open."""
-        try:
-            return self._breaker.call(function, *args, **kwargs)
-        except self._refusal as error:
-            raise CommunicationError(
-                f"{self.name} is not called: it failed {self._breaker.fail_max} times in a row",
-                hint=f"bring {self.name} back; the next call is let through after {self._breaker.reset_timeout} s",
-                operation=self.name,
-            ) from error
