@@ -50,7 +50,7 @@ def launch_job(spec: JobSpec) -> int:
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = Leader(spec, loop)
+            leader = stack.enter_context(Leader(spec, loop))
             if spec.nnodes > 1:
                 stack.enter_context(Reception(spec, loop, voice, leader, token=token, log_name=log_name))
             node.obey(Welcome(log_name=log_name))
