@@ -12,11 +12,14 @@ from rich.table import Table
 
 from torsh_distributed.errors import InvalidArgument, error_codes
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def explain(
     code: Annotated[str | None, typer.Argument(help="The name before the colon of an error; none lists all.")] = None,
 ) -> None:
-    """Say what an error means, whether a retry may help, and the usual ways out."""
+    """Say what an error means, whether a retry may help, and what to do."""
     kinds = error_codes()
     console = Console(highlight=False)
     if code is None:

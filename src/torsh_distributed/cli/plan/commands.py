@@ -22,7 +22,7 @@ from torsh_distributed.plan.describing.explanation import show as as_text
 from torsh_distributed.plan.describing.reference import render
 from torsh_distributed.plan.reading.files import write_atomically
 
-app = typer.Typer(name="plan", help="Show, check and document plans.", no_args_is_help=True)
+app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="FILE", help="A .toml, .json, .yaml or .yml plan; else $TORSH_PLAN.")
@@ -81,7 +81,7 @@ def schema() -> None:
     typer.echo(json.dumps(Plan.model_json_schema(), indent=2))
 
 
-@app.command("reference")
+@app.command("reference", hidden=True)
 def reference(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")] = None,
 ) -> None:
