@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 OPTIONAL = {"redis", "mpi4py", "matplotlib", "ray", "dask", "opentelemetry", "deepspeed", "zstandard", "psutil"}
 REPORT = """
@@ -22,6 +25,14 @@ print(json.dumps({
 }))
 """
 
+PLAN = str(Path(__file__).parents[1] / "examples" / "plans" / "zero3.toml")
+LOADED = """
+import atexit, sys
+atexit.register(lambda: print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr))
+from torsh_distributed.cli.app import main
+main()
+"""
+
 
 def test_importing_brings_no_optional_package_and_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=100, check=True)
@@ -31,3 +42,39 @@ def test_importing_brings_no_optional_package_and_starts_nothing() -> None:
     assert report["tasks"] == 0
     assert report["environment"]
     assert not report["initialized"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["bench", "--help"],
+        ["plan", "validate", PLAN, "--world", "4"],
+        ["plan", "show", PLAN],
+        ["explain", "OperationTimeout"],
+    ],
+    ids=lambda args: " ".join(args[:2]),
+)
+def test_the_command_line_answers_without_torch(args: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "torsh_distributed" in loaded
+    assert not loaded & {"torch", "numpy", "matplotlib"}
+
+
+def test_help_needs_no_pydantic() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED, "run", "--help"], capture_output=True, text=True, timeout=60)
+    assert "pydantic" not in done.stderr.splitlines()[-1].split()
+
+
+def test_a_job_is_launched_without_torch(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("print('hello')\n")
+    command = [sys.executable, "-c", LOADED, "run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hello") == 2
+    assert "torch" not in done.stderr.splitlines()[-1].split()

@@ -24,7 +24,7 @@ def torsh(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     done = torsh("--help")
     assert done.returncode == 0
-    for command in ("run", "train", "plan", "explain", "env", "store"):
+    for command in ("run", "demo", "plan", "explain", "env", "store"):
         assert command in done.stdout
 
 
@@ -60,10 +60,10 @@ def test_env_shows_the_place_and_hides_secrets() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["trian"], "No such command 'trian'"),
-        (["train", "--demo", "llama"], "'gpt', 'mlp'"),
-        (["train", "--plan", "no-such-plan.toml"], "no-such-plan.toml"),
-        (["train", "--steps", "0"], "'--steps'"),
+        (["pln"], "No such command 'pln'. Did you mean 'plan'"),
+        (["demo", "llama"], "'gpt', 'mlp'"),
+        (["demo", "--plan", "no-such-plan.toml"], "no-such-plan.toml"),
+        (["demo", "--steps", "0"], "'--steps'"),
     ],
 )
 def test_wrong_words_are_refused_with_the_right_ones(args: list[str], message: str) -> None:

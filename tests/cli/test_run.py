@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from torsh_distributed.cli import run as command
+from torsh_distributed.cli.run import app
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.launch import job
 from torsh_distributed.launch.spec import EntryKind, JobSpec
-
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command(context_settings=command.CONTEXT_SETTINGS)(command.run)
 
 
 @pytest.fixture
 def specs(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
     """The specs that would be launched; the launching itself is tested elsewhere."""
     taken: list[JobSpec] = []
-    monkeypatch.setattr(command, "launch_job", lambda spec: taken.append(spec) or 0)
+    monkeypatch.setattr(job, "launch_job", lambda spec: taken.append(spec) or 0)
     return taken
 
 

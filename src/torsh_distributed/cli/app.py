@@ -8,36 +8,34 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from torsh_distributed import __version__
-from torsh_distributed.cli import environment, explain, run, store
-from torsh_distributed.cli.bench import collectives, compression, network
-from torsh_distributed.cli.demo import command as demo
-from torsh_distributed.cli.plan import commands as plan
+from torsh_distributed.cli.lazy_group import lazy_group
 from torsh_distributed.errors import TorshError
+
+COMMANDS = {
+    "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
+    "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
+    "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
+    "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
+    "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
+    "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
+    "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
+}
 
 app = typer.Typer(
     name="torsh",
+    cls=lazy_group(COMMANDS),
     help="Distributed training for PyTorch: one plan from a laptop to a cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", context_settings=run.CONTEXT_SETTINGS)(run.run)
-app.command("train")(demo.train)
-app.command("explain")(explain.explain)
-app.command("env")(environment.show)
-app.add_typer(plan.app, name="plan")
-app.add_typer(store.app, name="store")
-collectives.app.command("compression")(compression.compression)
-collectives.app.command("network")(network.network)
-app.add_typer(collectives.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from torsh_distributed import __version__
+
         typer.echo(f"torsh-distributed {__version__}")
         raise typer.Exit
 
@@ -54,7 +52,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of `torsh`: an error of ours is one readable paragraph and exit status 1, never a traceback."""
+    """Entry point of `torsh`: one of our errors is a readable paragraph and exit status 1, never a traceback."""
     try:
         app()
     except TorshError as error:
@@ -63,7 +61,11 @@ def main() -> None:
 
 
 def print_error(error: TorshError) -> None:
-    """Write the error to stderr as a person should read it."""
+    """Write the error to stderr for people."""
+    # Imported only when needed: most commands print no error.
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     first, *rest = str(error).splitlines()
     console.print(f"[bold red]error[/] [bold]{escape(error.code)}[/]: {escape(first)}")

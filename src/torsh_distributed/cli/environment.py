@@ -7,6 +7,7 @@ import platform
 import sys
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -37,9 +38,12 @@ VARIABLES = {
 }
 _SECRETS = {"TORSH_JOB_TOKEN", "TORSH_STORE_TOKEN"}
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def show() -> None:
-    """Show the place in a job this process would take, the variables in force, and the backends of this machine."""
+    """Show this process's place in a job, its variables and its backends."""
     console = Console(highlight=False)
     console.print(
         f"torsh-distributed {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, "

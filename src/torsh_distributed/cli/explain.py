@@ -7,23 +7,20 @@ import inspect
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from torsh_distributed.errors import InvalidArgument, error_codes
+from torsh_distributed.errors import InvalidArgument, TorshError, error_codes
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def explain(
     code: Annotated[str | None, typer.Argument(help="The name before the colon of an error; none lists all.")] = None,
 ) -> None:
-    """Say what an error means, whether a retry may help, and the usual ways out."""
+    """Say what an error means, whether a retry may help, and what to do."""
     kinds = error_codes()
-    console = Console(highlight=False)
     if code is None:
-        table = Table("code", "means", "retryable")
-        for name, kind in kinds.items():
-            table.add_row(name, inspect.cleandoc(kind.__doc__ or "").splitlines()[0], "yes" if kind.retryable else "no")
-        console.print(table)
+        _list(kinds)
         return
     by_name = {name.lower(): kind for name, kind in kinds.items()}
     if code.lower() not in by_name:
@@ -34,7 +31,18 @@ def explain(
             code=code,
         )
     kind = by_name[code.lower()]
-    console.print(f"[bold]{kind.__name__}[/]: {inspect.cleandoc(kind.__doc__ or '')}")
-    console.print(f"Retryable: {'yes' if kind.retryable else 'no'}. What to do:")
+    typer.echo(f"{typer.style(kind.__name__, bold=True)}: {inspect.cleandoc(kind.__doc__ or '')}")
+    typer.echo(f"Retryable: {'yes' if kind.retryable else 'no'}. What to do:")
     for number, line in enumerate(kind.advice, start=1):
-        console.print(f"  {number}. {line}")
+        typer.echo(f"  {number}. {line}")
+
+
+def _list(kinds: dict[str, type[TorshError]]) -> None:
+    # Imported here: explaining one error needs no table.
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("code", "means", "retryable")
+    for name, kind in kinds.items():
+        table.add_row(name, inspect.cleandoc(kind.__doc__ or "").splitlines()[0], "yes" if kind.retryable else "no")
+    Console(highlight=False).print(table)

@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
-from torsh_distributed.launch.entry import check_entry
-from torsh_distributed.launch.job import describe_job, launch_job
 from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
 
 CONTEXT_SETTINGS = {
@@ -138,7 +136,10 @@ HeartbeatTimeout = Annotated[
     float, typer.Option(help="Seconds of silence until a node counts as lost.", rich_help_panel=_LIMITS)
 ]
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command(context_settings=CONTEXT_SETTINGS)
 def run(
     script: Script,
     script_args: ScriptArgs = None,
@@ -195,11 +196,24 @@ def run(
         heartbeat_timeout_s=heartbeat_timeout,
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
-        if dry_run:
-            check_entry(job.entry)
-            typer.echo("\n".join(describe_job(job)))
-            return
-        raise typer.Exit(launch_job(job))
+        raise typer.Exit(_describe(job) if dry_run else _launch(job))
+
+
+def _describe(job: JobSpec) -> int:
+    """Print what would be started."""
+    from torsh_distributed.launch.entry import check_entry
+    from torsh_distributed.launch.job import describe_job
+
+    check_entry(job.entry)
+    typer.echo("\n".join(describe_job(job)))
+    return 0
+
+
+def _launch(job: JobSpec) -> int:
+    # Imported here: `torsh run --help` and a wrong option need no launcher.
+    from torsh_distributed.launch.job import launch_job
+
+    return launch_job(job)
 
 
 def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:

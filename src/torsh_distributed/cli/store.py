@@ -9,7 +9,7 @@ import typer
 
 from torsh_distributed.comm.store import TcpStoreServer
 
-app = typer.Typer(help="Serve a key-value store for ranks to meet in.", no_args_is_help=True)
+app = typer.Typer(help="Serve a key-value store for ranks to meet in.", add_completion=False, no_args_is_help=True)
 
 Host = Annotated[str, typer.Option(help="Address to listen on. Others than loopback let other nodes in.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one and prints it.")]

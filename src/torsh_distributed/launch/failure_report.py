@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
 from typing_extensions import override
 
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.nodes.records import Failure
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SHOWN_LINES = 12
 
@@ -37,10 +40,19 @@ class Voice:
     """Prints for people, on stderr, without ever waiting for them to read."""
 
     def __init__(self, terminal: Terminal) -> None:
-        self._console = Console(file=_StandardError(terminal), highlight=False, markup=False, soft_wrap=True)
+        self._terminal = terminal
+
+    @cached_property
+    def _console(self) -> Console:
+        # Imported with the first line: a job that ends well needs no rich.
+        from rich.console import Console
+
+        return Console(file=_StandardError(self._terminal), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, message: str, *, style: str = "bold") -> None:
         """One line."""
+        from rich.text import Text
+
         self._console.print(Text.assemble(("torsh run: ", style), message))
 
     def warn(self, message: str) -> None:
@@ -49,6 +61,8 @@ class Voice:
 
     def show_failure(self, failure: Failure, *, attempt: int, is_multi_node: bool) -> None:
         """The paragraph about the first failure of an attempt."""
+        from rich.text import Text
+
         head, *rest = failure_lines(failure, attempt=attempt, is_multi_node=is_multi_node)
         text = Text.assemble(("torsh run: ", "bold red"), (head, "bold"))
         for line in rest:

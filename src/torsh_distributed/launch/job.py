@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.failure_report import Voice
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
@@ -18,8 +17,6 @@ from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
-from torsh_distributed.launch.nodes.follower import Follower
-from torsh_distributed.launch.nodes.launcher_listener import Reception
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import is_loopback
 from torsh_distributed.launch.nodes.node import Node
@@ -40,6 +37,8 @@ def launch_job(spec: JobSpec) -> int:
     with ExitStack() as stack:
         events_dir = os.environ.get("TORSH_EVENTS_DIR")
         if events_dir:
+            from torsh_distributed.events import JsonlSink
+
             stack.enter_context(JsonlSink(events_dir))
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
@@ -50,12 +49,16 @@ def launch_job(spec: JobSpec) -> int:
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = Leader(spec, loop)
+            leader = stack.enter_context(Leader(spec, loop))
             if spec.nnodes > 1:
+                from torsh_distributed.launch.nodes.launcher_listener import Reception
+
                 stack.enter_context(Reception(spec, loop, voice, leader, token=token, log_name=log_name))
             node.obey(Welcome(log_name=log_name))
             _connect(leader, node, loop)
         else:
+            from torsh_distributed.launch.nodes.follower import Follower
+
             stack.enter_context(Follower(spec, loop, voice, node, token=token))
         return loop.run()
 

@@ -1,4 +1,4 @@
-"""`torsh train`: two real workers, a falling loss, a summary and a picture."""
+"""`torsh demo`: two real workers, a falling loss, a summary and a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cli.test_app import torsh
 
 
 def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
-    done = torsh("train", "--demo", "mlp", "--steps", "60", "--out", str(tmp_path))
+    done = torsh("demo", "mlp", "--steps", "60", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     losses = [float(text) for text in re.findall(r"loss +([0-9.]+) ", done.stdout)]
     assert len(losses) >= 7
@@ -28,7 +28,7 @@ def test_a_plan_file_replaces_the_demos_numbers(tmp_path: Path) -> None:
     pipeline = '[mesh]\ndp = 1\npp = 2\n[pipeline]\nnum_microbatches = 2\nbalance = "time"\n'
     training = "[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\ngradient_accumulation = 2\n"
     plan.write_text(pipeline + training)
-    done = torsh("train", "--demo", "gpt", "--plan", str(plan), "--out", str(tmp_path))
+    done = torsh("demo", "gpt", "--plan", str(plan), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "batch 8" in done.stdout
     assert "step     3/3" in done.stdout
@@ -40,7 +40,7 @@ def test_the_demo_with_experts_trains_with_them_spread_over_two_ranks(tmp_path: 
     plan = tmp_path / "plan.toml"
     training = "[training]\nsteps = 3\nbatch_size = 8\nlog_every = 1\n"
     plan.write_text(f'[mesh]\nep = 2\n[expert]\nnum_experts = 4\noverflow = "none"\n{training}')
-    done = torsh("train", "--demo", "moe", "--plan", str(plan), "--out", str(tmp_path))
+    done = torsh("demo", "moe", "--plan", str(plan), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "4 experts in each of 3 layers" in done.stdout
     assert "step     3/3" in done.stdout
@@ -50,7 +50,7 @@ def test_the_demo_with_experts_trains_with_them_spread_over_two_ranks(tmp_path: 
 def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[mesh]\ndp = 3\n")
-    done = torsh("train", "--plan", str(plan))
+    done = torsh("demo", "--plan", str(plan))
     assert done.returncode == 1
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
 
@@ -58,7 +58,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
 def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[mesh]\ntp = 2\n[training]\nsteps = 3\nbatch_size = 4\n")
-    done = torsh("train", "--demo", "gpt", "--plan", str(plan), "--report", "--out", str(tmp_path))
+    done = torsh("demo", "gpt", "--plan", str(plan), "--report", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert re.search(r"ms a step, parallel efficiency [0-9]+% \(dp 1 × tp 2 × pp 1 = 2, 2 steps\)", done.stdout)
     assert re.search(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torsh_distributed as td
 from tests.bed.world import World
 from tests.bed.zygote import free_port
+from torsh_distributed.comm.collectives.matching import are_checks_enabled
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, OperationTimeout
 
 MEET = """
@@ -144,19 +146,24 @@ def test_a_with_block_takes_the_group_down_again(world: World) -> None:
     assert world.run(scoped, backend=None) == [(True, False)] * 2
 
 
-def record(directory: str) -> None:
-    os.environ["TORSH_EVENTS_DIR"] = directory
-    with td.distributed():
-        td.events.emit(td.events.LogEvent(level="info", message="here"))
+def record(directory: str, initialize: Callable[[], object]) -> bool:
+    os.environ.update(TORSH_EVENTS_DIR=directory, TORSH_DEBUG="1")
+    initialize()
+    td.events.emit(td.events.LogEvent(level="info", message="here"))
+    td.destroy_process_group()
     # The world's ranks leave through os._exit, which runs no exit hooks: close as an interpreter would.
     from torsh_distributed.launch.worker import event_recording
 
     for recorder in event_recording._recorders[os.getpid()]:
         recorder.close()
+    return are_checks_enabled()
 
 
-def test_events_go_to_a_file_for_each_rank(world: World, tmp_path: Path) -> None:
-    world.run(record, str(tmp_path), backend=None)
+@pytest.mark.parametrize("initialize", [td.init, td.init_process_group])
+def test_the_variables_for_events_and_checks_are_followed(
+    world: World, tmp_path: Path, initialize: Callable[[], object]
+) -> None:
+    assert world.run(record, str(tmp_path), initialize, backend=None) == [True, True]
     for rank in (0, 1):
         lines = [json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
         assert [line["type"] for line in lines] == ["decision", "membership", "log", "membership"]

@@ -1,4 +1,4 @@
-"""`torsh bench`: measurements of this machine, each backend against the others in one run."""
+"""`torsh bench collectives`: each backend against the others, in one run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.mpi.mpi_job import mpi_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
-app = typer.Typer(name="bench", help="Measure this machine: each backend against the others, in one run.")
+app = typer.Typer(add_completion=False)
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _DEFAULT_SIZES = "1KB,64KB,1MB,16MB,128MB"
@@ -39,7 +39,10 @@ def collectives(
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for one operation at one size in a round.")] = 0.3,
     output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
 ) -> None:
-    """Time collectives on local ranks. The median over all rounds is shown; the backends take turns in each."""
+    """Time collectives on local ranks, each backend against the last.
+
+    Shows the median over all rounds; the backends take turns in each round.
+    """
     names = [name.strip() for name in backends.split(",")]
     for name in names:
         choose_backend(name)

@@ -1,11 +1,8 @@
-"""`torsh bench compression`: what each method costs and saves on this machine; or the tables of the guide, anew."""
+"""`torsh bench compression`: what each method costs and saves on this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,28 +14,22 @@ from rich.table import Table
 from torsh_distributed.cli.bench.collectives import describe_machine, parse_size
 from torsh_distributed.comm.backends.capabilities import choose_backend
 from torsh_distributed.compress.codecs import codec_names, make_codec
-from torsh_distributed.errors import InvalidArgument, ProcessFailure
+from torsh_distributed.errors import ProcessFailure
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
-TABLES = ("codecs", "wire", "slow_links", "convergence_gpt", "convergence_mlp")
-"""The cases of benchmarks/ behind the guide on slow networks."""
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def compression(
     methods: Annotated[str, typer.Option(help="Methods, by comma; all of them by default.")] = "",
     size: Annotated[str, typer.Option(help="Size of the gradient, such as 32MB.")] = "32MB",
     backend: Annotated[str, typer.Option(help="The backend that carries the messages.")] = "torsh",
     world: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 2,
     output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
-    tables: Annotated[
-        bool, typer.Option("--tables", help="Measure the tables of the guide instead; needs the source checkout.")
-    ] = False,
 ) -> None:
     """Time every method on local ranks: encoding, decoding, and a whole average."""
-    if tables:
-        _run_tables()
-        return
     names = [name.strip() for name in methods.split(",")] if methods else codec_names()
     for name in names:
         make_codec(name)
@@ -81,15 +72,3 @@ def _table(rows: list[dict[str, Any]], backend: str, num_ranks: int) -> Table:
             f"{row['average_s'] * 1e3:.2f} ms",
         )
     return table
-
-
-def _run_tables() -> None:
-    if importlib.util.find_spec("benchmarks") is None and not Path("benchmarks/cases").is_dir():
-        raise InvalidArgument(
-            "the tables are made by the folder benchmarks/ of the source, which is not here",
-            hint="clone the repository and run this in it",
-            folder=str(Path.cwd()),
-        )
-    done = subprocess.run([sys.executable, "-m", "benchmarks", *TABLES], check=False)
-    if done.returncode:
-        raise ProcessFailure("measuring the tables failed", exit_code=done.returncode)

@@ -30,7 +30,10 @@ from torsh_distributed.launch.worker.init import distributed
 
 _SIZES = ",".join(f"{size // 1024}KB" for size in SIZES)
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def network(
     backend: Annotated[str, typer.Option(help="The backend whose way between ranks is measured.")] = "torsh",
     world: Annotated[int, typer.Option(min=2, help="Local ranks.")] = 2,

@@ -1,4 +1,4 @@
-"""`torsh train`: a ready demo on local workers, with progress, a summary and a loss curve."""
+"""`torsh demo`: a ready training job on local workers, with progress, a summary and a loss curve."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp", "MOE": "moe"})
 
 
-def train(
-    demo: Annotated[
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def demo(
+    name: Annotated[
         DemoName,
-        typer.Option(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
+        typer.Argument(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
     ] = DemoName.GPT,
     nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Local workers.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="Plan file; its [training] section replaces the demo's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; wins over the plan.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/DEMO by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/NAME by default.")] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Say at the end where the time of a step went, per axis of the mesh.")
     ] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often the world is started anew after a failure.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often all workers are restarted after a failure.")] = 0,
 ) -> None:
-    """Train a demo on local workers: live progress, a closing summary, a loss curve as PNG."""
-    chosen = plan_for(demo.value, plan, steps)
+    """Train a demo on local workers: progress, a summary, a loss curve."""
+    chosen = plan_for(name.value, plan, steps)
     chosen.validate(nproc_per_node)
-    directory = out or Path("runs") / demo.value
-    args = ["--demo", demo.value, "--out", str(directory)]
+    directory = out or Path("runs") / name.value
+    args = ["--demo", name.value, "--out", str(directory)]
     if plan is not None:
         args += ["--plan", str(plan)]
     if steps is not None:

@@ -1,4 +1,4 @@
-"""What a person sees of `torsh train`: a line every few steps, a summary, a loss curve."""
+"""What a person sees of `torsh demo`: a line every few steps, a summary, a loss curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of `torsh train` runs: join, build the demo, train, report from rank 0."""
+"""What every process of `torsh demo` runs: join, build the demo, train, report from rank 0."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path)
         "world": f"{process_group.world_size()} ranks on {process_group.backend()}",
     }
     try:
-        report.plot(curve, title=f"torsh train --demo {demo.name}, {facts['world']}")
+        report.plot(curve, title=f"torsh demo {demo.name}, {facts['world']}")
         facts["loss curve"] = str(curve)
     except FeatureNotAvailable as error:
         facts["loss curve"] = f"not drawn: {error.message} ({error.hint})"

@@ -23,7 +23,7 @@ from torsh_distributed.plan.describing.explanation import ExplainedKey
 from torsh_distributed.plan.describing.explanation import show as as_text
 from torsh_distributed.plan.reading.files import write_atomically
 
-app = typer.Typer(name="plan", help="Show, check and document plans.", no_args_is_help=True)
+app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
 
 PlanFile = Annotated[
     Path | None, typer.Argument(metavar="FILE", help="A .toml, .json, .yaml or .yml plan; else $TORSH_PLAN.")
@@ -86,13 +86,13 @@ def schema() -> None:
     typer.echo(json.dumps(Plan.model_json_schema(), indent=2))
 
 
-@app.command("reference")
+@app.command("reference", hidden=True)
 def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
     _put(plan_reference.render(), output)
 
 
-@app.command("compatibility")
+@app.command("compatibility", hidden=True)
 def compatibility(output: OutputFile = None) -> None:
     """Print the page of what goes together in a plan, or write it to a file."""
     _put(compatibility_page.render(), output)

@@ -1,16 +1,17 @@
-"""The leader's hands: it hears every node, asks the coordinator what to do, and tells every node."""
+"""The leader: takes the reports of all nodes, asks the coordinator what to do, and tells every node."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
-
-import torch.distributed as dist
+from typing import Self
 
 from torsh_distributed.launch.failure_report import join_numbers
+from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Begin, Coordinator, Decision, Phase
-from torsh_distributed.launch.nodes.listening_sockets import serve_store
+from torsh_distributed.launch.nodes.listening_sockets import listen_on
 from torsh_distributed.launch.nodes.records import (
     End,
     Failed,
@@ -23,16 +24,18 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
     Stopped,
 )
+from torsh_distributed.launch.nodes.store_process import StoreProcess
 from torsh_distributed.launch.spec import JobSpec
 
 
 class Leader:
-    """Runs on node 0. Every attempt gets a store of its own, served here, so that no key of an earlier one is met."""
+    """Runs on node 0. Every attempt gets an empty store, so its workers meet no key of an earlier one."""
 
     def __init__(self, spec: JobSpec, loop: Loop) -> None:
         self._spec = spec
         self._loop = loop
-        self._store: dist.TCPStore | None = None
+        self._store: StoreProcess | None = None
+        self._listener: socket.socket | None = None
         self._tell: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
 
@@ -80,8 +83,43 @@ class Leader:
             self.lose(Failure(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
 
     def _open(self, attempt: int) -> Start:
-        """A fresh store for the attempt; the one before ends first, for it may hold the port."""
-        self._store = None
+        """An empty store for the attempt, on a port of its own or on the one the user chose."""
+        address = self._spec.master_addr
         port = (self._spec.master_port or 0) if self._spec.nnodes == 1 else 0
-        self._store, chosen = serve_store(self._spec.master_addr, port)
-        return Start(attempt=attempt, master_addr=self._spec.master_addr, master_port=chosen)
+        if self._listener is None or port == 0:
+            self._close_listener()
+            self._listener = listen_on(address, port)
+        if self._store is None:
+            self._store = StoreProcess()
+            self._loop.watch(self._store.pidfd, self._lose_store)
+        self._store.serve(self._listener)
+        return Start(attempt=attempt, master_addr=address, master_port=self._listener.getsockname()[1])
+
+    def _lose_store(self) -> None:
+        """The store's process ended: no worker can meet the others any more."""
+        assert self._store is not None, "only a store that was started can end"
+        status = peek_status(self._store.pidfd)
+        if status is None:
+            return
+        self._loop.unwatch(self._store.pidfd)
+        cause = f"the process of the workers' store (pid {self._store.pid}) ended: {status.describe()}"
+        self.lose(Failure(node_rank=0, node_name=socket.gethostname(), cause=cause))
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def close(self) -> None:
+        """End the store."""
+        self._close_listener()
+        if self._store is not None:
+            self._loop.unwatch(self._store.pidfd)
+            self._store.close()
+            self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -5,13 +5,8 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from torsh_distributed.errors import CommunicationError
-
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
@@ -60,21 +55,3 @@ def listen_on(address: str, port: int) -> socket.socket:
             message, hint=hint, master_addr=address, master_port=port, reason=error.strerror or str(error)
         ) from error
     return listener
-
-
-def serve_store(address: str, port: int) -> tuple[dist.TCPStore, int]:
-    """A fresh c10d store served from this process, and its port. It ends with the object.
-
-    Why the socket is ours: torch's server would listen on every interface of the node.
-    """
-    listener = listen_on(address, port)
-    chosen = int(listener.getsockname()[1])
-    store = dist.TCPStore(
-        address,
-        chosen,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_STORE_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )
-    return store, chosen

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from torsh_distributed.events import MembershipEvent, emit
 from torsh_distributed.launch.failure_report import Voice, join_numbers
 from torsh_distributed.launch.local.attempt import Ground, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
@@ -168,6 +167,9 @@ class Node:
         self._emit("lost", detail=f"{who}: {failure.cause}")
 
     def _emit(self, action: str, *, detail: str | None = None) -> None:
+        # Imported here: it takes a while, and the first worker does not wait for it.
+        from torsh_distributed.events import MembershipEvent, emit
+
         emit(
             MembershipEvent(
                 action=action, world_size=self._spec.world_size, attempt=self._attempt_number, detail=detail

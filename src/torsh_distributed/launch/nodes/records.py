@@ -1,24 +1,26 @@
-"""What launchers say to each other: plain records that travel as JSON, checked field by field on arrival.
+"""The records that launchers exchange: plain dataclasses that travel as JSON, checked field by field on arrival.
 
-Nodes speak to the leader (node 0) and the leader to all nodes. A job on one node uses the same records
-without a wire, so that one node is not a special case.
+Nodes speak to the leader (node 0) and the leader to all nodes. A job on one node uses the same records without a
+connection, so one node is not a special case; only what crosses a connection needs pydantic, which is slow to import.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from annotated_types import MaxLen
 
 from torsh_distributed.errors import SerializationError
 
-_MAX_TEXT = 4_000
-Text = Annotated[str, Field(max_length=_MAX_TEXT)]
-_STRICT = ConfigDict(extra="forbid")
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Text = Annotated[str, MaxLen(4_000)]
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a job stopped going: a worker that failed, or a node that was lost (then `rank` is None)."""
 
@@ -41,7 +43,7 @@ class Failure:
     """(rank, seconds before the failure) of workers on that node which had ended well while others went on."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Hello:
     """A node introduces itself; what must agree on all nodes is compared by the leader."""
 
@@ -54,7 +56,7 @@ class Hello:
     run_id: Text
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """A worker of the node failed; the node waits to be told what to do."""
 
@@ -63,7 +65,7 @@ class Failed:
     failure: Failure
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Finished:
     """All workers of the node ended well."""
 
@@ -71,7 +73,7 @@ class Finished:
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Stopped:
     """No process of that attempt is left on the node."""
 
@@ -79,7 +81,7 @@ class Stopped:
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Interrupted:
     """The user ended the job with a signal to the launcher of the node."""
 
@@ -87,14 +89,14 @@ class Interrupted:
     signal: int
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """Still here. Goes both ways."""
 
     kind: Literal["heartbeat"] = "heartbeat"
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Welcome:
     """The leader accepts the node. `log_name` is the run's directory name under --log-dir, the same on all nodes."""
 
@@ -102,7 +104,7 @@ class Welcome:
     log_name: Text
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Refused:
     """The leader does not accept the node."""
 
@@ -110,7 +112,7 @@ class Refused:
     reason: Text
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Start:
     """Start the workers of an attempt, which meet in a store of its own."""
 
@@ -120,7 +122,7 @@ class Start:
     master_port: int
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """End the workers of an attempt and say when they are gone; the next attempt follows."""
 
@@ -129,7 +131,7 @@ class Stop:
     failure: Failure
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True)
 class End:
     """The job is over: end what still runs, and exit with this code."""
 
@@ -144,18 +146,28 @@ FromNode = Hello | Failed | Finished | Stopped | Interrupted | Heartbeat
 FromLeader = Welcome | Refused | Start | Stop | End | Heartbeat
 Message = FromNode | FromLeader
 
-_message: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+
+@cache
+def _adapter() -> TypeAdapter[Any]:
+    """What turns records into JSON and back; a key that the record does not have is an error."""
+    from pydantic import ConfigDict, Field, TypeAdapter, with_config
+
+    for record in (Failure, *FromNode.__args__, *FromLeader.__args__):
+        with_config(ConfigDict(extra="forbid"))(record)
+    return TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
 def encode(message: Message) -> bytes:
     """The record as JSON."""
-    return _message.dump_json(message)
+    return _adapter().dump_json(message)
 
 
 def decode(data: bytes) -> Message:
-    """The record in `data`, which came from elsewhere; raises SerializationError if it is not one of ours."""
+    """The record in `data`, which came from elsewhere; raises SerializationError if it is none of these."""
+    from pydantic import ValidationError
+
     try:
-        return _message.validate_json(data, strict=True)
+        message: Message = _adapter().validate_json(data, strict=True)
     except ValidationError as error:
         raise SerializationError(
             "a record from another launcher is not understood",
@@ -163,3 +175,4 @@ def decode(data: bytes) -> Message:
             reason=str(error).splitlines()[0],
             num_bytes=len(data),
         ) from None
+    return message

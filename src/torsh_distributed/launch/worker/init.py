@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: float | None = None) -> Environment:
-    """Join the job this process was started for, whoever started it; every rank calls this once.
+    """Join the job this process was started for, under any launcher; every rank calls this once.
 
     Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, or RANK and WORLD_SIZE; with none of them the
     world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
@@ -31,8 +31,7 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
     """
     chosen = plan or Plan()
     section = chosen.distributed
-    record_events(directory=chosen.observe.events_dir)
-    enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
+    _observe(chosen.observe.events_dir)
     found = read_environment()
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
     _start(backend or section.backend, found, limit_s, store=None)
@@ -64,6 +63,7 @@ def init_process_group(
     `timeout` (seconds) bounds the meeting of the ranks and each later collective. Duplicate ranks, differing world
     sizes and absent ranks raise on every rank, by name. `store` replaces the TCP store at the master's address.
     """
+    _observe(events_dir=None)
     found = read_environment()
     given: dict[str, Any] = {
         "rank": rank,
@@ -78,6 +78,12 @@ def init_process_group(
         given["has_agent_store"] = found.has_agent_store and master_addr is None and master_port is None
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     _start(backend, dataclasses.replace(found, **given), limit_s, store=store)
+
+
+def _observe(events_dir: str | None) -> None:
+    """Follow TORSH_EVENTS_DIR, TORSH_PROGRESS_FILE and TORSH_DEBUG; the first wins over `events_dir`."""
+    record_events(directory=events_dir)
+    enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
 
 
 def _start(backend: str, place: Environment, timeout_s: float, *, store: dist.Store | None) -> None:

@@ -12,10 +12,12 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.events import CheckpointEvent, Event, StepEvent, subscribe
+
+if TYPE_CHECKING:
+    from torsh_distributed.events import Event
 
 _MAGIC = b"TORSHPRG"
 _BODY = struct.Struct("<8sqq")
@@ -55,6 +57,9 @@ class ProgressWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
+        # Imported here: the launcher reads progress, and its first worker does not wait for the events.
+        from torsh_distributed.events import CheckpointEvent, StepEvent, subscribe
+
         self.progress = Progress()
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -65,13 +70,14 @@ class ProgressWriter:
                 path=str(path),
                 reason=error.strerror or str(error),
             ) from error
-        self._unsubscribe = subscribe(self._take, StepEvent, CheckpointEvent)
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, StepEvent):
-            self.record(step=event.step)
-        elif isinstance(event, CheckpointEvent) and event.action == "saved" and event.error is None:
-            self.record(checkpoint_step=event.step)
+        def take(event: Event) -> None:
+            if isinstance(event, StepEvent):
+                self.record(step=event.step)
+            elif isinstance(event, CheckpointEvent) and event.action == "saved" and event.error is None:
+                self.record(checkpoint_step=event.step)
+
+        self._unsubscribe = subscribe(take, StepEvent, CheckpointEvent)
 
     def record(self, *, step: int | None = None, checkpoint_step: int | None = None) -> None:
         """Write the new numbers; what is not given stays."""

@@ -1,0 +1,87 @@
+"""The store in which the workers of a job meet: torch's TCPStore, served by a child process of the leader.
+
+Why a process: the launcher then needs no torch, whose import takes seconds; it starts the workers at once, and the
+child imports torch while they do. Why not rank 0: the store must outlive every worker, and torch's own server would
+listen on every interface of the node. Workers that connect early wait in the backlog of the listening socket.
+
+The child runs this file by path (`python -P`), so this file imports the standard library, and torch in the child. Over
+its standard input, a Unix socket, it receives one listening socket per attempt; end of file ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+
+_EXIT_WAIT_S = 5.0
+
+
+class StoreProcess:
+    """The launcher's handle on the child. The loop watches `pidfd`: the job cannot go on if the child ends."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # A session of its own: Ctrl-C is for the workers, which may still need the store to end well.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Replace the store by an empty one on `listener`, which stays the caller's."""
+        try:
+            socket.send_fds(self._control, [b"+"], [listener.fileno()])
+        except (BrokenPipeError, ConnectionResetError):
+            # It was killed a moment ago; whoever watches `pidfd` learns it next.
+            return
+
+    def close(self) -> None:
+        """End the child; the keys are gone."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait(timeout=_EXIT_WAIT_S)
+        os.close(self.pidfd)
+
+
+def main() -> None:
+    """In the child: serve a new store for every listening socket that arrives, until the launcher is done or gone."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    control = socket.socket(fileno=0)
+    store: TCPStore | None = None
+    while (listener := _newest_listener(control)) is not None:
+        del store  # first: with a fixed port both have the same listening socket
+        address, port = listener.getsockname()[:2]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _newest_listener(control: socket.socket) -> socket.socket | None:
+    """Wait for a listening socket; of several that are waiting the last. None at the end of file."""
+    newest: socket.socket | None = None
+    while newest is None or select.select([control], [], [], 0)[0]:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return None
+        newest = socket.socket(fileno=fds[0])
+    return newest
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The store of a job, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.bed.world import World
+from tests.launch.jobs import launch, write_script
+from torsh_distributed.launch.nodes.store_process import StoreProcess
+
+FIND_STORE = """
+def store_pid():
+    children = open(f"/proc/{launcher}/task/{launcher}/children").read().split()
+    (pid,) = [pid for pid in children if "store_process.py" in open(f"/proc/{pid}/cmdline").read()]
+    return int(pid)
+"""
+
+
+@pytest.fixture
+def store() -> Iterator[StoreProcess]:
+    process = StoreProcess()
+    yield process
+    process.close()
+
+
+def connect(listener: socket.socket) -> dist.TCPStore:
+    address, port = listener.getsockname()
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=40))
+
+
+def test_a_client_that_comes_before_the_server_is_ready_is_served(store: StoreProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.serve(listener)
+        client = connect(listener)
+        client.set("key", "value")
+        assert connect(listener).get("key") == b"value"
+
+
+def test_the_next_store_is_empty_also_on_the_same_socket(store: StoreProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        for used in (listener, listener, other):
+            store.serve(used)
+            client = connect(used)
+            assert client.add("counter", 1) == 1
+
+
+def test_it_ends_when_the_launcher_vanishes() -> None:
+    start = "from torsh_distributed.launch.nodes.store_process import StoreProcess\nstore = StoreProcess()"
+    command = [sys.executable, "-c", f"{start}\nprint(store.pid, flush=True)\ninput()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pidfd = os.pidfd_open(int(launcher.stdout.readline()))
+        launcher.kill()
+    assert select.select([pidfd], [], [], 40)[0], "the store's process is still there"
+    os.close(pidfd)
+
+
+def test_a_store_that_is_killed_ends_the_job_and_is_named(world: World, tmp_path: Path) -> None:
+    ending = "if rank == 0:\n    os.kill(store_pid(), signal.SIGKILL)\nsignal.pause()\n"
+    (outcome,) = launch(world, write_script(tmp_path, FIND_STORE, ending), max_restarts=1)
+    assert outcome.value == 1, outcome.output
+    assert "the process of the workers' store" in outcome.output
+    assert f"ended: signal {int(signal.SIGKILL)} (SIGKILL, killed)" in outcome.output
+
+
+def test_the_store_outlives_attempts(world: World, tmp_path: Path) -> None:
+    ending = 'leave(f"store-{attempt}-{rank}", str(store_pid()))\nsys.exit(attempt == 0)\n'
+    (outcome,) = launch(world, write_script(tmp_path, FIND_STORE, ending), max_restarts=1, nproc_per_node=1)
+    assert outcome.value == 0, outcome.output
+    assert (tmp_path / "store-0-0").read_text() == (tmp_path / "store-1-0").read_text()
