@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.describing import compatibility_page
 from torsh_distributed.plan.describing.reference import render
 
 ROOT = Path(__file__).parents[3]
@@ -227,6 +228,17 @@ def test_validate_lists_every_problem_of_a_plan(tmp_path: Path) -> None:
     assert refusal("validate", path).splitlines()[0] == f"{path} has 3 problems:"
 
 
+def test_validate_notes_a_setting_without_effect(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[tensor]\nsequence_parallel = true\n")
+    result = torsh_plan("validate", path)
+    assert result.exit_code == 0, result.exception
+    assert result.output.splitlines() == [
+        f"{path} is valid",
+        "note: tensor.sequence_parallel = true has no effect while mesh.tp is 1",
+    ]
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_valid_for_its_ranks_and_says_what_it_is_for(path: Path) -> None:
     degrees = Plan.load(path).mesh.degrees.values()
@@ -325,3 +337,9 @@ def test_reference_prints_the_page_or_writes_it(tmp_path: Path) -> None:
     assert torsh_plan("reference").output == render()
     assert torsh_plan("reference", "--output", tmp_path / "plan.md").exit_code == 0
     assert (tmp_path / "plan.md").read_text() == render()
+
+
+def test_compatibility_prints_the_page_or_writes_it(tmp_path: Path) -> None:
+    assert torsh_plan("compatibility").output == compatibility_page.render()
+    assert torsh_plan("compatibility", "--output", tmp_path / "page.md").exit_code == 0
+    assert (tmp_path / "page.md").read_text() == compatibility_page.render()

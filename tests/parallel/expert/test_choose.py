@@ -123,11 +123,11 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             "mesh.ep 2 is for models with experts, and this one has none",
             "expert.router_jitter is for models with experts, and this one has none",
             "expert.capacity_factor is 2.0 in the plan, but 1.25 in the layer blocks.0.feed_forward",
-            "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not go with experts yet",
+            "dp 1 × shard 2 × tp 1 × pp 1 = 2: fsdp.strategy = shard_optimizer does not support models with experts",
             "offload.enabled does not support models with experts",
             "compress.method = topk does not support models with experts",
             (
-                "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: who finds room goes by the order of "
+                "blocks.0.feed_forward: expert.overflow = 'drop' with mesh.cp 2: capacity is given in the order of "
                 "tokens, and no rank has them in the order of the batch"
             ),
             (
@@ -136,6 +136,11 @@ def test_plans_that_do_not_fit_the_model_are_refused_on_every_rank(world: World)
             ),
             ("blocks.0.feed_forward was built with a group, and dp 1 × tp 1 × pp 2 = 2 spreads its experts by itself"),
         ]
+
+
+def test_a_plan_that_writes_every_default_fits_a_model_without_experts() -> None:
+    saved = Plan.from_dict(Plan().to_dict())
+    assert check_experts(nn.Linear(4, 4), saved) == {}
 
 
 @pytest.mark.parametrize(

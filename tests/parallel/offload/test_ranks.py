@@ -157,7 +157,7 @@ def test_refusals_come_on_every_rank_before_the_first_step(world: World, tmp_pat
         "would fit as int8",
         "offload.params and offload.grads are for replicas",
         "do not support loss scaling",
-        "the update is done where the state is",
+        "the update runs where the state is",
     ]
     for said in (first, second):
         for message, part in zip(said, parts, strict=False):

@@ -1,6 +1,6 @@
 """Whether a plan fits the experts of a model, and the strategy for them.
 
-What is known from the plan alone is checked by `plan/compatibility`; here it is layers that may differ from the plan.
+`plan/compatibility` checks what is known from the plan alone; layers may have other settings than the plan.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torsh_distributed.plan.compatibility.axes import splits_model
 
 
 def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
-    """The strategy for a model with experts; None for one without, or where its parameters are sharded by another.
+    """The strategy for a model with experts; None for one without, or if another strategy shards its parameters.
 
-    For plans with replicas, shards and experts alone; every rank calls this. Raises ConfigurationError where plan and
-    model do not go together.
+    Only for plans with replicas, shards and experts; every rank calls this. Raises ConfigurationError if the plan does
+    not fit the model.
     """
     layers = check_experts(model, plan)
     if not layers:
@@ -37,7 +37,7 @@ def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
 
 
 def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
-    """The model's layers with experts; raises ConfigurationError where the plan does not fit them. Nothing travels."""
+    """The model's layers with experts; raises ConfigurationError if the plan does not fit them. No communication."""
     layers = moe_layers(model)
     if not layers:
         _refuse_without_experts(plan)
@@ -89,7 +89,7 @@ def _check_gradients(plan: Plan) -> None:
 
 
 def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
-    """What a layer cannot do on this mesh."""
+    """Refuse what a layer cannot do on this mesh."""
     mesh, config = plan.mesh, layer.config
     if mesh.ep > 1 and config.placement == "contiguous" and config.num_experts % mesh.ep:
         fitting = [degree for degree in range(1, config.num_experts + 1) if config.num_experts % degree == 0]
@@ -104,11 +104,11 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
         raise ConfigurationError(
             f"{name}: expert.hot_copies {config.hot_copies} is above the {elsewhere} of {config.num_experts} experts "
             f"that a rank does not have at mesh.ep {mesh.ep}",
-            hint=f"set expert.hot_copies to at most {elsewhere}; 1 is a fair start",
+            hint=f"set expert.hot_copies to at most {elsewhere}; 1 is a good start",
         )
     if mesh.cp > 1 and config.overflow != "none":
         raise ConfigurationError(
-            f"{name}: expert.overflow = {config.overflow!r} with mesh.cp {mesh.cp}: who finds room goes by the order of"
+            f"{name}: expert.overflow = {config.overflow!r} with mesh.cp {mesh.cp}: capacity is given in the order of"
             " tokens, and no rank has them in the order of the batch",
             hint='set expert.overflow = "none"',
         )
@@ -127,12 +127,12 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
 
 
 def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) -> None:
-    """What experts cannot do where parameters are sharded."""
+    """Refuse what experts cannot do if parameters are sharded."""
     if plan.mesh.shard == 1:
         return
     if plan.fsdp.strategy == "shard_optimizer":
         raise ConfigurationError(
-            f"{plan.mesh.equation}: fsdp.strategy = shard_optimizer does not go with experts yet",
+            f"{plan.mesh.equation}: fsdp.strategy = shard_optimizer does not support models with experts",
             hint="shard parameters too: fsdp.strategy = full_shard; or use mesh.dp in place of mesh.shard",
         )
     if plan.mesh.ep == 1:
@@ -142,8 +142,8 @@ def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) 
         for key, what in (("rebalance_threshold", "moves"), ("hot_copies", "lends")):
             if getattr(layer.config, key):
                 raise ConfigurationError(
-                    f"{plan.mesh.equation}: {key} {what} whole experts, and those of {name} are sharded",
-                    hint=f"leave {key} out, or use mesh.dp in place of mesh.shard",
+                    f"{plan.mesh.equation}: expert.{key} {what} whole experts, and those of {name} are sharded",
+                    hint=f"leave expert.{key} out, or use mesh.dp in place of mesh.shard",
                 )
         if f"{name}.experts" in ignored:
             raise ConfigurationError(

@@ -31,7 +31,7 @@ EXPERT_RULES = (
         keys=("expert.hot_copies", "expert.num_experts", "mesh.ep"),
         clashes=lambda plan: plan.mesh.ep > 1 and plan.expert.hot_copies > _experts_elsewhere(plan),
         reason="a rank borrows experts that it does not hold",
-        way_out="lower expert.hot_copies; 1 is a fair start",
+        way_out="lower expert.hot_copies; 1 is a good start",
         text=lambda plan: (
             f"expert.hot_copies {plan.expert.hot_copies} is above the {_experts_elsewhere(plan)} of"
             f" {plan.expert.num_experts} experts that a rank does not hold at mesh.ep {plan.mesh.ep}"
@@ -68,7 +68,7 @@ EXPERT_RULES = (
             and "overflow" in plan.expert.model_fields_set
             and plan.expert.overflow != "none"
         ),
-        reason="room is given in the order of tokens, and no rank has them in the order of the batch",
+        reason="capacity is given in the order of tokens, and no rank has them in the order of the batch",
         way_out='set expert.overflow = "none"',
     ),
     CompatibilityRule(
