@@ -42,7 +42,7 @@ class StoreProcess:
         try:
             socket.send_fds(self._control, [b"+"], [listener.fileno()])
         except (BrokenPipeError, ConnectionResetError):
-            # It was killed a moment ago; whoever watches `pidfd` learns it next.
+            # It was killed a moment ago; the loop reports it through `pidfd`.
             return
 
     def close(self) -> None:
