@@ -80,7 +80,7 @@ def test_a_signal_reaches_the_workers_who_may_save_and_nothing_stays(
     )
     (outcome,) = launch(world, script)
     assert outcome.value == code, outcome.output
-    assert f"{name} is passed on to rank 0 and 1" in outcome.output
+    assert f"{name} is forwarded to rank 0 and 1" in outcome.output
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
 

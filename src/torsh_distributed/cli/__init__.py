@@ -1,1 +1,1 @@
-"""The torsh command."""
+"""The `torsh` command: `app` lists the commands, each a module or a folder here."""

@@ -1,4 +1,4 @@
-"""`torsh env`: what this process would find, and what this machine offers."""
+"""`torsh env`: this process's place in a job, its variables, and the backends of this machine."""
 
 from __future__ import annotations
 

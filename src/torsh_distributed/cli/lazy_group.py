@@ -1,6 +1,6 @@
 """A group of commands that imports a command's module when the command is invoked.
 
-Why: `torsh --help` and a typing mistake must not wait for torch. Each command's line of help is written beside its
+Why: `torsh --help` and a typo must not wait for torch. Each command's line of help is written beside its
 module's name; a test keeps it equal to the command's own.
 """
 

@@ -36,7 +36,7 @@ NprocPerNode = Annotated[
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        help="How often all workers are started anew after a failure.",
+        help="How often all workers are restarted after a failure.",
         envvar="PET_MAX_RESTARTS",
         rich_help_panel=_WORKERS,
     ),
@@ -108,7 +108,7 @@ LogDir = Annotated[
 LocalRanksFilter = Annotated[
     str,
     typer.Option(
-        help="Show these local ranks only, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
+        help="Show only these local ranks, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
     ),
 ]
 DryRun = Annotated[
@@ -124,7 +124,7 @@ ShutdownTimeout = Annotated[
     ),
 ]
 SignalTimeout = Annotated[
-    float, typer.Option(help="Seconds from a signal of yours to SIGKILL: time to save.", rich_help_panel=_LIMITS)
+    float, typer.Option(help="Seconds from your signal to SIGKILL: time to save.", rich_help_panel=_LIMITS)
 ]
 JoinTimeout = Annotated[
     float,
@@ -133,7 +133,7 @@ JoinTimeout = Annotated[
     ),
 ]
 HeartbeatTimeout = Annotated[
-    float, typer.Option(help="Seconds of silence until a node counts as lost.", rich_help_panel=_LIMITS)
+    float, typer.Option(help="Seconds of silence after which a node counts as lost.", rich_help_panel=_LIMITS)
 ]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -229,7 +229,7 @@ def _entry_kind(module: bool, no_python: bool) -> EntryKind:
 
 
 def _master(address: str | None, port: int | None, endpoint: str, *, is_standalone: bool) -> tuple[str, int | None]:
-    """Where node 0 listens, from the two spellings; giving both differently is an error."""
+    """Where node 0 listens, from the two spellings; giving both is an error."""
     if is_standalone and (address is not None or port is not None or endpoint):
         raise InvalidArgument(
             "--standalone chooses address and port by itself",
@@ -279,7 +279,7 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _plan_variables(path: Path | None) -> dict[str, str]:
-    """TORSH_PLAN for the workers, once the plan is known to be sound."""
+    """TORSH_PLAN for the workers, after the plan was checked."""
     if path is None:
         return {}
     from torsh_distributed.plan import Plan

@@ -11,7 +11,7 @@ from torsh_distributed.comm.store import TcpStoreServer
 
 app = typer.Typer(help="Serve a key-value store for ranks to meet in.", add_completion=False, no_args_is_help=True)
 
-Host = Annotated[str, typer.Option(help="Address to listen on. Others than loopback let other nodes in.")]
+Host = Annotated[str, typer.Option(help="Address to listen on. Any but loopback lets other nodes connect.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one and prints it.")]
 Token = Annotated[
     str | None,
@@ -30,7 +30,7 @@ def _group() -> None:
 @app.command("serve")
 def serve(host: Host = "127.0.0.1", port: Port = 29400, token: Token = None) -> None:
     """Serve a TCP store until SIGINT or SIGTERM. Plain torch TCPStore clients are served too, unless a token is set."""
-    # Blocked before the server's thread starts, so that the wait below is the one place they arrive.
+    # Blocked before the server's thread starts, so only the wait below receives them.
     ending = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     with TcpStoreServer(host, port, token=token or None) as server:

@@ -1,4 +1,5 @@
-"""Starting and supervising the processes of a job: `job` is what `torsh run` calls, `worker` the other side."""
+"""Start and supervise the processes of a job. Read `spec`, then `job` (what `torsh run` calls), `nodes`, `local`, and
+`worker`, the code that runs in the workers."""
 
 from torsh_distributed.lazy import exports as _exports
 

@@ -1,4 +1,4 @@
-"""From what the user wants to run to a command line, refusing at once what cannot start."""
+"""From the target of a job to a command line; what cannot start is refused at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torsh_distributed.launch.spec import Entry, EntryKind
 
 
 def command_line(entry: Entry) -> list[str]:
-    """The argument vector of a worker. Python runs with `-u`, so that no line is lost in a buffer at a crash."""
+    """The argument vector of a worker. Python runs with `-u` so no line is lost in a buffer at a crash."""
     match entry.kind:
         case EntryKind.SCRIPT:
             return [sys.executable, "-u", entry.target, *entry.args]
@@ -26,9 +26,9 @@ def command_line(entry: Entry) -> list[str]:
 
 
 def check_entry(entry: Entry) -> None:
-    """Raise where no worker could start: missing or unreadable script, unknown module or command.
+    """Raise if no worker could start: missing or unreadable script, unknown module or command.
 
-    Why before: otherwise every rank fails with its own traceback, once per restart.
+    Why first: otherwise every rank fails with its own traceback, once per restart.
     """
     match entry.kind:
         case EntryKind.SCRIPT:

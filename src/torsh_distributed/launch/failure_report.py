@@ -1,4 +1,4 @@
-"""What the launcher says, in its own voice: a line per turn of events, and a paragraph about a failure."""
+"""What the launcher prints itself: a line per event, and a paragraph about a failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from torsh_distributed.launch.local.terminal import Terminal
-from torsh_distributed.launch.nodes.records import Failure
+from torsh_distributed.launch.nodes.records import JobFailure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ _SHOWN_LINES = 12
 
 
 class _StandardError(io.StringIO):
-    """A file for rich that hands every print to the terminal as one piece."""
+    """A file for rich that passes each print to the terminal in one piece."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class _StandardError(io.StringIO):
         return self._terminal.is_tty("stderr")
 
 
-class Voice:
-    """Prints for people, on stderr, without ever waiting for them to read."""
+class LauncherOutput:
+    """Prints the launcher's own messages on stderr; never blocks."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -50,17 +50,17 @@ class Voice:
         return Console(file=_StandardError(self._terminal), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, message: str, *, style: str = "bold") -> None:
-        """One line."""
+        """Print one line."""
         from rich.text import Text
 
         self._console.print(Text.assemble(("torsh run: ", style), message))
 
     def warn(self, message: str) -> None:
-        """One line that wants attention."""
+        """Print one line as a warning."""
         self.say(message, style="bold yellow")
 
-    def show_failure(self, failure: Failure, *, attempt: int, is_multi_node: bool) -> None:
-        """The paragraph about the first failure of an attempt."""
+    def show_failure(self, failure: JobFailure, *, attempt: int, is_multi_node: bool) -> None:
+        """Print the paragraph about the first failure of an attempt."""
         from rich.text import Text
 
         head, *rest = failure_lines(failure, attempt=attempt, is_multi_node=is_multi_node)
@@ -70,7 +70,7 @@ class Voice:
         self._console.print(text)
 
 
-def failure_lines(failure: Failure, *, attempt: int, is_multi_node: bool) -> list[str]:
+def failure_lines(failure: JobFailure, *, attempt: int, is_multi_node: bool) -> list[str]:
     """The report: who failed first and how, then the facts that help, one per line."""
     where = f" on node {failure.node_rank} ({failure.node_name})" if is_multi_node else ""
     if failure.rank is None and not failure.node_name:
@@ -89,7 +89,7 @@ def failure_lines(failure: Failure, *, attempt: int, is_multi_node: bool) -> lis
     return lines
 
 
-def _facts(failure: Failure, attempt: int) -> Iterable[tuple[str, str]]:
+def _facts(failure: JobFailure, attempt: int) -> Iterable[tuple[str, str]]:
     if failure.evidence is not None:
         yield "proof", failure.evidence
     if failure.pid is not None:

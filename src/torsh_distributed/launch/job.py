@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torsh_distributed.launch.entry import check_entry, command_line
-from torsh_distributed.launch.failure_report import Voice
+from torsh_distributed.launch.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import SignalInbox
@@ -20,18 +20,18 @@ from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, wor
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import is_loopback
 from torsh_distributed.launch.nodes.node import Node
-from torsh_distributed.launch.nodes.records import FromLeader, Welcome
+from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.spec import JobSpec
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_JOB_TOKEN", "TORSH_PROGRESS_FILE")
 
 
 def launch_job(spec: JobSpec) -> int:
-    """Run the job described by `spec`; blocks until it is over. Called once on every node.
+    """Run the job described by `spec`; blocks until it ends. Called once on every node.
 
-    Returns 0 if every worker ended well, otherwise the exit code of the first that failed (128 + signal
-    for a signal). Raises a TorshError where the job cannot start. Either way nothing is left running.
-    Signals are taken over while it runs, if called from the main thread.
+    Returns 0 if every worker succeeded, otherwise the exit code of the first that failed (128 + signal for a signal).
+    Raises a TorshError if the job cannot start. Either way nothing is left running. Called from the main thread, it
+    handles signals while it runs.
     """
     check_entry(spec.entry)
     with ExitStack() as stack:
@@ -43,34 +43,34 @@ def launch_job(spec: JobSpec) -> int:
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
-        voice = Voice(terminal)
-        token = _choose_token(spec, voice)
-        node = stack.enter_context(Node(spec, loop, terminal, voice, mark=secrets.token_hex(8), token=token))
+        output = LauncherOutput(terminal)
+        token = _choose_token(spec, output)
+        node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop))
             if spec.nnodes > 1:
-                from torsh_distributed.launch.nodes.launcher_listener import Reception
+                from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
-                stack.enter_context(Reception(spec, loop, voice, leader, token=token, log_name=log_name))
-            node.obey(Welcome(log_name=log_name))
+                stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
+            node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
             from torsh_distributed.launch.nodes.follower import Follower
 
-            stack.enter_context(Follower(spec, loop, voice, node, token=token))
+            stack.enter_context(Follower(spec, loop, output, node, token=token))
         return loop.run()
 
 
-def _choose_token(spec: JobSpec, voice: Voice) -> str:
-    """The job's secret: the user's; random on one node; otherwise one that every node can work out alone."""
+def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
+    """The job's secret: the user's; random on one node; otherwise one that every node can derive alone."""
     if spec.token is not None:
         return spec.token
     if spec.nnodes == 1:
         return secrets.token_hex(16)
     if not is_loopback(spec.master_addr):
-        voice.warn(
+        output.warn(
             "no job token: anyone who reaches the master port can join or end this job; "
             "set TORSH_JOB_TOKEN or --token-file on every node"
         )
@@ -101,10 +101,10 @@ def _take_signals(inbox: SignalInbox, node: Node) -> None:
 
 
 def _connect(leader: Leader, node: Node, loop: Loop) -> None:
-    """Join the leader and the node of this process; records pass through the loop, as from afar."""
+    """Connect the leader and the node of this process; records pass through the loop, as from another node."""
 
-    def obey(message: FromLeader) -> None:
-        loop.call_later(0, lambda: node.obey(message))
+    def send(message: FromLeader) -> None:
+        loop.call_later(0, lambda: node.handle(message))
 
-    node.tell = lambda message: leader.hear(0, message)
-    leader.join(0, obey)
+    node.report = lambda message: leader.receive(0, message)
+    leader.join(0, send)

@@ -1,8 +1,8 @@
 """`spawn`: run a function on local workers, from Python, under the same launcher as `torsh run`.
 
-The function and its results travel as pickles in a directory that only this user can open: nothing that
-came over a socket is unpickled. A function of the main script is found as multiprocessing finds it: the script
-is imported again by every worker, so what it does at the top belongs under `if __name__ == "__main__"`.
+The function and its results are pickled into a directory that only this user can open: nothing that came over a
+socket is unpickled. A function of the main script is found as multiprocessing finds it: every worker imports the
+script again, so code that must run once belongs under `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def spawn(function: Callable[..., R], nprocs: int = 2, *, args: tuple[Any, ...] = (), max_restarts: int = 0) -> list[R]:
-    """Call `function(*args)` on `nprocs` workers of this node; returns what each returned, by rank.
+    """Call `function(*args)` on `nprocs` workers of this node; returns their results by rank.
 
     A worker finds its rank in the environment, as under `torsh run`. Raises ProcessFailure if one fails; its
     traceback is in the output above.
@@ -46,7 +46,7 @@ def spawn(function: Callable[..., R], nprocs: int = 2, *, args: tuple[Any, ...] 
 
 def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     setting = multiprocessing.spawn.get_preparation_data("torsh worker")
-    # A key of this process's own multiprocessing children: it must not be written down, and is of no use elsewhere.
+    # The key of this process's multiprocessing children: a secret that no worker needs.
     setting.pop("authkey", None)
     try:
         # The setting goes first: the function can be unpickled only in a process prepared with it.
@@ -61,7 +61,7 @@ def _pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def main() -> None:
-    """In a worker: unpack the call, make it, and leave the result beside it."""
+    """In a worker: unpack the call, make it, and write the result beside it."""
     folder = Path(sys.argv[1])
     with (folder / "call").open("rb") as file:
         multiprocessing.spawn.prepare(pickle.load(file))  # noqa: S301 - written by the launcher, for us alone

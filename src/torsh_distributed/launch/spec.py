@@ -1,6 +1,6 @@
-"""What a job is: the command, how many processes on how many nodes, and who gets which rank.
+"""What a job is: the command, how many processes on how many nodes, and which worker has which rank.
 
-Everything here is pure: a `JobSpec` is checked when it is made, before any process or socket exists.
+Pure: a `JobSpec` is checked when it is constructed, before any process or socket exists.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class JobSpec:
     """One node: the store's port, a free one if None. Several: where the launchers meet, 29500 if None."""
 
     max_restarts: int = 0
-    """How often the world is started anew after a failure."""
+    """How often all workers are restarted after a failure."""
 
     run_id: str = "none"
     """The job's name, the same on every node."""
@@ -74,28 +74,28 @@ class JobSpec:
     """ROLE_NAME of the workers."""
 
     log_dir: Path | None = None
-    """Where every attempt's stdout and stderr of every rank are kept; None keeps none."""
+    """Directory for the stdout and stderr of every rank and attempt; None keeps none."""
 
     shown_ranks: frozenset[int] | None = None
     """Local ranks whose output is shown; None shows all. Log files are not affected."""
 
     token: str | None = None
-    """The secret that launchers sign their records with; None derives one, which protects against accidents only."""
+    """The secret that launchers sign their records with; None derives one, which protects only against accidents."""
 
     env: dict[str, str] = field(default_factory=dict)
-    """Variables for the workers on top of the launcher's own and those of the job."""
+    """Variables of the workers, on top of the launcher's own and the job's."""
 
     shutdown_timeout_s: float = 3.0
-    """From SIGTERM to SIGKILL for the workers that are left after a failure."""
+    """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""
 
     signal_timeout_s: float = 25.0
-    """From a forwarded SIGINT, SIGTERM or SIGHUP to SIGKILL: time to save. A second signal ends the wait."""
+    """Time from a forwarded SIGINT, SIGTERM or SIGHUP to SIGKILL, for saving. A second signal ends the wait."""
 
     join_timeout_s: float = 300.0
     """How long the launchers of all nodes may take to meet."""
 
     heartbeat_timeout_s: float = 10.0
-    """Silence after which a node is declared lost."""
+    """Silence after which a node counts as lost."""
 
     def __post_init__(self) -> None:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
@@ -181,7 +181,7 @@ def _num_gpus() -> int:
 
 
 def parse_nnodes(text: str) -> int:
-    """Nodes of the job from `N` or `N:N`; a true range is refused, for the world here has a fixed size."""
+    """Nodes of the job from `N` or `N:N`; a range is refused because the world has a fixed size."""
     first, _, last = text.partition(":")
     try:
         least, most = int(first), int(last or first)

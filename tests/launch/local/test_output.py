@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.launch.local.output import LineSplitter, OutputPump, Prefix, open_log, wants_colour
+from torsh_distributed.launch.local.output import LinePrefix, LineSplitter, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import Terminal
 
 
@@ -44,9 +44,9 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
 
 
 def test_the_prefix_lines_up_ranks_and_ends_foreign_colours() -> None:
-    assert Prefix(3, 2, False).apply(b"hi") == b"[rank  3] hi\n"
-    assert Prefix(0, 1, True).apply(b"hi") == b"\x1b[36m[rank 0]\x1b[0m hi\n"
-    assert Prefix(0, 1, True).apply(b"\x1b[31mred").endswith(b"red\x1b[0m\n")
+    assert LinePrefix(3, 2, False).apply(b"hi") == b"[rank  3] hi\n"
+    assert LinePrefix(0, 1, True).apply(b"hi") == b"\x1b[36m[rank 0]\x1b[0m hi\n"
+    assert LinePrefix(0, 1, True).apply(b"\x1b[31mred").endswith(b"red\x1b[0m\n")
 
 
 def test_colour_is_for_terminals_that_did_not_refuse_it() -> None:
@@ -83,7 +83,7 @@ def bench() -> Iterator[Bench]:
 def test_both_streams_are_shown_and_kept_and_the_end_of_stderr_remembered(bench: Bench, tmp_path: Path) -> None:
     out, worker_out = os.pipe()
     err, worker_err = os.pipe()
-    prefix = Prefix(1, 1, False)
+    prefix = LinePrefix(1, 1, False)
     bench.pump.add(1, "stdout", out, prefix=prefix, log=open_log(tmp_path / "new", 1, "stdout"))
     bench.pump.add(1, "stderr", err, prefix=prefix, log=open_log(tmp_path / "new", 1, "stderr"))
     os.write(worker_out, b"one\ntwo")
@@ -114,7 +114,7 @@ def test_a_hidden_rank_is_kept_but_not_shown(bench: Bench, tmp_path: Path) -> No
 
 def test_a_pipe_that_someone_still_holds_does_not_hold_up_the_end(bench: Bench) -> None:
     out, worker_out = os.pipe()
-    bench.pump.add(0, "stdout", out, prefix=Prefix(0, 1, False), log=None)
+    bench.pump.add(0, "stdout", out, prefix=LinePrefix(0, 1, False), log=None)
     os.write(worker_out, b"last words")
     assert not bench.pump.wait_ended({0}, timeout_s=0.05)
     bench.pump.close(timeout_s=0.3)
@@ -124,7 +124,7 @@ def test_a_pipe_that_someone_still_holds_does_not_hold_up_the_end(bench: Bench) 
 
 def test_a_full_disk_is_said_and_the_rest_is_still_shown(bench: Bench) -> None:
     out, worker_out = os.pipe()
-    bench.pump.add(0, "stdout", out, prefix=Prefix(0, 1, False), log=io.FileIO("/dev/full", "wb"))
+    bench.pump.add(0, "stdout", out, prefix=LinePrefix(0, 1, False), log=io.FileIO("/dev/full", "wb"))
     os.write(worker_out, b"line\n")
     os.close(worker_out)
     assert bench.pump.wait_ended({0}, timeout_s=10)

@@ -5,7 +5,7 @@ import os
 import pty
 import threading
 
-from torsh_distributed.launch.failure_report import Voice
+from torsh_distributed.launch.failure_report import LauncherOutput
 from torsh_distributed.launch.local.terminal import Terminal
 
 
@@ -40,7 +40,7 @@ def test_a_reader_that_left_is_mentioned_once_on_the_other_stream() -> None:
             terminal.write("stdout", b"line\n")
     os.close(out_write)
     os.close(err_write)
-    assert read_all(err_read) == b"torsh run: stdout is not shown any more: Broken pipe\n"
+    assert read_all(err_read) == b"torsh run: stdout is no longer shown: Broken pipe\n"
     os.close(err_read)
 
 
@@ -68,7 +68,7 @@ def test_a_reader_that_does_not_read_holds_up_writers_but_not_the_launcher() -> 
     worker.start()
     assert not wrote.wait(0.1)
     # The launcher's own words never wait, and leaving waits no longer than it says.
-    Voice(terminal).say("still in command")
+    LauncherOutput(terminal).say("still in command")
     assert not wrote.is_set()
     drained = threading.Thread(target=lambda: drain(read, 4 * (1 << 20) + len("torsh run: still in command\n")))
     drained.start()

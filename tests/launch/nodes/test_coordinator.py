@@ -3,19 +3,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.launch.nodes.coordinator import Begin, Coordinator, Decision, Phase
-from torsh_distributed.launch.nodes.records import End, Failure, Stop
+from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
+from torsh_distributed.launch.nodes.records import End, JobFailure, Stop
 
 
-def failure(node_rank: int = 0, exit_code: int = 3) -> Failure:
-    return Failure(node_rank=node_rank, node_name="n", rank=node_rank, exit_code=exit_code, cause="c")
+def failure(node_rank: int = 0, exit_code: int = 3) -> JobFailure:
+    return JobFailure(node_rank=node_rank, node_name="n", rank=node_rank, exit_code=exit_code, cause="c")
 
 
 def running(num_nodes: int, max_restarts: int = 0) -> Coordinator:
     coordinator = Coordinator(num_nodes=num_nodes, max_restarts=max_restarts)
     for node_rank in range(num_nodes):
         decisions = coordinator.joined(node_rank)
-    assert decisions == [Begin(0)]
+    assert decisions == [StartAttempt(0)]
     return coordinator
 
 
@@ -24,14 +24,14 @@ def test_the_last_node_to_join_starts_the_job() -> None:
     assert coordinator.joined(2) == []
     assert coordinator.absent == [0, 1]
     assert coordinator.joined(0) == []
-    assert coordinator.joined(1) == [Begin(0)]
+    assert coordinator.joined(1) == [StartAttempt(0)]
 
 
 def test_the_job_is_over_when_every_node_finished() -> None:
     coordinator = running(2)
     assert coordinator.finished(0, 0) == []
     assert coordinator.finished(1, 0) == [End(exit_code=0)]
-    assert coordinator.phase is Phase.OVER
+    assert coordinator.phase is JobPhase.OVER
 
 
 def test_a_failure_without_restarts_ends_the_job_with_its_exit_code() -> None:
@@ -48,7 +48,7 @@ def test_a_failure_with_restarts_stops_all_nodes_and_the_last_to_stop_starts_the
     assert coordinator.failed(0, failure(0)) == []
     assert coordinator.unstopped == [0, 1]
     assert coordinator.stopped(1, 0) == []
-    assert coordinator.stopped(0, 0) == [Begin(1)]
+    assert coordinator.stopped(0, 0) == [StartAttempt(1)]
     assert coordinator.failed(1, first) == [End(exit_code=3, failure=first)]
     assert coordinator.failures == [first, first]
 
@@ -68,7 +68,7 @@ def test_a_node_that_finished_before_another_failed_is_started_again_too() -> No
     coordinator.finished(0, 0)
     coordinator.failed(0, failure(1))
     coordinator.stopped(0, 0)
-    assert coordinator.stopped(1, 0) == [Begin(1)]
+    assert coordinator.stopped(1, 0) == [StartAttempt(1)]
     assert coordinator.finished(0, 1) == []
 
 
@@ -110,9 +110,9 @@ def test_whatever_nodes_report_attempts_count_up_and_the_end_comes_once(
                 decisions += coordinator.lost(failure(node_rank))
             case "interrupted":
                 decisions += coordinator.interrupted(2)
-    begun = [decision.attempt for decision in decisions if isinstance(decision, Begin)]
+    begun = [decision.attempt for decision in decisions if isinstance(decision, StartAttempt)]
     assert begun == list(range(len(begun)))
     assert len(begun) <= max_restarts + 1
     ends = [index for index, decision in enumerate(decisions) if isinstance(decision, End)]
     assert ends in ([], [len(decisions) - 1])
-    assert (coordinator.phase is Phase.OVER) == bool(ends)
+    assert (coordinator.phase is JobPhase.OVER) == bool(ends)

@@ -14,10 +14,10 @@ from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.records import (
     End,
     Failed,
-    Failure,
     Finished,
     Heartbeat,
-    Hello,
+    JobFailure,
+    JoinRequest,
     Message,
     Start,
     Stop,
@@ -26,11 +26,11 @@ from torsh_distributed.launch.nodes.records import (
 )
 from torsh_distributed.launch.nodes.signed_connection import BadRecord, Connection, RecordCodec
 
-FAILURE = Failure(
+FAILURE = JobFailure(
     node_rank=1, node_name="n", rank=3, cause="c", last_lines=("a", "ü"), finished_before=((2, 1.5),), step=4
 )
 MESSAGES: list[Message] = [
-    Hello(node_rank=1, node_name="n", nnodes=2, nproc_per_node=4, max_restarts=0, run_id="r"),
+    JoinRequest(node_rank=1, node_name="n", nnodes=2, nproc_per_node=4, max_restarts=0, run_id="r"),
     Failed(attempt=1, failure=FAILURE),
     Finished(attempt=0),
     Heartbeat(),
@@ -63,7 +63,7 @@ def test_every_record_travels_as_json_and_arrives_equal(message: Message) -> Non
         b'{"kind": "finished"}',
         b'{"kind": "finished", "attempt": "0"}',
         b'{"kind": "finished", "attempt": 0, "more": 1}',
-        b'{"kind": "refused", "reason": "' + b"x" * 5000 + b'"}',
+        b'{"kind": "join_refused", "reason": "' + b"x" * 5000 + b'"}',
         b"\x80\x04K\x01.",
     ],
 )

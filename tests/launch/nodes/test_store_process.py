@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.bed.world import World
+from tests.bed.zygote import free_port
 from tests.launch.jobs import launch, write_script
 from torsh_distributed.launch.nodes.store_process import StoreProcess
 
@@ -47,12 +48,11 @@ def test_a_client_that_comes_before_the_server_is_ready_is_served(store: StorePr
         assert connect(listener).get("key") == b"value"
 
 
-def test_the_next_store_is_empty_also_on_the_same_socket(store: StoreProcess) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
-        for used in (listener, listener, other):
-            store.serve(used)
-            client = connect(used)
-            assert client.add("counter", 1) == 1
+def test_the_next_store_is_empty(store: StoreProcess) -> None:
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            store.serve(listener)
+            assert connect(listener).add("counter", 1) == 1
 
 
 def test_it_ends_when_the_launcher_vanishes() -> None:
@@ -74,8 +74,15 @@ def test_a_store_that_is_killed_ends_the_job_and_is_named(world: World, tmp_path
     assert f"ended: signal {int(signal.SIGKILL)} (SIGKILL, killed)" in outcome.output
 
 
-def test_the_store_outlives_attempts(world: World, tmp_path: Path) -> None:
-    ending = 'leave(f"store-{attempt}-{rank}", str(store_pid()))\nsys.exit(attempt == 0)\n'
-    (outcome,) = launch(world, write_script(tmp_path, FIND_STORE, ending), max_restarts=1, nproc_per_node=1)
+@pytest.mark.parametrize("has_fixed_port", [False, True], ids=["free port", "fixed port"])
+def test_a_restart_keeps_the_process_unless_the_port_is_fixed(
+    world: World, tmp_path: Path, has_fixed_port: bool
+) -> None:
+    port = free_port() if has_fixed_port else None
+    ending = 'leave(f"{attempt}", f"{store_pid()} {os.environ[\'MASTER_PORT\']}")\nsys.exit(attempt == 0)\n'
+    script = write_script(tmp_path, FIND_STORE, ending)
+    (outcome,) = launch(world, script, max_restarts=1, nproc_per_node=1, master_port=port)
     assert outcome.value == 0, outcome.output
-    assert (tmp_path / "store-0-0").read_text() == (tmp_path / "store-1-0").read_text()
+    (pid, used), (next_pid, next_used) = ((tmp_path / name).read_text().split() for name in "01")
+    assert (pid == next_pid) is not has_fixed_port
+    assert (used == next_used) is has_fixed_port

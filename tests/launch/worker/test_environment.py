@@ -108,7 +108,7 @@ def test_torsh_variables_override_single_values() -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "at least one rank"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "local_rank must lie below"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "local_rank must be below"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, "between 1 and 65535"),
         ({k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is not set"),
     ],

@@ -1,6 +1,6 @@
-"""What every process of `torsh bench collectives` runs: measure one backend, write what was found on rank 0.
+"""What every process of `torsh bench collectives` runs: measure one backend; rank 0 writes the result.
 
-torch brings the backend up, not we: gloo is then what it is without us.
+torch brings up the backend, not this library, so gloo is measured as it is without us.
 """
 
 from __future__ import annotations

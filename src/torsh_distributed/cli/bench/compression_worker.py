@@ -1,4 +1,4 @@
-"""What every process of `torsh bench compression` runs: measure each method, write what was found on rank 0."""
+"""What every process of `torsh bench compression` runs: measure each method; rank 0 writes the result."""
 
 from __future__ import annotations
 

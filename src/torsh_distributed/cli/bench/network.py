@@ -1,6 +1,6 @@
-"""`torsh bench network`: what the network between ranks does, from one look to the next.
+"""`torsh bench network`: latency and bandwidth between ranks, over several measurements.
 
-As a module it is what each rank runs, under any launcher: between nodes,
+Each rank runs this module, under any launcher: between nodes,
 `torsh run --nnodes 2 … -m torsh_distributed.cli.bench.network` shows the same table on rank 0.
 """
 
@@ -35,9 +35,9 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def network(
-    backend: Annotated[str, typer.Option(help="The backend whose way between ranks is measured.")] = "torsh",
+    backend: Annotated[str, typer.Option(help="The backend to measure.")] = "torsh",
     world: Annotated[int, typer.Option(min=2, help="Local ranks.")] = 2,
-    looks: Annotated[int, typer.Option(min=1, help="How often to look.")] = 5,
+    looks: Annotated[int, typer.Option(min=1, help="How often to measure.")] = 5,
     sizes: Annotated[str, typer.Option(help="Buffer sizes, by comma; two at least.")] = _SIZES,
     output: Annotated[Path | None, typer.Option("--json", help="Where the numbers go as JSON.")] = None,
 ) -> None:
@@ -57,7 +57,7 @@ def network(
 
 
 def main() -> None:
-    """What every rank runs: look as often as asked; rank 0 shows and writes what was found."""
+    """What every rank runs: measure; rank 0 shows and writes the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--looks", type=int, default=5)

@@ -103,7 +103,7 @@ class TrainReport:
 def comm_share(steps: list[StepEvent]) -> float | None:
     """The share of step time with gradients on their way, which overlaps with computing; None where it is not measured.
 
-    It is not in pipelines without replicas, nor on a GPU.
+    It is not in pipelines without replicas, and not on a GPU.
     """
     measured = [event for event in steps if event.comm_s is not None]
     if not measured:

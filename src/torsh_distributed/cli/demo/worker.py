@@ -21,7 +21,7 @@ from torsh_distributed.train import EfficiencyMeter, parallelize
 from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
 
 _WARM_UP_STEPS = 1
-"""Not measured: the first step makes what the others find ready."""
+"""Not measured: the first step allocates what the others reuse."""
 
 
 def main(argv: list[str]) -> None:
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
     plan = plan_for(options.demo, options.plan, options.steps)
-    # A demo runs with as many workers as were asked for, on the CPU where there are fewer GPUs than that.
+    # A demo runs with as many workers as requested; on the CPU if there are fewer GPUs than that.
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
     with distributed(plan, backend=choose_backend(plan.distributed.backend, device_type=device_type)):
         demo = DEMOS[options.demo](plan)
-        # Of the whole model: spread over ranks, each holds a part of them.
+        # Of the whole model, before it is split over the ranks.
         num_params = sum(param.numel() for param in demo.model.parameters())
         device = process_group.device() if device_type == "cuda" else torch.device("cpu")
         example = _example(demo, plan, device)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
                 meter.start()
             engine.step(batch)
         measured = None if meter is None else meter.report()
-        # On every rank: where forward communicates, no rank can speak alone.
+        # On every rank: if forward communicates, no rank can sample alone.
         said = None if demo.sample is None else demo.sample(engine.unwrapped)
         if process_group.rank() == 0:
             _finish_report(report, demo, said, options.out)
@@ -67,7 +67,7 @@ def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
 
 
 def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor] | None:
-    """A microbatch of inputs, where the plan asks for measured layers."""
+    """A microbatch of inputs, if the plan asks for measured layers."""
     if plan.mesh.pp == 1 or plan.pipeline.balance != "time":
         return None
     inputs, _ = next(iter(demo.loader))

@@ -1,1 +1,1 @@
-"""The processes of one node: `attempt` first, then workers, output, exit causes, and the guardian."""
+"""The processes of one node: read `attempt`, then `workers`, `output`, `exit_causes` and `guardian`."""

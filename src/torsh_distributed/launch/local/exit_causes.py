@@ -1,4 +1,4 @@
-"""Why a process ended: exit code, signal in words, or out of memory where the kernel's count proves it."""
+"""Why a process ended: exit code, signal in words, or out of memory if the kernel's count proves it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExitStatus:
 
     @property
     def is_success(self) -> bool:
-        """Whether it ended by itself and said so."""
+        """Whether it exited with code 0."""
         return self.code == 0
 
     @property
@@ -54,7 +54,7 @@ class ExitStatus:
 
 
 def peek_status(pidfd: int) -> ExitStatus | None:
-    """How the child ended, or None while it lives. It stays a zombie, so that its pid is not given to another."""
+    """How the child ended, or None while it runs. It stays a zombie, so its pid is not reused."""
     result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
         return None
@@ -70,7 +70,7 @@ class OomCounter:
     path: Path
 
     def read(self) -> int | None:
-        """Kills so far, or None if the file is gone or says nothing."""
+        """Kills so far, or None if the file is gone or has no count."""
         try:
             lines = self.path.read_text().splitlines()
         except OSError:
@@ -83,9 +83,9 @@ class OomCounter:
 
 
 def find_oom_counter(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/self/mountinfo")) -> OomCounter | None:
-    """The counter of the control group this process is in, for version 2 or 1; None where there is none.
+    """The counter of the control group this process is in, for version 2 or 1; None if there is none.
 
-    The root group of version 2 has no counter; then nothing can be proven and nothing is claimed.
+    The root group of version 2 has no counter; then out of memory cannot be proven and is not claimed.
     """
     try:
         groups = (proc / "cgroup").read_text().splitlines()
@@ -118,7 +118,7 @@ def _cgroup_mounts(mounted: list[str], *, is_v2: bool) -> list[tuple[str, Path]]
 
 
 def _inside(mountpoint: Path, root: str, path: str) -> Path:
-    """The group's directory: in a container the mount shows a part of the hierarchy only."""
+    """The group's directory; in a container the mount shows only a part of the hierarchy."""
     if root != "/" and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
     return mountpoint / path.lstrip("/")

@@ -1,12 +1,12 @@
-"""The guardian: a tiny process that ends a job's processes when the launcher vanishes, SIGKILL included.
+"""The guardian: a small process that ends a job's processes when the launcher dies, even by SIGKILL.
 
-It runs this very file under a bare interpreter (`python -I -S`), so this file imports the standard library
-alone, and it sits in a session of its own, out of reach of Ctrl-C and of signals to the launcher's group.
-The launcher holds the only write end of its standard input. Lines say what to know (`session PID`,
-`directory PATH`); `done` means a proper end. End of file without `done` means the launcher is gone. A child
-between fork and exec holds a copy of that write end, so no worker can be born after the guardian looked.
+It runs this file under a bare interpreter (`python -I -S`), so this file imports only the standard library, and it
+has its own session, out of reach of Ctrl-C and of signals to the launcher's group. The launcher holds the only write
+end of its standard input. Lines tell it what to clean up (`session PID`, `directory PATH`); `done` means a proper
+end. End of file without `done` means the launcher is gone. A child between fork and exec holds a copy of that write
+end, so no worker can start after the guardian has seen the end of file.
 
-Who belongs to a job: every process in the session of one of its workers, and every process whose
+What belongs to a job: every process in the session of one of its workers, and every process whose
 environment carries the job's mark, which reaches those that left the session (setsid, double fork).
 """
 
@@ -28,7 +28,7 @@ _ROUND_S = 2.0
 
 
 def find_members(mark: str, sessions: Iterable[int]) -> dict[int, str]:
-    """Living processes of the job by pid, with their command for reports; this process is never one of them."""
+    """Running processes of the job by pid, with their command for reports; never this process."""
     known = frozenset(sessions)
     found: dict[int, str] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 (a bare interpreter starts faster without building paths)
@@ -40,7 +40,7 @@ def find_members(mark: str, sessions: Iterable[int]) -> dict[int, str]:
 
 
 def _member_command(pid: int, mark: str, sessions: frozenset[int]) -> str | None:
-    """The command of the process if it lives and belongs to the job."""
+    """The command of the process if it runs and belongs to the job."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
         # The command is in parentheses and may itself hold spaces and parentheses; fields follow the last one.
@@ -67,7 +67,7 @@ def _has_mark(pid: int, mark: str) -> bool:
 def kill_members(mark: str, sessions: Iterable[int], *, timeout_s: float) -> tuple[dict[int, str], dict[int, str]]:
     """SIGKILL every process of the job until none is found: (those ended, those that remain at the deadline).
 
-    Repeated, for a process may fork while the list is being read.
+    Repeated, because a process may fork while the list is being read.
     """
     deadline = time.monotonic() + timeout_s
     known = frozenset(sessions)
@@ -83,7 +83,7 @@ def kill_members(mark: str, sessions: Iterable[int], *, timeout_s: float) -> tup
 def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline: float) -> set[int]:
     """Kill the processes, wait for them at most until the deadline, and return those that are gone.
 
-    A pidfd pins a process: if its number went to a stranger since the list was read, the second look tells.
+    A pidfd pins a process: if its pid was reused since the list was read, the second check shows it.
     """
     waiting: dict[int, int] = {}
     gone: set[int] = set()
@@ -95,7 +95,7 @@ def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline
                 if _member_command(pid, mark, sessions) is not None:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             except OSError:
-                # Ended just now, or another user's: the next look at the list says which.
+                # Ended just now, or another user's: the next round shows which.
                 continue
         poller = select.poll()
         for pidfd in waiting:
@@ -112,7 +112,7 @@ def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline
 
 
 class Guardian:
-    """The launcher's handle on its guardian. The loop watches `pidfd` and calls `revive` should it be killed."""
+    """The launcher's handle on its guardian. The loop watches `pidfd` and calls `revive` if it is killed."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -134,15 +134,15 @@ class Guardian:
 
     @property
     def pid(self) -> int:
-        """The guardian's process id at present."""
+        """The guardian's current process id."""
         return self._process.pid
 
     def watch_session(self, session: int) -> None:
-        """Tell of a worker, by the session it leads."""
+        """Add a worker, by the session it leads."""
         self._tell(f"session {session}")
 
     def remove_directory(self, path: Path) -> None:
-        """Tell of a directory to remove if the launcher cannot."""
+        """Add a directory to remove if the launcher cannot."""
         self._tell(f"directory {path}")
 
     def _tell(self, line: str) -> None:
@@ -153,11 +153,11 @@ class Guardian:
         try:
             os.write(self._pipe, f"{line}\n".encode())
         except BrokenPipeError:
-            # It was killed a moment ago; its successor is told every line again.
+            # It was killed a moment ago; the next one gets every line again.
             return
 
     def revive(self) -> None:
-        """Replace a guardian that is gone."""
+        """Start another guardian in place of one that ended."""
         self._collect()
         self._start()
         for line in self._lines:
@@ -173,13 +173,13 @@ class Guardian:
             self._process.wait(timeout=_EXIT_WAIT_S)
 
     def close(self) -> None:
-        """Dismiss the guardian: all is well."""
+        """End the guardian after a proper end of the job."""
         self._write("done")
         self._collect()
 
 
 def main() -> None:
-    """In the guardian's process: listen until the launcher is done or gone; if gone, leave nothing behind."""
+    """In the guardian's process: read until the launcher is done or gone; if gone, end what is left of the job."""
     mark = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

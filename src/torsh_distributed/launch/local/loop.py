@@ -1,4 +1,4 @@
-"""The launcher's event loop: file descriptors and timers in one thread, so that no state needs a lock."""
+"""The launcher's event loop: file descriptors and timers in one thread, so no state needs a lock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Callback = Callable[[], None]
 
 
 class Timer:
-    """A call that is due once; `cancel` takes it back."""
+    """A call at a later time, once."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback: Callback | None = callback
 
     def cancel(self) -> None:
-        """Do not call any more; cancelling twice, or after the call, does nothing."""
+        """Do not call; cancelling twice, or after the call, does nothing."""
         self._callback = None
 
     def fire(self) -> None:
-        """Call, unless cancelled or called before."""
+        """Call, unless cancelled or already called."""
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
@@ -47,7 +47,7 @@ class Loop:
             self._selector.register(fd, events, callback)
 
     def unwatch(self, fd: int) -> None:
-        """Forget `fd`; to be called before it is closed."""
+        """Stop watching `fd`; call this before closing it."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -63,7 +63,7 @@ class Loop:
             self._result = result
 
     def run(self) -> int:
-        """Serve until `stop`. Timers that are due fire before descriptors that became ready with them."""
+        """Run until `stop`. Timers that are due fire before descriptors that became ready at the same time."""
         while self._result is None:
             timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             ready = self._selector.select(timeout_s)
@@ -76,7 +76,7 @@ class Loop:
         return self._result
 
     def close(self) -> None:
-        """Forget everything watched."""
+        """Stop watching everything."""
         self._selector.close()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Workers' output: read from their pipes, shown line by line with the rank in front, kept in files.
+"""Workers' output: read from their pipes, printed line by line after the rank, kept in files.
 
-A thread of its own does all of it, so that a terminal that is paused, or a slow file system, never keeps the
-launcher from supervising. Back-pressure still reaches the workers: their pipes fill up.
+One thread does all of it, so a paused terminal or a slow file system never keeps the launcher from supervising.
+Back-pressure still reaches the workers: their pipes fill up.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """What precedes every line of a rank, coloured by rank or not."""
+class LinePrefix:
+    """The text before every line of a rank, coloured by rank or not."""
 
     rank: int
     width: int
     is_coloured: bool
 
     def apply(self, line: bytes) -> bytes:
-        """The line as shown. A colour the worker left switched on ends with its line."""
+        """The line as printed. A colour that the worker left on ends with the line."""
         label = f"[rank {self.rank:>{self.width}}]"
         if not self.is_coloured:
             return label.encode() + b" " + line + b"\n"
@@ -44,7 +44,7 @@ class Prefix:
 
 
 def wants_colour(*, is_tty: bool, environ: Mapping[str, str]) -> bool:
-    """Colour is for terminals, unless NO_COLOR (https://no-color.org) or a dumb terminal says otherwise."""
+    """Whether to colour: on terminals, unless NO_COLOR (https://no-color.org) is set or the terminal is dumb."""
     return is_tty and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -58,12 +58,12 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines completed by `data`."""
+        """The lines that `data` completes."""
         buffer = self._rest + data
         lines = []
         start = 0
         for match in self._LINE_END.finditer(buffer):
-            # A progress bar begins with a carriage return: that is no empty line.
+            # A progress bar begins with a carriage return, which is no empty line.
             if match.start() > start or match.group() != b"\r":
                 lines.append(buffer[start : match.start()])
             start = match.end()
@@ -80,17 +80,17 @@ class LineSplitter:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _WorkerStream:
     rank: int
     name: StreamName
     fd: int
-    prefix: Prefix | None
+    prefix: LinePrefix | None
     log: io.FileIO | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 def open_log(directory: Path, rank: int, name: StreamName) -> io.FileIO:
-    """The file that keeps one stream of one rank, for appending; its directory is made if need be."""
+    """The log file of one stream of one rank, opened for appending; creates its directory."""
     path = directory / f"rank-{rank}.{name}.log"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -115,23 +115,23 @@ class OutputPump:
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._changed = threading.Condition()
-        self._incoming: list[_Stream] = []
+        self._incoming: list[_WorkerStream] = []
         self._open: dict[int, set[StreamName]] = {}
         self._tails: dict[int, deque[str]] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="torsh-output", daemon=True)
         self._thread.start()
 
-    def add(self, rank: int, name: StreamName, fd: int, *, prefix: Prefix | None, log: io.FileIO | None) -> None:
-        """Take over the read end of a pipe and its log file; without a prefix it is kept, not shown."""
+    def add(self, rank: int, name: StreamName, fd: int, *, prefix: LinePrefix | None, log: io.FileIO | None) -> None:
+        """Take ownership of a pipe's read end and its log file; without a prefix nothing is printed."""
         with self._changed:
-            self._incoming.append(_Stream(rank, name, fd, prefix, log))
+            self._incoming.append(_WorkerStream(rank, name, fd, prefix, log))
             self._open.setdefault(rank, set()).add(name)
             self._tails[rank] = deque(maxlen=_TAIL_LINES)
         os.write(self._wake_write, b"+")
 
     def wait_ended(self, ranks: set[int], *, timeout_s: float) -> bool:
-        """Whether all pipes of these ranks reached their end in time; a grandchild may hold one open."""
+        """Whether all pipes of these ranks ended in time; a grandchild may hold one open."""
         with self._changed:
             return self._changed.wait_for(lambda: not any(self._open.get(rank) for rank in ranks), timeout_s)
 
@@ -141,7 +141,7 @@ class OutputPump:
             return tuple(self._tails.get(rank, ()))
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Read what is there, close every pipe and log. A blocked terminal is waited for until the deadline only."""
+        """Read the rest, close every pipe and log. Waits at most `timeout_s` for a blocked terminal."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._is_closing:
@@ -176,7 +176,7 @@ class OutputPump:
         for stream in streams:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
-    def _read(self, stream: _Stream) -> None:
+    def _read(self, stream: _WorkerStream) -> None:
         data = os.read(stream.fd, _READ_BYTES)
         if data:
             self._keep(stream, data)
@@ -184,25 +184,25 @@ class OutputPump:
         else:
             self._end(stream)
 
-    def _keep(self, stream: _Stream, data: bytes) -> None:
+    def _keep(self, stream: _WorkerStream, data: bytes) -> None:
         if stream.log is None:
             return
         try:
             while data:
                 data = data[stream.log.write(data) or 0 :]
         except OSError as error:
-            self._warn(f"{stream.log.name} is incomplete from here on: {error.strerror}")
+            self._warn(f"{stream.log.name} is incomplete from here: {error.strerror}")
             stream.log.close()
             stream.log = None
 
-    def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+    def _show(self, stream: _WorkerStream, lines: list[bytes]) -> None:
         if stream.name == "stderr":
             with self._changed:
                 self._tails[stream.rank].extend(line.decode(errors="replace") for line in lines if line.strip())
         if stream.prefix is not None and lines:
             self._terminal.write(stream.name, b"".join(map(stream.prefix.apply, lines)))
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _WorkerStream) -> None:
         self._show(stream, stream.splitter.finish())
         self._selector.unregister(stream.fd)
         os.close(stream.fd)

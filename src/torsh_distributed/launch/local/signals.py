@@ -1,4 +1,4 @@
-"""Signals as readable bytes, so that the loop handles them like any other event."""
+"""Signals as readable bytes, so the loop handles them like any other event."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Self
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job."""
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are only for the workers, as batch systems send them before a time limit."""
+"""Signals for the workers only; batch systems send them before a time limit."""
 
 
 class SignalInbox:
-    """While open, signals to this process wait in `fd` instead of interrupting it.
+    """While open, signals to this process are queued in `fd` instead of interrupting it.
 
     Python delivers signals to the main thread alone; opened elsewhere the inbox stays empty. A signal
     that was ignored from the start (nohup) stays ignored.
@@ -37,7 +37,7 @@ class SignalInbox:
 
     @property
     def fd(self) -> int:
-        """Readable while signals wait."""
+        """Readable while signals are queued."""
         return self._read.fileno()
 
     def take(self) -> list[signal.Signals]:
@@ -49,7 +49,7 @@ class SignalInbox:
         return [signal.Signals(number) for number in data if number in {*ENDING, *PASSED_ON}]
 
     def close(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the handlers from before."""
         if self._is_open:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

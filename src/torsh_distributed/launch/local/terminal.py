@@ -1,4 +1,4 @@
-"""The one writer to stdout and stderr: lines come out whole and in order, and a paused terminal holds up nobody."""
+"""The one writer to stdout and stderr: whole lines, in order, and a paused terminal blocks nobody."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S = 1.0
 
 
 class Terminal:
-    """Writes from a thread of its own. Who reads no more is told once on the other stream; the job goes on."""
+    """Writes from its own thread. A closed stream is reported once on the other stream; the job goes on."""
 
     def __init__(self, *, out_fd: int = 1, err_fd: int = 2) -> None:
         self._fds: dict[StreamName, int] = {"stdout": out_fd, "stderr": err_fd}
@@ -34,7 +34,7 @@ class Terminal:
             self._put(name, data)
 
     def post(self, name: StreamName, data: bytes) -> None:
-        """Queue `data` without waiting: for the launcher's own few words."""
+        """Queue `data` without waiting: for the launcher's own messages."""
         with self._changed:
             self._put(name, data)
 
@@ -44,7 +44,7 @@ class Terminal:
         self._changed.notify_all()
 
     def is_tty(self, name: StreamName) -> bool:
-        """Whether a person may be looking."""
+        """Whether the stream is a terminal."""
         return os.isatty(self._fds[name])
 
     def _run(self) -> None:
@@ -56,7 +56,7 @@ class Terminal:
                 name, data = self._waiting[0]
             self._show(name, data)
             with self._changed:
-                # Taken off only now, so that an empty queue means that everything is out.
+                # Removed only now, so an empty queue means that everything is written.
                 self._waiting.popleft()
                 self._num_waiting_bytes -= len(data)
                 self._changed.notify_all()
@@ -72,10 +72,10 @@ class Terminal:
             except OSError as error:
                 self._broken.add(name)
                 other: StreamName = "stderr" if name == "stdout" else "stdout"
-                self.post(other, f"torsh run: {name} is not shown any more: {error.strerror}\n".encode())
+                self.post(other, f"torsh run: {name} is no longer shown: {error.strerror}\n".encode())
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Write what is queued, but wait no longer than `timeout_s` for a reader that does not read."""
+        """Write what is queued; waits at most `timeout_s` for a reader that does not read."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)

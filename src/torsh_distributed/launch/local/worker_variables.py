@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, and a few of ours. Pure; `launch.environment` is the reader."""
+"""The environment of a worker: torchrun's variables and a few of ours. Pure; `worker.environment` reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 
-# Overrides for a process that is started by hand: inherited by every worker they would all be one rank.
+# Overrides for a process started by hand. Inherited, they would give every worker the same rank.
 _PERSONAL = (
     "TORSH_RANK",
     "TORSH_WORLD_SIZE",
@@ -39,7 +39,7 @@ def worker_environment(
     token: str,
     progress_file: Path,
 ) -> dict[str, str]:
-    """Every variable of one worker. What the job defines wins over `base`, and `spec.env` over both."""
+    """Every variable of one worker. The job's values win over `base`, and `spec.env` over both."""
     env = {name: value for name, value in base.items() if name not in _PERSONAL}
     env.update(
         RANK=str(place.rank),

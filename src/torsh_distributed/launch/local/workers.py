@@ -1,8 +1,7 @@
-"""The worker processes of one attempt on this node: started, watched, signalled, and gone without a trace.
+"""The worker processes of one attempt on this node: started, watched, signalled and ended.
 
-Each worker leads a session of its own, so that its children (data loaders) can be found and ended with it.
-A worker that ended stays a zombie until the attempt is over: its process id cannot be given to a stranger
-whom we would then signal.
+Each worker leads its own session, so its children (data loaders) can be found and ended with it. A worker that
+ended stays a zombie until the attempt is over, so its process id is not reused by a process we would then signal.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import WorkerPlace
 
 _REAP_TIMEOUT_S = 5.0
-# A terminal interrupts everyone in the foreground; other signals are for the worker, which may want to save
-# with its helpers still alive.
+# A terminal interrupts every process in the foreground. Other signals are for the worker alone, which may want to
+# save while its helpers still run.
 _TO_WHOLE_GROUP = frozenset({signal.SIGINT, signal.SIGKILL})
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class WorkerExit:
     """How a worker ended, and when on the monotonic clock."""
 
     status: ExitStatus
@@ -44,7 +43,7 @@ class Worker:
         self.progress_file = progress_file
         self.pidfd = os.pidfd_open(process.pid)
         self.started_s = time.monotonic()
-        self.ending: Ending | None = None
+        self.exit: WorkerExit | None = None
 
     @property
     def pid(self) -> int:
@@ -52,21 +51,23 @@ class Worker:
         return self.process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the worker, or its whole process group where that is what a terminal would do."""
+        """Send a signal to the worker, or to its whole process group if a terminal would do that."""
         try:
             if number in _TO_WHOLE_GROUP:
                 os.killpg(self.pid, number)
             else:
                 signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
-            # It ended a moment ago; its exit is being handled.
+            # It ended a moment ago; the loop handles its exit.
             return
 
 
 class Workers:
     """All workers of an attempt on this node. `on_exit` is called once for each that ends."""
 
-    def __init__(self, loop: Loop, guardian: Guardian, *, mark: str, on_exit: Callable[[Worker, Ending], None]) -> None:
+    def __init__(
+        self, loop: Loop, guardian: Guardian, *, mark: str, on_exit: Callable[[Worker, WorkerExit], None]
+    ) -> None:
         self._loop = loop
         self._guardian = guardian
         self._mark = mark
@@ -76,7 +77,7 @@ class Workers:
     def start(
         self, place: WorkerPlace, command: Sequence[str], env: Mapping[str, str], *, progress_file: Path
     ) -> tuple[int, int]:
-        """Start one worker; returns the read ends of pipes on its stdout and stderr, which are the caller's then."""
+        """Start one worker; returns the read ends of pipes on its stdout and stderr, which the caller owns."""
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         try:
@@ -106,16 +107,16 @@ class Workers:
         if status is None:
             return
         self._loop.unwatch(worker.pidfd)
-        worker.ending = Ending(status, time.monotonic())
-        self._on_exit(worker, worker.ending)
+        worker.exit = WorkerExit(status, time.monotonic())
+        self._on_exit(worker, worker.exit)
 
     @property
     def running(self) -> list[Worker]:
         """Workers that have not ended."""
-        return [worker for worker in self.all if worker.ending is None]
+        return [worker for worker in self.all if worker.exit is None]
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal every worker that still runs."""
+        """Send a signal to every running worker."""
         for worker in self.running:
             worker.send_signal(number)
 

@@ -1,7 +1,7 @@
 """`torsh run --mpi`: workers that are one MPI job, started and supervised by the launcher itself.
 
-Why not through mpiexec: it would stand between the launcher and the workers, and with it would go the report on who
-failed first and why, restarts, signals and log files. MPICH needs of its launcher only a PMI server, which is small.
+Why not mpiexec: it would stand between the launcher and the workers, and the launcher could no longer report who
+failed first and why, restart, forward signals or keep logs. MPICH needs only a PMI server, which is small.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _OTHER_LAUNCHER = "start the job with `mpiexec -n N python script.py`; init() fi
 
 @contextmanager
 def mpi_job(spec: JobSpec) -> Iterator[JobSpec]:
-    """The job with workers that MPI knows as one world; it must run inside the context.
+    """The job with workers that MPI knows as one world; run it inside the context.
 
-    Raises FeatureNotAvailable for several nodes, or where MPI is missing or does not speak PMI as MPICH does.
+    Raises FeatureNotAvailable for several nodes, and if MPI is missing or its library does not use MPICH's PMI.
     """
     if spec.nnodes > 1:
         raise FeatureNotAvailable(

@@ -1,7 +1,7 @@
-"""PMI-1, by which the processes of an MPICH job find each other: the server that `torsh run --mpi` is.
+"""A PMI-1 server for `torsh run --mpi`, through which the processes of an MPICH job find each other.
 
-The protocol is lines of `key=value` words. A process asks who it is part of, puts its address into a table, meets the
-others at a barrier, and reads their addresses from the table. Each attempt of a job has a table of its own.
+The protocol is lines of `key=value` words. A process asks for its world, puts its address into a table, waits for the
+others at a barrier, and reads their addresses from the table. Each attempt of a job has its own table.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class PmiWorld:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Unlike that of every other job on this node: MPICH names its shared memory after it.
+        # Unique on this node: MPICH names its shared memory after it.
         self._name = f"torsh_{secrets.token_hex(8)}"
         # One node: ranks 0 to size - 1 share memory.
         self._table = {"PMI_process_mapping": f"(vector,(0,1,{size}))"}
         self._at_barrier: list[int] = []
 
     def answer(self, rank: int, line: str) -> list[tuple[int, str]]:
-        """What to say to whom (rank, line) after `rank` said `line`."""
+        """The replies (rank, line) to a line of `rank`."""
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         command = words.get("cmd", "")
         match command:
@@ -85,7 +85,7 @@ class _Client:
         self._rest = b""
 
     def read_lines(self) -> list[str] | None:
-        """Whole lines that have come, or None at the end."""
+        """The whole lines received, or None at the end of the connection."""
         try:
             data = self.link.recv(_READ_BYTES)
         except ConnectionError:
@@ -97,9 +97,9 @@ class _Client:
 
 
 class PmiServer:
-    """Serves the workers of a job on one node, in a thread, through a socket that only this user's processes may use.
+    """Serves the workers of a job on one node, in a thread, on a socket that only this user's processes may use.
 
-    The socket has a name but no file, so nothing is left behind by a launcher that is killed.
+    The socket has a name but no file, so a killed launcher leaves nothing behind.
     """
 
     def __init__(self, size: int) -> None:
@@ -157,7 +157,7 @@ class PmiServer:
             for line in lines:
                 self._take(client, line)
         except (KeyError, ValueError):
-            self._forget(client)  # not a worker of ours: it does not speak PMI
+            self._forget(client)  # not one of our workers: it does not speak PMI
 
     def _take(self, client: _Client, line: str) -> None:
         if client.attempt is None:
@@ -174,7 +174,7 @@ class PmiServer:
 
     def _say(self, client: _Client | None, line: str) -> None:
         if client is None:
-            return  # it ended meanwhile
+            return  # it ended in the meantime
         try:
             client.link.sendall(line.encode() + b"\n")
         except ConnectionError:

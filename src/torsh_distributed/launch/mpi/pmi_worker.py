@@ -1,7 +1,7 @@
-"""Between `torsh run --mpi` and a worker: connect to the launcher's PMI server, then become the worker.
+"""The first steps of a worker of `torsh run --mpi`: connect to the launcher's PMI server, then exec the command.
 
-Run by path under a bare interpreter (`python -I -S`), so this file imports the standard library alone and costs little.
-The process stays the same one, so the launcher's reports speak of the worker itself.
+Run by path under a bare interpreter (`python -I -S`), so this file imports only the standard library and starts fast.
+The process stays the same, so the launcher's reports are about the worker itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ADDRESS_VARIABLE = "TORSH_PMI_ADDRESS"
 
 
 def connect(address: str, *, attempt: int, rank: int, size: int) -> dict[str, str]:
-    """A connection to the launcher's server that a child process inherits; returns the variables that tell MPICH."""
+    """A connection to the launcher's server that a child process inherits; returns the variables that MPICH reads."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(f"\0{address}")
     link.sendall(f"{attempt} {rank}\n".encode())
@@ -23,7 +23,7 @@ def connect(address: str, *, attempt: int, rank: int, size: int) -> dict[str, st
 
 
 def main() -> None:
-    """Become the command that follows, with a connection for MPICH."""
+    """Connect, then exec the command line that follows."""
     attempt, rank, size = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     try:
         os.environ.update(connect(os.environ.pop(ADDRESS_VARIABLE), attempt=attempt, rank=rank, size=size))

@@ -1,1 +1,2 @@
-"""Several nodes: `coordinator` decides, `leader` and `follower` carry it out over signed connections."""
+"""The launchers of a job's nodes: `coordinator` decides, `leader` distributes, `node` acts, `follower` connects a node
+to the leader; then `records` and `signed_connection`, what they exchange."""

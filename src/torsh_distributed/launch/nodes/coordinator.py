@@ -1,4 +1,4 @@
-"""What the leader decides, as a pure state machine: reports of the nodes in, decisions for all nodes out.
+"""The leader's decisions as a pure state machine: reports of nodes in, decisions for all nodes out.
 
 ::
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torsh_distributed.launch.nodes.records import End, Failure, Stop
+from torsh_distributed.launch.nodes.records import End, JobFailure, Stop
 
 
-class Phase(StrEnum):
-    """Where the job stands."""
+class JobPhase(StrEnum):
+    """The state of the job."""
 
     GATHERING = "gathering"
     RUNNING = "running"
@@ -28,22 +28,22 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class StartAttempt:
     """Open a fresh store and start the workers of this attempt on every node."""
 
     attempt: int
 
 
-Decision = Begin | Stop | End
+Decision = StartAttempt | Stop | End
 
 
 class Coordinator:
-    """Follows one job. Every method returns the decisions to carry out on all nodes, in order."""
+    """The state of one job. Every method returns the decisions to carry out on all nodes, in order."""
 
     def __init__(self, *, num_nodes: int, max_restarts: int) -> None:
-        self.phase = Phase.GATHERING
+        self.phase = JobPhase.GATHERING
         self.attempt = 0
-        self.failures: list[Failure] = []
+        self.failures: list[JobFailure] = []
         """The first failure of every attempt that failed."""
         self._num_nodes = num_nodes
         self._max_restarts = max_restarts
@@ -65,54 +65,54 @@ class Coordinator:
         return node_rank in self._joined
 
     def joined(self, node_rank: int) -> list[Decision]:
-        """A node that fits the job is there."""
+        """A node that fits the job has joined."""
         self._joined.add(node_rank)
-        if self.phase is not Phase.GATHERING or self.absent:
+        if self.phase is not JobPhase.GATHERING or self.absent:
             return []
         return [self._begin(0)]
 
-    def failed(self, attempt: int, failure: Failure) -> list[Decision]:
+    def failed(self, attempt: int, failure: JobFailure) -> list[Decision]:
         """A worker failed. Only the first failure of an attempt decides; the rest are its consequences."""
-        if self.phase is not Phase.RUNNING or attempt != self.attempt:
+        if self.phase is not JobPhase.RUNNING or attempt != self.attempt:
             return []
         self.failures.append(failure)
         if attempt >= self._max_restarts:
             return self._over(End(exit_code=failure.exit_code, failure=failure))
-        self.phase = Phase.STOPPING
+        self.phase = JobPhase.STOPPING
         self._done = set()
         return [Stop(attempt=attempt, failure=failure)]
 
     def finished(self, node_rank: int, attempt: int) -> list[Decision]:
-        """All workers of a node ended well."""
-        if self.phase is not Phase.RUNNING or attempt != self.attempt:
+        """All workers of a node succeeded."""
+        if self.phase is not JobPhase.RUNNING or attempt != self.attempt:
             return []
         self._done.add(node_rank)
         return [] if self.unstopped else self._over(End(exit_code=0))
 
     def stopped(self, node_rank: int, attempt: int) -> list[Decision]:
         """A node has no process of the stopped attempt left."""
-        if self.phase is not Phase.STOPPING or attempt != self.attempt:
+        if self.phase is not JobPhase.STOPPING or attempt != self.attempt:
             return []
         self._done.add(node_rank)
         return [] if self.unstopped else [self._begin(attempt + 1)]
 
-    def lost(self, failure: Failure) -> list[Decision]:
-        """A node is gone, or cannot do what it must; the job has a fixed world, so it ends."""
-        if self.phase is Phase.OVER:
+    def lost(self, failure: JobFailure) -> list[Decision]:
+        """A node is lost or cannot do its part; the world has a fixed size, so the job ends."""
+        if self.phase is JobPhase.OVER:
             return []
         self.failures.append(failure)
         return self._over(End(exit_code=failure.exit_code, failure=failure))
 
     def interrupted(self, signal: int) -> list[Decision]:
         """The user wants the job to end."""
-        return [] if self.phase is Phase.OVER else self._over(End(exit_code=128 + signal, signal=signal))
+        return [] if self.phase is JobPhase.OVER else self._over(End(exit_code=128 + signal, signal=signal))
 
-    def _begin(self, attempt: int) -> Begin:
-        self.phase = Phase.RUNNING
+    def _begin(self, attempt: int) -> StartAttempt:
+        self.phase = JobPhase.RUNNING
         self.attempt = attempt
         self._done = set()
-        return Begin(attempt)
+        return StartAttempt(attempt)
 
     def _over(self, end: End) -> list[Decision]:
-        self.phase = Phase.OVER
+        self.phase = JobPhase.OVER
         return [end]

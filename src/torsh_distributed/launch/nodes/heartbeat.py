@@ -1,4 +1,4 @@
-"""The heartbeat between launchers: a regular call that does not blame others for one's own sleep."""
+"""The heartbeat between launchers: a regular call that is skipped after this process was suspended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BEATS_PER_TIMEOUT = 5
 _MAX_INTERVAL_S = 1.0
 
 
-class Pulse:
+class HeartbeatSender:
     """Calls `beat` several times per timeout.
 
-    A beat that comes late means that this process itself was held up (stopped, swapped out, a laptop asleep):
-    what others sent meanwhile is still unread, so that one beat is left out rather than call them silent.
+    A late beat means that this process was suspended (stopped, swapped out, a laptop asleep). What others sent
+    meanwhile is still unread, so that beat is skipped: it would report them as silent.
     """
 
     def __init__(self, loop: Loop, timeout_s: float, beat: Callback) -> None:
@@ -27,12 +27,12 @@ class Pulse:
 
     def _fire(self) -> None:
         now_s = time.monotonic()
-        was_held_up = now_s - self._last_s > self._late_s
+        was_suspended = now_s - self._last_s > self._late_s
         self._last_s = now_s
         self._timer = self._loop.call_later(self._interval_s, self._fire)
-        if not was_held_up:
+        if not was_suspended:
             self._beat()
 
     def stop(self) -> None:
-        """No more beats."""
+        """Stop calling."""
         self._timer.cancel()

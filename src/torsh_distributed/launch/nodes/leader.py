@@ -10,16 +10,16 @@ from typing import Self
 from torsh_distributed.launch.failure_report import join_numbers
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.loop import Loop
-from torsh_distributed.launch.nodes.coordinator import Begin, Coordinator, Decision, Phase
+from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
 from torsh_distributed.launch.nodes.records import (
     End,
     Failed,
-    Failure,
     Finished,
     FromLeader,
     FromNode,
     Interrupted,
+    JobFailure,
     Start,
     Stop,
     Stopped,
@@ -36,16 +36,16 @@ class Leader:
         self._loop = loop
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
-        self._tell: dict[int, Callable[[FromLeader], None]] = {}
+        self._send: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
 
-    def join(self, node_rank: int, tell: Callable[[FromLeader], None]) -> None:
-        """Take in a node that fits the job; `tell` carries decisions to it. The last one starts the job."""
-        self._tell[node_rank] = tell
+    def join(self, node_rank: int, send: Callable[[FromLeader], None]) -> None:
+        """Add a node that fits the job; `send` carries decisions to it. The last one starts the job."""
+        self._send[node_rank] = send
         self._carry_out(self.coordinator.joined(node_rank))
 
-    def hear(self, node_rank: int, message: FromNode) -> None:
-        """Take a report of a node."""
+    def receive(self, node_rank: int, message: FromNode) -> None:
+        """Handle a report of a node."""
         match message:
             case Failed():
                 self._carry_out(self.coordinator.failed(message.attempt, message.failure))
@@ -56,16 +56,16 @@ class Leader:
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
 
-    def lose(self, failure: Failure) -> None:
-        """A node is gone."""
+    def lose(self, failure: JobFailure) -> None:
+        """A node is lost."""
         if failure.node_rank != 0:
-            self._tell.pop(failure.node_rank, None)
+            self._send.pop(failure.node_rank, None)
         self._carry_out(self.coordinator.lost(failure))
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Begin():
+                case StartAttempt():
                     message: FromLeader = self._open(decision.attempt)
                 case Stop():
                     message = decision
@@ -73,20 +73,23 @@ class Leader:
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                 case End():
                     message = decision
-            for tell in list(self._tell.values()):
-                tell(message)
+            for send in list(self._send.values()):
+                send(message)
 
     def _check_stopped(self, attempt: int, limit_s: float) -> None:
         coordinator = self.coordinator
-        if coordinator.phase is Phase.STOPPING and coordinator.attempt == attempt:
+        if coordinator.phase is JobPhase.STOPPING and coordinator.attempt == attempt:
             cause = f"node {join_numbers(coordinator.unstopped)} did not end its workers within {limit_s:g} s"
-            self.lose(Failure(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
+            self.lose(JobFailure(node_rank=coordinator.unstopped[0], node_name="", cause=cause))
 
     def _open(self, attempt: int) -> Start:
         """An empty store for the attempt, on a port of its own or on the one the user chose."""
         address = self._spec.master_addr
         port = (self._spec.master_port or 0) if self._spec.nnodes == 1 else 0
-        if self._listener is None or port == 0:
+        if port and self._store is not None:
+            # The next attempt has the same port: the old store must not answer its workers.
+            self._close_store()
+        if self._listener is None or not port:
             self._close_listener()
             self._listener = listen_on(address, port)
         if self._store is None:
@@ -96,27 +99,30 @@ class Leader:
         return Start(attempt=attempt, master_addr=address, master_port=self._listener.getsockname()[1])
 
     def _lose_store(self) -> None:
-        """The store's process ended: no worker can meet the others any more."""
+        """The store's process ended: no worker can meet the others."""
         assert self._store is not None, "only a store that was started can end"
         status = peek_status(self._store.pidfd)
         if status is None:
             return
         self._loop.unwatch(self._store.pidfd)
         cause = f"the process of the workers' store (pid {self._store.pid}) ended: {status.describe()}"
-        self.lose(Failure(node_rank=0, node_name=socket.gethostname(), cause=cause))
+        self.lose(JobFailure(node_rank=0, node_name=socket.gethostname(), cause=cause))
 
     def _close_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
-    def close(self) -> None:
-        """End the store."""
-        self._close_listener()
+    def _close_store(self) -> None:
         if self._store is not None:
             self._loop.unwatch(self._store.pidfd)
             self._store.close()
             self._store = None
+
+    def close(self) -> None:
+        """End the store."""
+        self._close_listener()
+        self._close_store()
 
     def __enter__(self) -> Self:
         return self

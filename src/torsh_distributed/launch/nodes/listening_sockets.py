@@ -1,4 +1,4 @@
-"""Listening sockets, with errors that name the address, the port and the way out."""
+"""Listening sockets, with errors that name the address, the port and the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a name or address leads to this machine alone."""
+    """Whether a name or address can be reached from this machine only."""
     return ipaddress.ip_address(resolve(address)[1].partition("%")[0]).is_loopback
 
 

@@ -1,4 +1,4 @@
-"""One node's part in a job: it runs the attempt that the leader starts, and tells the leader how it goes."""
+"""One node's part in a job: it runs the attempts that the leader starts and reports how they end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from torsh_distributed.launch.failure_report import Voice, join_numbers
-from torsh_distributed.launch.local.attempt import Ground, LocalAttempt
+from torsh_distributed.launch.failure_report import LauncherOutput, join_numbers
+from torsh_distributed.launch.local.attempt import AttemptContext, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.loop import Loop
@@ -21,15 +21,15 @@ from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, set
 from torsh_distributed.launch.nodes.records import (
     End,
     Failed,
-    Failure,
     Finished,
     FromLeader,
     FromNode,
     Interrupted,
+    JobFailure,
+    JoinAccepted,
     Start,
     Stop,
     Stopped,
-    Welcome,
 )
 from torsh_distributed.launch.spec import JobSpec
 
@@ -37,17 +37,19 @@ _MAX_REVIVALS = 3
 
 
 class Node:
-    """The workers of this node under the leader's command; leaving the context ends whatever it started."""
+    """The workers of this node under the leader's command; leaving the context ends all it started."""
 
-    def __init__(self, spec: JobSpec, loop: Loop, terminal: Terminal, voice: Voice, *, mark: str, token: str) -> None:
+    def __init__(
+        self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
+    ) -> None:
         self._guardian = Guardian(mark)
         self._directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         self._guardian.remove_directory(self._directory)
-        self._ground = Ground(
+        self._context = AttemptContext(
             spec=spec,
             loop=loop,
             terminal=terminal,
-            voice=voice,
+            output=output,
             guardian=self._guardian,
             directory=self._directory,
             mark=mark,
@@ -56,7 +58,7 @@ class Node:
         )
         self._spec = spec
         self._loop = loop
-        self._voice = voice
+        self._output = output
         self._attempt: LocalAttempt | None = None
         self._attempt_number = 0
         self._num_revived = 0
@@ -64,13 +66,13 @@ class Node:
         self._log_name = spec.run_id
         self._is_interrupted = False
         self._is_ending = False
-        self.tell: Callable[[FromNode], None] = _ignore
-        """Carries a report to the leader; set once the leader is known."""
+        self.report: Callable[[FromNode], None] = _ignore
+        """Sends a report to the leader; set once the leader is known."""
 
-    def obey(self, message: FromLeader) -> None:
-        """Do what the leader says."""
+    def handle(self, message: FromLeader) -> None:
+        """Carry out a record of the leader."""
         match message:
-            case Welcome():
+            case JoinAccepted():
                 self._log_name = message.log_name
             case Start():
                 self._start(message)
@@ -81,15 +83,15 @@ class Node:
 
     def _start(self, message: Start) -> None:
         if message.attempt == 0 and sets_omp_threads(self._spec, os.environ):
-            self._voice.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
+            self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
         self._attempt_number = message.attempt
         self._attempt = LocalAttempt(
-            self._ground,
+            self._context,
             AttemptEndpoint(attempt=message.attempt, master_addr=message.master_addr, master_port=message.master_port),
             log_dir=self._log_dir(message.attempt),
-            on_failed=lambda failure: self.tell(Failed(attempt=message.attempt, failure=failure)),
-            on_finished=lambda: self.tell(Finished(attempt=message.attempt)),
+            on_failed=lambda failure: self.report(Failed(attempt=message.attempt, failure=failure)),
+            on_finished=lambda: self.report(Finished(attempt=message.attempt)),
         )
         self._attempt.start()
         self._emit("restarted" if message.attempt else "started")
@@ -100,8 +102,8 @@ class Node:
         return self._spec.log_dir / self._log_name / f"attempt-{attempt}"
 
     def _stop(self, message: Stop) -> None:
-        self._report(message.failure)
-        self._voice.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: every worker is started anew")
+        self._show_failure(message.failure)
+        self._output.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: all workers are restarted")
         if self._attempt is None:
             self._stopped(message.attempt)
         else:
@@ -113,14 +115,14 @@ class Node:
 
     def _stopped(self, attempt: int) -> None:
         self._close_attempt()
-        self.tell(Stopped(attempt=attempt))
+        self.report(Stopped(attempt=attempt))
 
     def _end(self, message: End) -> None:
         if self._is_ending:
             return
         self._is_ending = True
         if message.failure is not None:
-            self._report(message.failure)
+            self._show_failure(message.failure)
         if self._attempt is None:
             self._over(message.exit_code)
             return
@@ -135,34 +137,34 @@ class Node:
         self._close_attempt()
         if exit_code:
             attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
-            self._voice.say(f"the job ended with exit code {exit_code} after {attempts}")
+            self._output.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")
         self._loop.stop(exit_code)
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Take a signal of the user: some are for the workers, the others end the job, a second one at once."""
+        """Handle a signal: some are for the workers, the others end the job; a second one kills everything at once."""
         running = self._attempt.running_ranks if self._attempt is not None else []
         if number in PASSED_ON:
             if self._attempt is not None:
                 self._attempt.send_signal(number)
         elif self._is_interrupted:
-            self._voice.warn(f"{number.name} again: everything is killed now")
+            self._output.warn(f"{number.name} again: everything is killed now")
             if self._attempt is not None:
                 self._attempt.kill()
             self._over(128 + number)
         else:
             self._is_interrupted = True
             if running:
-                self._voice.say(
-                    f"{number.name} is passed on to rank {join_numbers(running)}; what still runs in "
+                self._output.say(
+                    f"{number.name} is forwarded to rank {join_numbers(running)}; what still runs in "
                     f"{self._spec.signal_timeout_s:g} s, or at the next signal, is killed"
                 )
             else:
-                self._voice.say(f"{number.name}: the job ends")
-            self.tell(Interrupted(signal=number))
+                self._output.say(f"{number.name}: the job ends")
+            self.report(Interrupted(signal=number))
 
-    def _report(self, failure: Failure) -> None:
-        self._voice.show_failure(failure, attempt=self._attempt_number, is_multi_node=self._spec.nnodes > 1)
+    def _show_failure(self, failure: JobFailure) -> None:
+        self._output.show_failure(failure, attempt=self._attempt_number, is_multi_node=self._spec.nnodes > 1)
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"
         self._emit("lost", detail=f"{who}: {failure.cause}")
 
@@ -177,10 +179,10 @@ class Node:
         )
 
     def _revive_guardian(self) -> None:
-        """Someone killed the guardian: start another, unless that keeps happening."""
+        """The guardian was killed: start another, unless that keeps happening."""
         self._loop.unwatch(self._guardian.pidfd)
         if self._num_revived >= _MAX_REVIVALS:
-            self._voice.warn("the guardian was killed again; if this launcher is killed too, workers may survive it")
+            self._output.warn("the guardian was killed again; if this launcher is killed too, workers may survive it")
             return
         self._num_revived += 1
         self._guardian.revive()
@@ -206,4 +208,4 @@ class Node:
 
 
 def _ignore(message: FromNode) -> None:
-    """Before the leader is known there is nobody to tell."""
+    """Before the leader is known, reports go nowhere."""

@@ -21,15 +21,15 @@ Text = Annotated[str, MaxLen(4_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a job stopped going: a worker that failed, or a node that was lost (then `rank` is None)."""
+class JobFailure:
+    """Why an attempt failed: a worker that failed, or a node that was lost (then `rank` is None)."""
 
     node_rank: int
     node_name: Text
     rank: int | None = None
     pid: int | None = None
     exit_code: int = 1
-    """For the shell: of the worker, or 128 + signal; never 0."""
+    """For the shell: the worker's, or 128 + signal; never 0."""
     cause: Text
     evidence: Text | None = None
     """What proves the cause beyond the exit status, such as the kernel's count of out-of-memory kills."""
@@ -40,14 +40,14 @@ class Failure:
     """The end of the worker's stderr."""
     log: Text | None = None
     finished_before: tuple[tuple[int, float], ...] = ()
-    """(rank, seconds before the failure) of workers on that node which had ended well while others went on."""
+    """(rank, seconds before the failure) of workers on that node that had succeeded while others went on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """A node introduces itself; what must agree on all nodes is compared by the leader."""
+class JoinRequest:
+    """A node asks to join; the leader compares what must be equal on all nodes."""
 
-    kind: Literal["hello"] = "hello"
+    kind: Literal["join_request"] = "join_request"
     node_rank: int
     node_name: Text
     nnodes: int
@@ -58,16 +58,16 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A worker of the node failed; the node waits to be told what to do."""
+    """A worker of the node failed; the node waits for the leader's decision."""
 
     kind: Literal["failed"] = "failed"
     attempt: int
-    failure: Failure
+    failure: JobFailure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """All workers of the node ended well."""
+    """All workers of the node succeeded."""
 
     kind: Literal["finished"] = "finished"
     attempt: int
@@ -91,30 +91,30 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """Still here. Goes both ways."""
+    """A sign of life, in both directions."""
 
     kind: Literal["heartbeat"] = "heartbeat"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome:
+class JoinAccepted:
     """The leader accepts the node. `log_name` is the run's directory name under --log-dir, the same on all nodes."""
 
-    kind: Literal["welcome"] = "welcome"
+    kind: Literal["join_accepted"] = "join_accepted"
     log_name: Text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class JoinRefused:
     """The leader does not accept the node."""
 
-    kind: Literal["refused"] = "refused"
+    kind: Literal["join_refused"] = "join_refused"
     reason: Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start the workers of an attempt, which meet in a store of its own."""
+    """Start the workers of an attempt, which meet in the attempt's own store."""
 
     kind: Literal["start"] = "start"
     attempt: int
@@ -124,26 +124,26 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """End the workers of an attempt and say when they are gone; the next attempt follows."""
+    """End the workers of an attempt and report when they are gone; the next attempt follows."""
 
     kind: Literal["stop"] = "stop"
     attempt: int
-    failure: Failure
+    failure: JobFailure
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The job is over: end what still runs, and exit with this code."""
+    """The job is over: end all workers and exit with this code."""
 
     kind: Literal["end"] = "end"
     exit_code: int
-    failure: Failure | None = None
+    failure: JobFailure | None = None
     signal: int | None = None
-    """The user's signal, to be passed on to workers that still run; None ends them as after a failure."""
+    """The user's signal, to be forwarded to workers that still run; None ends them as after a failure."""
 
 
-FromNode = Hello | Failed | Finished | Stopped | Interrupted | Heartbeat
-FromLeader = Welcome | Refused | Start | Stop | End | Heartbeat
+FromNode = JoinRequest | Failed | Finished | Stopped | Interrupted | Heartbeat
+FromLeader = JoinAccepted | JoinRefused | Start | Stop | End | Heartbeat
 Message = FromNode | FromLeader
 
 
@@ -152,7 +152,7 @@ def _adapter() -> TypeAdapter[Any]:
     """What turns records into JSON and back; a key that the record does not have is an error."""
     from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-    for record in (Failure, *FromNode.__args__, *FromLeader.__args__):
+    for record in (JobFailure, *FromNode.__args__, *FromLeader.__args__):
         with_config(ConfigDict(extra="forbid"))(record)
     return TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 

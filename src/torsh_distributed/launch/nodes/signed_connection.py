@@ -1,9 +1,9 @@
-"""Signed records over a socket: how the launchers of a job talk.
+"""Signed records over a socket, between the launchers of a job.
 
-Both ends open with a magic word and 32 random bytes. From these and the job's token they derive a key of
-this connection alone, so that a record can be neither forged, replayed nor reflected without the token. A
+Both ends open with a magic word and 32 random bytes. From these and the job's token they derive a key for
+this connection alone, so without the token a record can be neither forged, replayed nor reflected. A
 record on the wire: length (4 bytes, big-endian), HMAC-SHA256 over direction, sequence number and body, body
-(JSON). It is not encrypted: records say who failed and why, never a secret.
+(JSON). It is not encrypted: records contain no secret.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _READ_BYTES = 1 << 16
 
 
 class BadRecord(Exception):
-    """What arrived is not a record of a launcher that knows the token; the connection is of no use any more."""
+    """What arrived is not a record of a launcher that has the token; the connection must be closed."""
 
 
 class RecordCodec:
-    """Turns messages into signed bytes and back, for one end of one connection. Pure: no socket in sight."""
+    """Turns messages into signed bytes and back, for one end of one connection. Pure."""
 
     def __init__(self, token: str, *, is_server: bool) -> None:
         self._token = token.encode()
@@ -54,7 +54,7 @@ class RecordCodec:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the other end's greeting has arrived, so that records can be signed."""
+        """Whether the other end's greeting has arrived, so records can be signed."""
         return self._key is not None
 
     def seal(self, message: Message) -> bytes:
@@ -65,7 +65,7 @@ class RecordCodec:
         return data
 
     def feed(self, data: bytes) -> list[Message]:
-        """The records completed by `data`, every one of them genuine; raises BadRecord at the first that is not."""
+        """The records that `data` completes, all of them genuine; raises BadRecord at the first that is not."""
         self._buffer += data
         if self._key is None and not self._take_greeting():
             return []
@@ -79,7 +79,7 @@ class RecordCodec:
 
     def _take_greeting(self) -> bool:
         if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
-            raise BadRecord("it does not speak as a torsh launcher")
+            raise BadRecord("it is no torsh launcher")
         size = len(_MAGIC) + _NONCE_BYTES
         if len(self._buffer) < size:
             return False
@@ -113,10 +113,10 @@ class RecordCodec:
 
 
 class Connection:
-    """One end of a conversation, driven by the loop.
+    """One end of a connection, driven by the loop.
 
-    `on_message` gets every genuine record. `on_close` is called once, with the reason, when the other end
-    is gone or cannot be trusted; not after `close`. Both are to be set before the loop runs again.
+    `on_message` is called with every genuine record; `on_close` once, with the reason, when the other end is gone
+    or sends something else, but not after `close`. Set both before the loop runs again.
     """
 
     def __init__(self, loop: Loop, sock: socket.socket, token: str, *, is_server: bool) -> None:
@@ -134,7 +134,7 @@ class Connection:
         loop.watch(sock.fileno(), self._serve, writable=True)
 
     def send(self, message: Message) -> None:
-        """Queue a record; it goes out as fast as the other end takes it. After the end it goes nowhere."""
+        """Queue a record, to be sent as fast as the other end reads. Dropped if the connection is closed."""
         if not self._is_open:
             return
         self._waiting.append(message)
@@ -199,7 +199,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """End the conversation at once; what was queued is dropped."""
+        """Close at once; what is queued is dropped."""
         if self._is_open:
             self._is_open = False
             self._loop.unwatch(self._sock.fileno())

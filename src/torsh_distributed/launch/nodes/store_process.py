@@ -11,7 +11,6 @@ its standard input, a Unix socket, it receives one listening socket per attempt;
 from __future__ import annotations
 
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -36,11 +35,14 @@ class StoreProcess:
         self.pidfd = os.pidfd_open(self.pid)
 
     def serve(self, listener: socket.socket) -> None:
-        """Replace the store by an empty one on `listener`, which stays the caller's."""
+        """Replace the store by an empty one on `listener`, which the caller keeps. A socket can be served once:
+
+        clients that connect to the same one again could meet the old store.
+        """
         try:
             socket.send_fds(self._control, [b"+"], [listener.fileno()])
         except (BrokenPipeError, ConnectionResetError):
-            # It was killed a moment ago; whoever watches `pidfd` learns it next.
+            # It was killed a moment ago; the loop reports it through `pidfd`.
             return
 
     def close(self) -> None:
@@ -58,11 +60,13 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     control = socket.socket(fileno=0)
-    store: TCPStore | None = None
-    while (listener := _newest_listener(control)) is not None:
-        del store  # first: with a fixed port both have the same listening socket
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        listener = socket.socket(fileno=fds[0])
         address, port = listener.getsockname()[:2]
-        store = TCPStore(
+        store = TCPStore(  # noqa: F841 - serves while it lives, until the next one replaces it
             address,
             port,
             is_master=True,
@@ -70,17 +74,6 @@ def main() -> None:
             timeout=timedelta(seconds=60),
             master_listen_fd=listener.detach(),
         )
-
-
-def _newest_listener(control: socket.socket) -> socket.socket | None:
-    """Wait for a listening socket; of several that are waiting the last. None at the end of file."""
-    newest: socket.socket | None = None
-    while newest is None or select.select([control], [], [], 0)[0]:
-        message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return None
-        newest = socket.socket(fileno=fds[0])
-    return newest
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The worker's side: `environment` reads who it is, `init` joins the world; progress and event files."""
+"""Code that runs in workers: `environment` finds the rank, `init` joins the world; then progress and event files."""

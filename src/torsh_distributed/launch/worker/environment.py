@@ -1,7 +1,7 @@
-"""Who am I in this job? Read from what the launcher left in the environment, in one place, once.
+"""This process's place in its job, read from the launcher's environment variables in one place, once.
 
-One function per launcher says what it finds there. The order is: `torsh run`, torchrun, variables set by hand,
-Open MPI, MPICH, SLURM; nothing at all means a world of one. TORSH_* variables override single values.
+One function per launcher. The order is: `torsh run`, torchrun, variables set by hand,
+Open MPI, MPICH, SLURM; none of them means a world of one. TORSH_* variables override single values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A process's place in its job, and who said so. None: unknown here, learned when the ranks meet."""
+    """A process's place in its job, and where it was read. None: unknown until the ranks meet."""
 
     source: str
     """The launcher it was read from, as shown to the user."""
@@ -57,7 +57,7 @@ class Environment:
         local_size = self.world_size if self.local_world_size is None else self.local_world_size
         if not 0 <= (self.local_rank or 0) < local_size <= self.world_size:
             raise ConfigurationError(
-                "local_rank must lie below local_world_size, and that at most at world_size",
+                "local_rank must be below local_world_size, and local_world_size at most world_size",
                 hint="LOCAL_RANK counts the processes of one node, RANK those of the whole job",
                 local_rank=self.local_rank,
                 local_world_size=self.local_world_size,
@@ -81,9 +81,9 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """This process's place in the job, from the first launcher that left its mark.
+    """This process's place in the job, from the first launcher whose variables are set.
 
-    Raises ConfigurationError where variables are incomplete or contradict each other, naming them.
+    Raises ConfigurationError if variables are incomplete or contradict each other, and names them.
     """
     variables = _Variables(os.environ if environ is None else environ)
     found = Environment(
@@ -146,7 +146,7 @@ class _Variables:
             ) from None
 
     def master(self, rank_count: int, local_count: int | None, source: str) -> dict[str, Any]:
-        """Address and port of the store: given, or loopback where all ranks are on one node."""
+        """Address and port of the store: given, or loopback if all ranks are on one node."""
         addr = self._environ.get("MASTER_ADDR")
         if addr is None and local_count not in (None, rank_count):
             raise ConfigurationError(
@@ -243,7 +243,7 @@ def _slurm(variables: _Variables) -> Environment | None:
         local_rank=variables.maybe("SLURM_LOCALID"),
         node_rank=variables.maybe("SLURM_NODEID"),
         master_addr=variables.text("MASTER_ADDR") or (first_node(first) if first else _LOOPBACK),
-        # Jobs share nodes: a port from the job's number keeps two of them apart.
+        # Jobs share nodes: a port derived from the job's number keeps them apart.
         master_port=variables.number("MASTER_PORT", 10_000 + job_id % 20_000),
     )
 

@@ -1,4 +1,4 @@
-"""Where a process's events go when the environment asks for it: TORSH_EVENTS_DIR and TORSH_PROGRESS_FILE."""
+"""Record a process's events where TORSH_EVENTS_DIR and TORSH_PROGRESS_FILE say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.progress import ProgressWriter
 
-# By process: a forked child records for itself, into files of its own.
+# By process: a forked child records into its own files.
 _recorders: dict[int, list[JsonlSink | ProgressWriter]] = {}
 
 

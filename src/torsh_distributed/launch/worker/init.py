@@ -1,4 +1,4 @@
-"""`init()`: from whatever launcher started this process to a working process group."""
+"""`init()`: join the job, under any launcher, and bring up the process group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
 
 @contextmanager
 def distributed(plan: Plan | None = None, *, backend: str | None = None) -> Iterator[Environment]:
-    """`init()` for the length of a `with` block; the group is gone after it, also when the block raises."""
+    """`init()` for the length of a `with` block; the group is destroyed after it, also if the block raises."""
     found = init(plan, backend=backend)
     try:
         yield found
@@ -58,7 +58,7 @@ def init_process_group(
     *,
     store: dist.Store | None = None,
 ) -> None:
-    """Bring up the world's group with explicit values; what is not given is read from the environment.
+    """Bring up the world's group with explicit values; the rest is read from the environment.
 
     `timeout` (seconds) bounds the meeting of the ranks and each later collective. Duplicate ranks, differing world
     sizes and absent ranks raise on every rank, by name. `store` replaces the TCP store at the master's address.
@@ -73,7 +73,7 @@ def init_process_group(
     }
     given = {name: value for name, value in given.items() if value is not None}
     if given:
-        # A place given by hand is taken whole: what the launcher said of nodes and stores no longer fits it.
+        # A place given by hand is taken whole: the launcher's nodes and store no longer fit it.
         given.update(source=f"arguments {', '.join(given)}", local_rank=None, local_world_size=None, node_rank=None)
         given["has_agent_store"] = found.has_agent_store and master_addr is None and master_port is None
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

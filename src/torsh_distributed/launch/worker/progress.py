@@ -1,8 +1,8 @@
-"""How far a rank has come, in a small file that outlives it: for the launcher's report on a dead rank.
+"""A rank's progress in a small file that outlives it, for the launcher's report on a dead rank.
 
-The file is one record of 28 bytes, written with a single pwrite: magic, last completed step, last step
-saved in a checkpoint (-1: none yet), CRC-32 of what precedes, little-endian. A torn or foreign record
-fails the checksum and is read as unknown.
+The file is one record of 28 bytes, written with one pwrite: magic, last completed step, last step saved in a
+checkpoint (-1: none yet), CRC-32 of what precedes, little-endian. A torn or foreign record fails the checksum and
+reads as unknown.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The last step a rank completed, and the last one that a checkpoint of it holds."""
+    """The last step a rank completed, and the last one saved in a checkpoint."""
 
     step: int | None = None
     checkpoint_step: int | None = None
 
 
 def read_progress(path: str | Path) -> Progress:
-    """What the rank left behind; all unknown if it wrote nothing or something else."""
+    """What the rank wrote; unknown if it wrote nothing or something else."""
     try:
         data = Path(path).read_bytes()
     except OSError:
@@ -80,7 +80,7 @@ class ProgressWriter:
         self._unsubscribe = subscribe(take, StepEvent, CheckpointEvent)
 
     def record(self, *, step: int | None = None, checkpoint_step: int | None = None) -> None:
-        """Write the new numbers; what is not given stays."""
+        """Write the given numbers; the others stay."""
         known = self.progress
         self.progress = Progress(
             step=known.step if step is None else step,

@@ -1,4 +1,4 @@
-"""Ready training jobs for `torsh train --demo NAME`."""
+"""Ready training jobs for `torsh demo NAME`."""
 
 from collections.abc import Callable
 
