@@ -32,7 +32,7 @@ $(READY): $(INSTALLED) | $(BIN)/python
 	@touch $(RUNTIME) $(READY)
 
 train: $(RUNTIME) ## set up and train a small GPT on two local workers
-	$(BIN)/torsh train --demo gpt --nproc-per-node 2
+	$(BIN)/torsh demo gpt --nproc-per-node 2
 
 test: $(READY) ## set up and run every test this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

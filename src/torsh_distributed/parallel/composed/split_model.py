@@ -20,7 +20,8 @@ from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
-from torsh_distributed.parallel.state import split_state
+from torsh_distributed.parallel.state import whole_state
+from torsh_distributed.parallel.state.split_state import ModelSplit
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import param_cuts
@@ -39,7 +40,7 @@ class SplitModel(MeshStrategy):
         super().__init__(mesh)
         self._device = device
         self._cuts = {plain_name(name): cut for name, cut in param_cuts(whole_model).items()}
-        self._split = split_state.ModelSplit(
+        self._split = ModelSplit(
             whole_model,
             self._cuts,
             mesh.group("tp"),
@@ -87,15 +88,15 @@ class SplitModel(MeshStrategy):
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._reshard()
         return {
-            "model": split_state.model_state(self._split),
-            "optimizer": split_state.optimizer_state(self._split, self.unwrapped, optimizer),
+            "model": whole_state.model_state(self._split.model, self._split),
+            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer, self._split),
         }
 
     @override
-    def load_whole_state(self, optimizer: Optimizer, state_: Mapping[str, Any]) -> None:
+    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self._reshard()
-        split_state.load_model_state(self._split, state_["model"])
-        split_state.load_optimizer_state(self._split, self.unwrapped, optimizer, state_["optimizer"])
+        whole_state.load_model_state(self._split.model, state["model"], self._split)
+        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"], self._split)
 
 
 class Composed(SplitModel):

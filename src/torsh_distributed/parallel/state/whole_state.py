@@ -5,10 +5,9 @@ Sharded tensors are gathered when saved and sharded again when loaded. Names sur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,59 +49,132 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` with plain names and whole tensors."""
+class StateParts:
+    """How this rank holds the tensors of a model: whole, or as shards (DTensors). A split model overrides it.
+
+    Every rank calls the methods that communicate with the same names in the same order.
+    """
+
+    def first_name(self, name: str) -> str:
+        """The name under which a parameter is saved."""
+        return name
+
+    def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
+        """Raise InvalidArgument if the optimizer's values for a parameter cannot be joined."""
+
+    def joined(self, name: str, value: Tensor) -> Tensor:
+        """The whole of a tensor of which this rank holds a part."""
+        return whole(value.detach())
+
+    def from_owner(self, name: str, value: Tensor) -> Tensor:
+        """The whole of one of the model's tensors, also where another rank holds it."""
+        return self.joined(name, value)
+
+    def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, in the form of `like`."""
+        return part_of(value, like)
+
+    def all_groups(self, mine: list[list[str]]) -> list[list[str]]:
+        """The names in the optimizer's groups, also those that only other ranks hold."""
+        return mine
+
+    def all_values(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The optimizer's values by parameter name, also those that only other ranks hold."""
+        return mine
+
+    def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
+        """Whether the optimizer's groups on this rank are those of a saved state."""
+        return mine == saved
+
+
+_SHARDS = StateParts()
+
+
+def model_state(model: nn.Module, parts: StateParts = _SHARDS) -> dict[str, Any]:
+    """`model.state_dict()` with plain names and whole tensors, equal on every rank; all ranks call this."""
     return {
-        plain_name(name): whole(value.detach()) if isinstance(value, Tensor) else value
+        plain_name(name): parts.from_owner(plain_name(name), value) if isinstance(value, Tensor) else value
         for name, value in model.state_dict().items()
     }
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `model_state` returned, every key; a name or shape that does not fit raises InvalidArgument."""
+def load_model_state(model: nn.Module, state: Mapping[str, Any], parts: StateParts = _SHARDS) -> None:
+    """Load this rank's part of `model_state`; a name or shape that does not fit raises InvalidArgument."""
     held = model.state_dict()
     own = require_same_names(held, state)
+    loaded: dict[str, Any] = {}
     for name, value in state.items():
         here = held[own[name]]
         if isinstance(value, Tensor):
+            if here.is_meta:  # held by another rank
+                continue
+            value = parts.part(name, value, here)  # noqa: PLW2901 (the part takes its place)
             require_same_shape(name, value, here)
-    cut = {
-        own[name]: part_of(value, held[own[name]]) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    model.load_state_dict(cut)
+        loaded[own[name]] = value
+    model.load_state_dict(loaded, strict=len(loaded) == len(held))
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with names in place of indices and whole tensors."""
-    names = {id(param): name for name, param in named_params(model).items()}
-    groups, state = [], {}
-    for group in optimizer.param_groups:
-        kept = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**kept, "params": [names[id(param)] for param in group["params"]]})
-        for param in group["params"]:
-            if param in optimizer.state:
-                state[names[id(param)]] = {key: _whole_value(value) for key, value in optimizer.state[param].items()}
-    return {"state": state, "param_groups": groups}
-
-
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned; the groups must hold the same parameters in the same order."""
-    params = named_params(model)
-    names = {id(param): name for name, param in params.items()}
-    mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    theirs = [list(group["params"]) for group in state["param_groups"]]
-    if mine != theirs:
-        raise other_groups(mine, theirs)
-    index = {name: number for number, name in enumerate(name for group in mine for name in group)}
-    optimizer.load_state_dict(
-        {
-            "state": {index[name]: carried(values, params[name]) for name, values in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [index[name] for name in group["params"]]} for group in state["param_groups"]
-            ],
+def optimizer_state(model: nn.Module, optimizer: Optimizer, parts: StateParts = _SHARDS) -> dict[str, Any]:
+    """`optimizer.state_dict()` with names in place of indices and whole tensors; all ranks call this."""
+    names = _names(model, parts)
+    for param in optimizer.state:
+        parts.check(names[id(param)], param, optimizer)
+    mine = {
+        names[id(param)]: {
+            key: parts.joined(names[id(param)], value) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[param].items()
         }
-    )
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param in optimizer.state
+    }
+    groups = parts.all_groups([[names[id(param)] for param in group["params"]] for group in optimizer.param_groups])
+    state = parts.all_values(mine)
+    return {
+        "state": {name: state[name] for group in groups for name in group if name in state},
+        "param_groups": [
+            {**_settings(group), "params": params} for group, params in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], parts: StateParts = _SHARDS
+) -> None:
+    """Load this rank's part of `optimizer_state`; the groups must hold the same parameters in the same order."""
+    names = _names(model, parts)
+    mine = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    if not parts.fits(mine, saved):
+        raise InvalidArgument(
+            "the state is of an optimizer with other parameters or groups",
+            hint="build the optimizer as it was when the state was made",
+            groups=[len(group) for group in mine],
+            state_groups=[len(group) for group in saved],
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    index = {id(param): number for number, param in enumerate(params)}
+    values = {
+        index[id(param)]: {
+            key: parts.part(names[id(param)], value, param) if isinstance(value, Tensor) else value
+            for key, value in state["state"][names[id(param)]].items()
+        }
+        for param in params
+        if names[id(param)] in state["state"]
+    }
+    groups = [
+        {**_settings(given), "params": [index[id(param)] for param in group["params"]]}
+        for given, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _names(model: nn.Module, parts: StateParts) -> dict[int, str]:
+    return {id(param): parts.first_name(name) for name, param in named_params(model).items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def require_same_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
@@ -130,20 +202,6 @@ def require_same_shape(name: str, value: Tensor, held: Tensor) -> None:
         )
 
 
-def other_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> InvalidArgument:
-    """The error for the state of an optimizer whose groups hold other parameters."""
-    return InvalidArgument(
-        "the state is of an optimizer with other parameters or groups",
-        hint="build the optimizer as it was when the state was made",
-        groups=[len(group) for group in mine],
-        state_groups=[len(group) for group in theirs],
-    )
-
-
 def carried(values: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """The optimizer's values for a parameter, sharded like the parameter."""
     return {key: part_of(value, param) if isinstance(value, Tensor) else value for key, value in values.items()}
-
-
-def _whole_value(value: Any) -> Any:
-    return whole(value.detach()) if isinstance(value, torch.Tensor) else value
