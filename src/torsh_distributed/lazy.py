@@ -6,11 +6,9 @@ the stub, and so does this module, so each name is written once.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 
 def exports(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
@@ -21,7 +19,7 @@ def exports(package: str) -> tuple[list[str], Callable[[str], object], Callable[
     """
     module = sys.modules[package]
     assert module.__file__ is not None, "a package with a stub has a file"
-    homes = _homes(Path(module.__file__).with_suffix(".pyi"))
+    homes = _homes(module.__file__ + "i")
 
     def get(name: str) -> object:
         if name not in homes:
@@ -35,11 +33,11 @@ def exports(package: str) -> tuple[list[str], Callable[[str], object], Callable[
     return sorted(homes), get, lambda: sorted({*vars(module), *module.__all__})
 
 
-def _homes(stub: Path) -> dict[str, str]:
-    """Each name to the module that the stub imports it from."""
-    return {
-        alias.name: statement.module
-        for statement in ast.parse(stub.read_text()).body
-        if isinstance(statement, ast.ImportFrom) and statement.module
-        for alias in statement.names
-    }
+def _homes(stub: str) -> dict[str, str]:
+    """Each name to the module that the stub imports it from.
+
+    A stub has one name a line, as the formatter leaves it; splitting lines is faster than importing a parser.
+    """
+    with open(stub) as lines:  # noqa: PTH123  # pathlib takes 6 ms to import
+        words = [line.split() for line in lines if line.startswith("from ")]
+    return {name: module for _, module, _, name, *_ in words}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.plan.strategies import plans
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import DdpConfig, MeshConfig, Plan, PlanDifference, TrainingConfig
+from torsh_distributed.plan.describing.field_texts import field_texts
 from torsh_distributed.plan.key_paths import keys_of, sections_of
 from torsh_distributed.plan.plan_sections import PlanArguments
 
@@ -122,7 +123,7 @@ def test_every_key_has_a_text_and_every_optional_one_is_off_by_default() -> None
     for name, section in sections_of(Plan).items():
         assert section.__doc__
         for key, field in section.model_fields.items():
-            assert field.description, f"{name}.{key} has no text under it"
+            assert field_texts(section)[key], f"{name}.{key} has no text under it"
             may_be_none = type(None) in getattr(field.annotation, "__args__", ())
             # TOML has no null: a key that could be none but is not by default could not be saved.
             assert not may_be_none or field.default is None, f"{name}.{key}"

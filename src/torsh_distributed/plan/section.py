@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
+from torsh_distributed.plan.describing.field_texts import field_texts
 from torsh_distributed.plan.problems import FOUND, Problem, configuration_error, problems_of
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 Words = Annotated[tuple[str, ...], Field(strict=False)]
 """A list of text: files give a list, the plan keeps a tuple."""
@@ -26,7 +33,6 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         validate_default=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
 
@@ -55,3 +61,14 @@ class Section(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
         return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
+
+    @classmethod
+    @override
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
+        """The schema of the section, with the text under each field as its description."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in field_texts(cls).items():
+            if name in properties:
+                properties[name]["description"] = text
+        return schema

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from torsh_distributed.cli.plan.mesh_drawing import describe_axes, draw_mesh
-from torsh_distributed.cli.plan.picture import draw_plan
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.describing import compatibility_page
-from torsh_distributed.plan.describing import reference as plan_reference
-from torsh_distributed.plan.describing.explanation import ExplainedKey
-from torsh_distributed.plan.describing.explanation import show as as_text
-from torsh_distributed.plan.reading.files import write_atomically
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from torsh_distributed.parallel.mesh.layout import MeshLayout
+    from torsh_distributed.plan.describing.explanation import ExplainedKey
+
+# What only some of these commands need is imported by them: checking a plan takes a quarter of a second.
 app = typer.Typer(name="plan", help="Show, check and document plans.", add_completion=False, no_args_is_help=True)
 
 PlanFile = Annotated[
@@ -54,6 +51,8 @@ def show(
     if png is not None and world is None:
         raise ConfigurationError("--png draws a plan for a number of ranks", hint="add --world N")
     plan = Plan.compose(file, environ=os.environ, command_line=assignments or ())
+    from rich.console import Console
+
     rows = [row for row in plan.explain() if everything or row.source != "default"]
     console = Console()
     if rows:
@@ -89,12 +88,16 @@ def schema() -> None:
 @app.command("reference", hidden=True)
 def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
+    from torsh_distributed.plan.describing import reference as plan_reference
+
     _put(plan_reference.render(), output)
 
 
 @app.command("compatibility", hidden=True)
 def compatibility(output: OutputFile = None) -> None:
     """Print the page of what goes together in a plan, or write it to a file."""
+    from torsh_distributed.plan.describing import compatibility_page
+
     _put(compatibility_page.render(), output)
 
 
@@ -102,10 +105,17 @@ def _put(page: str, output: Path | None) -> None:
     if output is None:
         typer.echo(page, nl=False)
     else:
+        from torsh_distributed.plan.reading.files import write_atomically
+
         write_atomically(output, page)
 
 
 def _table(rows: list[ExplainedKey]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from torsh_distributed.plan.describing.explanation import show as as_text
+
     table = Table("Key", "Value", "Source", "Status")
     table.columns[0].no_wrap = True
     for row in rows:
@@ -115,6 +125,10 @@ def _table(rows: list[ExplainedKey]) -> Table:
 
 def _show_on(plan: Plan, world: int, console: Console, png: Path | None) -> None:
     """The plan on `world` ranks: its mesh, its pipeline's schedule, the samples of a step."""
+    from torsh_distributed.cli.plan.mesh_drawing import describe_axes, draw_mesh
+    from torsh_distributed.cli.plan.picture import draw_plan
+    from torsh_distributed.parallel.mesh.layout import MeshLayout
+
     layout = MeshLayout(plan.mesh.resolve(world))
     timeline = None
     if world > 1:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from torsh_distributed.plan.describing.allowed_values import describe
 from torsh_distributed.plan.describing.explanation import show
+from torsh_distributed.plan.describing.field_texts import field_texts
 from torsh_distributed.plan.key_paths import sections_of
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.sections.compress import METHODS
@@ -48,13 +49,13 @@ def _section_lines(name: str, section: type[BaseModel]) -> Iterator[str]:
     yield "| Key | Allowed | Default | Meaning | Honoured |"
     yield "|---|---|---|---|---|"
     for key, field in section.model_fields.items():
-        yield _row(f"{name}.{key}", field)
+        yield _row(f"{name}.{key}", field, field_texts(section)[key])
     if name == "compress":
         yield from _method_lines()
 
 
-def _row(key: str, field: FieldInfo) -> str:
-    meaning = " ".join((field.description or "").split())
+def _row(key: str, field: FieldInfo, text: str) -> str:
+    meaning = " ".join(text.split())
     cells = [f"`{key}`", describe(field), f"`{show(field.default)}`", meaning, _support(key)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -13,56 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-import yaml
-from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, IoError
+from torsh_distributed.plan.reading.malformed import MalformedError, position
 
 Document = dict[str, Any]
-
-
-class _MalformedError(Exception):
-    """What the parser found, and where (line and column from 1) if it knows."""
-
-    def __init__(self, reason: str, place: tuple[int, int] | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.where = f", line {place[0]}, column {place[1]}" if place else ""
-
-
-# PyYAML follows YAML 1.1, where 1e-3 is text: a learning rate would arrive as a string. Both classes below read
-# and quote numbers as YAML 1.2 does. They can go once PyYAML speaks 1.2.
-_FLOAT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """Safe loading that refuses a key given twice instead of keeping the last."""
-
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} is given twice", key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _YamlDumper(yaml.SafeDumper):
-    """Safe dumping that `_YamlLoader` reads back exactly: same numbers, and text with line breaks escaped."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Double quotes escape what plain and single-quoted text would lose, such as U+0085."""
-        style = None if text.isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_YamlDumper.add_representer(str, _YamlDumper.represent_text)
-for _kind in (_YamlLoader, _YamlDumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def read(path: Path) -> Document:
@@ -81,7 +36,7 @@ def read(path: Path) -> Document:
         ) from error
     try:
         document = parse(_decode(raw))
-    except _MalformedError as error:
+    except MalformedError as error:
         raise ConfigurationError(
             f"{path}{error.where}: not valid {path.suffix[1:].upper()}: {error.reason}",
             hint="fix the file there, or start from a plan in examples/plans",
@@ -145,12 +100,8 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = _position(raw[: error.start].decode("utf-8", errors="replace"))
-        raise _MalformedError(f"byte 0x{raw[error.start]:02x} is not UTF-8", place) from error
-
-
-def _position(text_before: str) -> tuple[int, int]:
-    return text_before.count("\n") + 1, len(text_before) - (text_before.rfind("\n") + 1) + 1
+        place = position(raw[: error.start].decode("utf-8", errors="replace"))
+        raise MalformedError(f"byte 0x{raw[error.start]:02x} is not UTF-8", place) from error
 
 
 def _parse_toml(text: str) -> object:
@@ -160,19 +111,19 @@ def _parse_toml(text: str) -> object:
         reason, _, where = str(error).rpartition(" (at ")
         found = re.match(r"line (\d+), column (\d+)\)", where)
         # Without line and column the message says "end of document".
-        place = (int(found.group(1)), int(found.group(2))) if found else _position(text)
-        raise _MalformedError(reason or str(error), place) from error
+        place = (int(found.group(1)), int(found.group(2))) if found else position(text)
+        raise MalformedError(reason or str(error), place) from error
     except RecursionError as error:
-        raise _MalformedError("nested too deeply") from error
+        raise MalformedError("nested too deeply") from error
 
 
 def _parse_json(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise _MalformedError(error.msg, (error.lineno, error.colno)) from error
+        raise MalformedError(error.msg, (error.lineno, error.colno)) from error
     except RecursionError as error:
-        raise _MalformedError("nested too deeply") from error
+        raise MalformedError("nested too deeply") from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -180,27 +131,18 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _MalformedError(f"the key {twice} is given twice")
+        raise MalformedError(f"the key {twice} is given twice")
     return found
 
 
 def _refuse_constant(name: str) -> object:
-    raise _MalformedError(f"{name} is not a JSON number")
+    raise MalformedError(f"{name} is not a JSON number")
 
 
 def _parse_yaml(text: str) -> object:
-    try:
-        return yaml.load(text, Loader=_YamlLoader)  # noqa: S506  # _YamlLoader is a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = (mark.line + 1, mark.column + 1) if mark is not None else None
-        raise _MalformedError(error.problem or "malformed", place) from error
-    except yaml.reader.ReaderError as error:
-        raise _MalformedError(error.reason, _position(text[: error.position])) from error
-    except RecursionError as error:
-        raise _MalformedError("nested too deeply") from error
-    except ValueError as error:  # for example an impossible date
-        raise _MalformedError(str(error)) from error
+    from torsh_distributed.plan.reading import yaml_format  # here: a plan in TOML does not wait for PyYAML
+
+    return yaml_format.parse(text)
 
 
 def _render_json(document: Mapping[str, Any]) -> str:
@@ -208,7 +150,9 @@ def _render_json(document: Mapping[str, Any]) -> str:
 
 
 def _render_yaml(document: Mapping[str, Any]) -> str:
-    return yaml.dump(document, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
+    from torsh_distributed.plan.reading import yaml_format
+
+    return yaml_format.render(document)
 
 
 _FORMATS: dict[str, tuple[Callable[[str], object], Callable[[Mapping[str, Any]], str]]] = {
