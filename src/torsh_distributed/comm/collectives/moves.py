@@ -1,4 +1,4 @@
-"""Moves: values travel between ranks unchanged; `barrier` moves none. What holds for all operations is said in `call`."""
+"""Moves: values travel between ranks unchanged; `barrier` moves none. `call` says what holds for all operations."""
 
 from __future__ import annotations
 
