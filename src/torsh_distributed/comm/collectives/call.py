@@ -1,4 +1,10 @@
-"""How an operation is called: resolve its group, record it, start it on the backend, wait, explain failures."""
+"""How an operation is called: resolve its group, record it, start it on the backend, wait, explain failures.
+
+Each operation takes `async_op` (return a `Work` at once), `group` (default: the world) and `timeout_s` (default: the
+group's). Every rank of the group calls the same operations in the same order. Tensors may have any layout; results that
+are not the argument itself are new tensors. Roots are ranks of the world, as in torch. A name that ends in `_single`
+works on the rows (dim 0) of one tensor, as torch's does.
+"""
 
 from __future__ import annotations
 

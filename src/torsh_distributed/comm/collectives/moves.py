@@ -1,10 +1,4 @@
-"""Moves: values travel between ranks and stay what they are. `barrier` moves none.
-
-Each operation takes `async_op` (return a `Work` at once), `group` (default: the world) and `timeout_s` (default: the
-group's). Every rank of the group calls the same operations in the same order. Tensors may have any layout; results that
-are not the argument itself are new tensors. Roots are ranks of the world, as in torch. A name that ends in `_single`
-works on the rows (dim 0) of one tensor, as torch's does.
-"""
+"""Moves: values travel between ranks unchanged; `barrier` moves none. `call` says what holds for all operations."""
 
 from __future__ import annotations
 
@@ -90,7 +84,7 @@ def all_gather_single(
     return run(
         "all_gather_single",
         num_bytes(gathered),
-        lambda group, is_async: _all_gather_single(gathered, source, group=group, async_op=is_async),
+        lambda group, is_async: c10d_all_gather_single(gathered, source, group=group, async_op=is_async),
         lambda: gathered,
         same=(tensor.dtype, tensor.shape),
         async_op=async_op,
@@ -333,4 +327,4 @@ def barrier(*, group: dist.ProcessGroup | None = None, timeout_s: float | None =
 
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one. Drop with support for torch < 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+c10d_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

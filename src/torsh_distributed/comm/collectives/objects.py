@@ -28,10 +28,7 @@ def all_gather_varsize(tensor: Tensor, **options: Unpack[CallOptions]) -> list[T
         )
     device = tensor.device
     counts = [int(count) for count in all_gather(torch.tensor(tensor.shape[0], device=device), **options)]
-    longest = max(counts)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    gathered = all_gather(padded, **options)
+    gathered = all_gather(_pad(tensor, max(counts)), **options)
     return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
 
 
@@ -53,9 +50,7 @@ def gather_object(value: Any, dst: int, **options: Unpack[CallOptions]) -> list[
     """The values of all ranks, by rank, on rank `dst`; None on other ranks."""
     data = _encode(value, options)
     counts = [int(count) for count in all_gather(torch.tensor(data.numel(), device=data.device), **options)]
-    padded = data.new_zeros(max(counts))
-    padded[: data.numel()] = data
-    gathered = gather(padded, dst, **options)
+    gathered = gather(_pad(data, max(counts)), dst, **options)
     if gathered is None:
         return None
     return [_decode(rows[:count]) for rows, count in zip(gathered, counts, strict=True)]
@@ -114,7 +109,7 @@ def _decode(data: Tensor) -> Any:
     return deserialize(data.cpu().numpy().tobytes())
 
 
-def _pad(data: Tensor, length: int) -> Tensor:
-    padded = data.new_zeros(length)
-    padded[: data.numel()] = data
+def _pad(rows: Tensor, num_rows: int) -> Tensor:
+    padded = rows.new_zeros((num_rows, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
     return padded

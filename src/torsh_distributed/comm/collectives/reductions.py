@@ -1,10 +1,4 @@
-"""Reductions: the values of all ranks become one.
-
-Each operation takes `async_op` (return a `Work` at once), `group` (default: the world) and `timeout_s` (default: the
-group's). Every rank of the group calls the same operations in the same order. Tensors may have any layout; results that
-are not the argument itself are new tensors. Roots are ranks of the world, as in torch. A name that ends in `_single`
-works on the rows (dim 0) of one tensor, as torch's does.
-"""
+"""Reductions: the values of all ranks become one. What holds for all operations is said in `call`."""
 
 from __future__ import annotations
 
@@ -226,7 +220,7 @@ def reduce_scatter_single(
     return run(
         "reduce_scatter_single",
         num_bytes(tensor),
-        lambda group, is_async: _reduce_scatter_single(part, source, reduction, group=group, async_op=is_async),
+        lambda group, is_async: c10d_reduce_scatter_single(part, source, reduction, group=group, async_op=is_async),
         lambda: part,
         same=(tensor.dtype, tensor.shape, op),
         async_op=async_op,
@@ -235,7 +229,7 @@ def reduce_scatter_single(
 
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one. Drop with support for torch < 2.13.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+c10d_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @functools.cache  # names and dtypes are few; a small collective takes microseconds, and so does this

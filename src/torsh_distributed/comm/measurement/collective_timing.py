@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.comm.collectives.moves import c10d_all_gather_single
+from torsh_distributed.comm.collectives.reductions import all_reduce, c10d_reduce_scatter_single
 from torsh_distributed.errors import InvalidArgument
 
 _BLOCKS = 5
@@ -54,15 +55,13 @@ def _broadcast(buffer: Tensor, size: int) -> Callable[[], object]:
 def _all_gather(buffer: Tensor, size: int) -> Callable[[], object]:
     part = buffer[: buffer.numel() // size].clone()
     whole = buffer[: part.numel() * size]
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return lambda: gather(whole, part)
+    return lambda: c10d_all_gather_single(whole, part)
 
 
 def _reduce_scatter(buffer: Tensor, size: int) -> Callable[[], object]:
     part = buffer[: buffer.numel() // size].clone()
     whole = buffer[: part.numel() * size]
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda: scatter(part, whole)
+    return lambda: c10d_reduce_scatter_single(part, whole)
 
 
 def _all_to_all(buffer: Tensor, size: int) -> Callable[[], object]:
