@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torsh_distributed import events
 from torsh_distributed.parallel.offload.paging.pager import Pager
 from torsh_distributed.parallel.offload.storage.forms import smaller_form
 from torsh_distributed.parallel.offload.storage.tiered_storage import TieredStorage
 from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
-
-StrategyName = Literal["conservative", "balanced", "aggressive", "extreme"]
 
 
 @dataclass(frozen=True, kw_only=True)
