@@ -141,7 +141,7 @@ def test_an_unknown_or_mis_set_method_is_refused_at_once(method: str, text: str)
 
 def test_a_message_for_another_method_is_refused() -> None:
     message = GradientCompressor(config("int8")).compress("w", torch.randn(9))
-    with pytest.raises(CompressionError, match="a message of method 'int8' came to a compressor of 'sign'"):
+    with pytest.raises(CompressionError, match="a message of method 'int8' reached a compressor of method 'sign'"):
         GradientCompressor(config("sign")).decompress(message)
 
 

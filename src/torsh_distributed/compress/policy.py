@@ -9,9 +9,14 @@ from fnmatch import fnmatchcase
 from torsh_distributed.plan import CompressConfig
 
 
+def is_warm_up(config: CompressConfig, step: int) -> bool:
+    """Whether this step is one of the first, which travel uncompressed."""
+    return step < config.warmup_steps
+
+
 def is_dense_step(config: CompressConfig, step: int) -> bool:
     """Whether everything travels uncompressed at this step: during warm-up, and between compressed steps."""
-    if config.name == "none" or step < config.warmup_steps:
+    if config.name == "none" or is_warm_up(config, step):
         return True
     return (step - config.warmup_steps) % config.compression_period != 0
 

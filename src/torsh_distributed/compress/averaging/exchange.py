@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,9 @@ from torch import Tensor
 
 from torsh_distributed.comm.collectives.tensors import all_gather, all_to_all
 from torsh_distributed.compress.codecs.base import Averaged, Key
+from torsh_distributed.compress.codecs.dense.quantiser import Quantiser
 from torsh_distributed.compress.messages.envelope import Notice, Shape, open_message, seal
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
-
-if TYPE_CHECKING:
-    from torsh_distributed.compress.codecs.dense.base import DenseCodec
 
 _SECOND_LEG = 1 << 20  # beyond any rank: the mean must not be rounded by the numbers that rounded the gradient
 
@@ -38,7 +36,7 @@ def shard_bounds(num_elements: int, num_ranks: int, block: int) -> list[int]:
     return list(starts)
 
 
-def average(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+def average(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
     """The mean over the ranks of what their messages say, encoded once more; every rank of `group` calls it."""
     num_ranks, rank = group.size(), group.rank()
     key = key._replace(rank=rank)
@@ -55,7 +53,7 @@ def average(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) ->
     return Averaged(mean, scattered.sent, scattered.num_bytes + (num_ranks - 1) * room)
 
 
-def reduce_scatter_mean(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
+def reduce_scatter_mean(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
     """This rank's shard of the mean over the ranks, sent encoded: the first half of `average`.
 
     `x` is cut evenly, so its length must be a multiple of the number of ranks. The mean is not encoded again. A message
@@ -64,12 +62,12 @@ def reduce_scatter_mean(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, 
     return _reduce_scatter(codec, x, group, key, needs_sent=False).mean
 
 
-def reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+def reduce_scatter(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
     """As `reduce_scatter_mean`, with what this rank's messages say of all of `x`, which error feedback needs."""
     return _reduce_scatter(codec, x, group, key, needs_sent=True)
 
 
-def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key, *, needs_sent: bool) -> Averaged:
+def _reduce_scatter(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key, *, needs_sent: bool) -> Averaged:
     num_ranks, rank = group.size(), group.rank()
     if x.numel() % num_ranks:
         raise TensorShapeMismatch(
@@ -83,7 +81,7 @@ def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key:
     return Averaged(_reduce(codec, scattered, rank, key), scattered.sent, scattered.num_bytes)
 
 
-def all_gather_encoded(codec: DenseCodec, shard: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
+def all_gather_encoded(codec: Quantiser, shard: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
     """The shards of all ranks, one after the other, sent encoded; all shards are of one size.
 
     Every rank gets the same bits, its own shard included: that one too comes back as its message says it.
@@ -112,7 +110,7 @@ class _Scattered(NamedTuple):
 
 
 def _scatter(
-    codec: DenseCodec, x: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, key: Key, *, needs_sent: bool = True
+    codec: Quantiser, x: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, key: Key, *, needs_sent: bool = True
 ) -> _Scattered:
     """Encode each shard and send it to its owner; `sent` is decoded while the messages travel."""
     rank = group.rank()
@@ -133,7 +131,7 @@ def _scatter(
     return _Scattered(received, shapes[rank], sent, sum(sizes) - sizes[rank])
 
 
-def _reduce(codec: DenseCodec, scattered: _Scattered, rank: int, key: Key) -> Tensor:
+def _reduce(codec: Quantiser, scattered: _Scattered, rank: int, key: Key) -> Tensor:
     """The mean of the messages for this rank's shard; raises CompressionError, with `from_rank`, on a bad one."""
     payloads = []
     for sender, message in enumerate(scattered.received):
@@ -146,9 +144,7 @@ def _reduce(codec: DenseCodec, scattered: _Scattered, rank: int, key: Key) -> Te
     return mean
 
 
-def _share_mean(
-    codec: DenseCodec, scattered: _Scattered, room: int, group: dist.ProcessGroup, key: Key
-) -> list[Tensor]:
+def _share_mean(codec: Quantiser, scattered: _Scattered, room: int, group: dist.ProcessGroup, key: Key) -> list[Tensor]:
     """Reduce this rank's shard, encode it, and gather those of all ranks; they are `room` bytes long at most."""
     rank, shape = group.rank(), scattered.shape
     message = _empty(room, scattered.sent.device)
@@ -168,7 +164,7 @@ def _share_mean(
     return gathered
 
 
-def _encode_mean(codec: DenseCodec, mean: Tensor, message: Tensor, shape: Shape, key: Key) -> None:
+def _encode_mean(codec: Quantiser, mean: Tensor, message: Tensor, shape: Shape, key: Key) -> None:
     """Put the shard's mean into its message, with what last time's lost where the codec keeps that."""
     residual = codec.residual(key.stream, mean) if codec.server_feedback else None
     if residual is not None:
@@ -181,7 +177,7 @@ def _encode_mean(codec: DenseCodec, mean: Tensor, message: Tensor, shape: Shape,
     seal(message, shape)
 
 
-def _decode_all(codec: DenseCodec, messages: Sequence[Tensor], bounds: Sequence[int], out: Tensor, rank: int) -> None:
+def _decode_all(codec: Quantiser, messages: Sequence[Tensor], bounds: Sequence[int], out: Tensor, rank: int) -> None:
     """Decode the messages of all ranks, each into its shard of `out`."""
     for owner, (start, end) in enumerate(itertools.pairwise(bounds)):
         shape = codec.shape_of(end - start)
@@ -206,7 +202,7 @@ def _blaming(sender: int, rank: int) -> Iterator[None]:
         raise
 
 
-def _unsound(codec: DenseCodec) -> CompressionError:
+def _unsound(codec: Quantiser) -> CompressionError:
     return CompressionError(
         f"a {codec.name} message cannot have been written by its encoder",
         hint="look for a gradient that is not finite on that rank, then for faulty memory",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,10 @@ from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.compress.averaging.named_buffers import Layout, Piece, split
 from torsh_distributed.compress.codecs.auto import AutoCodec
 from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.compressor_state import CompressorState
 from torsh_distributed.compress.messages.compressed_gradient import check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.messages.sparse import Vector, dense
 from torsh_distributed.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from torsh_distributed.compress.compressor import GradientCompressor
 
 _STEP_MODULUS = 64  # its square, added up over a thousand ranks, is still exact in fp32
 _MEASURE_EVERY = 10  # steps: two more passes over the gradients are not worth their time at each one
@@ -78,7 +76,7 @@ class _Said(NamedTuple):
 
 @torch.no_grad()
 def average_named(
-    compressor: GradientCompressor,
+    compressor: CompressorState,
     names: Sequence[str],
     tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
@@ -94,6 +92,7 @@ def average_named(
     """
     if not tensors:
         return 0
+    compressor.announce_warm_up()
     started = time.perf_counter()
     small, large, refusal = _parted(compressor, names, tensors)
     is_dense = compressor.is_dense_step
@@ -121,18 +120,18 @@ def average_named(
     return _counted(compressor, small, large, is_dense, sent_bytes, group, started)
 
 
-def _choosing(compressor: GradientCompressor) -> AutoCodec | None:
+def _choosing(compressor: CompressorState) -> AutoCodec | None:
     """The codec that chooses by what averages take, if it is one and may rely on what it knows."""
     codec = compressor.codec
     return codec if isinstance(codec, AutoCodec) and not compressor.has_foreign_state else None
 
 
-def _key(compressor: GradientCompressor, large: _Part) -> Key:
+def _key(compressor: CompressorState, large: _Part) -> Key:
     return compressor.key([piece.name for piece in large.layout])
 
 
 def _counted(
-    compressor: GradientCompressor,
+    compressor: CompressorState,
     small: _Part,
     large: _Part,
     is_dense: bool,
@@ -151,7 +150,7 @@ def _counted(
 
 
 def _parted(
-    compressor: GradientCompressor, names: Sequence[str], tensors: Sequence[Tensor]
+    compressor: CompressorState, names: Sequence[str], tensors: Sequence[Tensor]
 ) -> tuple[_Part, _Part, InvalidArgument | None]:
     """What is never compressed, and what is; and the first that cannot be averaged at all, if there is one.
 
@@ -183,7 +182,7 @@ def _refused(refusal: InvalidArgument | None, group: dist.ProcessGroup) -> Inval
 
 
 def _agree_and_average_small(
-    compressor: GradientCompressor,
+    compressor: CompressorState,
     small: _Part,
     large: _Part,
     group: dist.ProcessGroup,
@@ -215,7 +214,7 @@ def _agree_and_average_small(
     return _Said(num_bad == 0, num_foreign > 0 or not has_one_step), ring_bytes(num_bytes(buffer), group)
 
 
-def _catch_up(compressor: GradientCompressor, group: dist.ProcessGroup, device: torch.device) -> None:
+def _catch_up(compressor: CompressorState, group: dist.ProcessGroup, device: torch.device) -> None:
     """Go on from the furthest step that any rank has seen: some loaded their state and others had none."""
     furthest = torch.tensor(compressor.num_steps, dtype=torch.float64, device=device)
     all_reduce(furthest, "max", group=group)
@@ -230,7 +229,7 @@ def _catch_up(compressor: GradientCompressor, group: dist.ProcessGroup, device: 
     compressor.num_steps = int(furthest)
 
 
-def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+def _average_dense(compressor: CompressorState, large: _Part, group: dist.ProcessGroup) -> int:
     """Whole gradients, with what was carried over: afterwards what the ranks remember fits together."""
     if not large.tensors:
         return 0
@@ -247,10 +246,10 @@ def _average_dense(compressor: GradientCompressor, large: _Part, group: dist.Pro
     return ring_bytes(num_bytes(mean), group)
 
 
-def _average_compressed(compressor: GradientCompressor, large: _Part, group: dist.ProcessGroup) -> int:
+def _average_compressed(compressor: CompressorState, large: _Part, group: dist.ProcessGroup) -> int:
     feedback, stats = compressor.feedback, compressor.stats
     key = _key(compressor, large)
-    compressor.tell_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
+    compressor.set_shapes(key.stream, [tuple(tensor.shape) for tensor in large.tensors])
     x = feedback.prepare(large.layout, large.tensors)
     averaged = compressor.codec.average(x, group, key)
     mean, sent = averaged.mean_vector, averaged.sent_vector

@@ -12,7 +12,7 @@ from typing_extensions import override
 from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.base import compiled_kernels
+from torsh_distributed.compress.kernels.choice import compiled_kernels
 from torsh_distributed.compress.kernels.native_kernels import NativeKernels
 from torsh_distributed.events import AlertEvent, emit
 
@@ -132,4 +132,4 @@ def _widen(values: Tensor, weight: float = 1.0) -> Tensor:
 
 def _half_caster(tensor: Tensor) -> NativeKernels | None:
     kernels = compiled_kernels() if tensor.device.type == "cpu" else None
-    return kernels if isinstance(kernels, NativeKernels) and kernels.casts_half else None
+    return kernels if kernels is not None and kernels.casts_half else None
