@@ -95,6 +95,39 @@ def test_warm_up_ends_and_the_period_counts_from_there() -> None:
     assert methods_at(9, warmup_steps=2, compression_period=3) == "ddcddcddc"
 
 
+def heard(method: str, warmup_steps: int, num_steps: int) -> list[tuple[int, str]]:
+    """The step and the choice of each event about the start of compression, over some steps by hand."""
+    compressor = GradientCompressor(CompressConfig(method=method, warmup_steps=warmup_steps))
+    found: list[tuple[int, str]] = []
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.DecisionEvent) and event.subject == "start of compression":
+            found.append((compressor.num_steps, event.choice))
+
+    unsubscribe = events.subscribe(hear)
+    for _ in range(num_steps):
+        compressor.compress("w", torch.randn(2000))
+        compressor.step()
+    unsubscribe()
+    return found
+
+
+def test_warm_up_is_announced_once_and_so_is_its_end() -> None:
+    assert heard("topk:0.01", 3, 6) == [(0, "uncompressed until step 3"), (3, "topk:0.01 from step 3 on")]
+
+
+@pytest.mark.parametrize(("method", "warmup_steps"), [("none", 3), ("topk:0.01", 0)])
+def test_nothing_is_announced_without_a_warm_up(method: str, warmup_steps: int) -> None:
+    assert heard(method, warmup_steps, 5) == []
+
+
+def test_a_method_alone_warms_up_for_a_hundred_steps() -> None:
+    compressor = GradientCompressor("topk:0.01")
+    assert compressor.is_dense_step
+    compressor.num_steps = 100
+    assert not compressor.is_dense_step
+
+
 def test_small_and_named_tensors_go_whole() -> None:
     sender = GradientCompressor(config(skip_below_numel=50, skip_names=("*.bias", "embed*")))
     methods = {
