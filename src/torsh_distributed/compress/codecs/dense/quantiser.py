@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
 from torsh_distributed.compress.codecs.base import Codec, Key
-from torsh_distributed.compress.messages.envelope import Shape
+from torsh_distributed.compress.messages.envelope import MessageSpec
 from torsh_distributed.compress.messages.payload import require_payload
 from torsh_distributed.errors import CompressionError
 
@@ -79,15 +79,15 @@ class Quantiser(Codec):
         ]
         return mean, damaged
 
-    def shape_of(self, num_elements: int) -> Shape:
+    def message_spec(self, num_elements: int) -> MessageSpec:
         """What ranks must agree on before a message of that many elements travels."""
         signature = signature_of(self.name, self.parameter, self.block)
-        return Shape(signature, num_elements, self.payload_bytes(num_elements))
+        return MessageSpec(signature, num_elements, self.payload_bytes(num_elements))
 
     def require_agreement(self, x: Tensor, group: dist.ProcessGroup) -> None:
         """Raise CompressionError on every rank where ranks differ in codec or size, before the first of its size."""
-        shape = self.shape_of(x.numel())
-        self._agreements.require(self.name, shape.signature, shape.num_elements, group=group, device=x.device)
+        spec = self.message_spec(x.numel())
+        self._agreements.require(self.name, spec.signature, spec.num_elements, group=group, device=x.device)
 
     def residual(self, stream: int, like: Tensor) -> Tensor | None:
         """What encoding the mean of this stream lost last time; None where nothing of that size is kept."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
 from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.errors import CompressionError
@@ -45,9 +45,10 @@ class LinearCodec(Codec):
         num_ranks = group.size()
         message = self.encode(x, key)
         sent = self.decode(message, x.numel(), key)
-        if message.numel():
-            all_reduce(message, group=group).div_(num_ranks)
+        sums = CheckedSums(self.name, group)
+        sums.all_reduce(message).div_(num_ranks)
         num_bytes = all_reduce_bytes(message.numel() * message.element_size(), num_ranks)
+        sums.raise_together(x.device)
         return Averaged(self.decode(message, x.numel(), key), sent, num_bytes)
 
 

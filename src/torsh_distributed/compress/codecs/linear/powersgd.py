@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
 from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.linear.base import all_reduce_bytes
@@ -169,18 +169,18 @@ class PowerSgdCodec(Codec):
         layout = self._layout(x.numel(), key)
         signature = signature_of(self.name, layout.rank, layout.matrices)
         self._agreements.require(self.name, signature, x.numel(), group=group, device=x.device)
+        sums = CheckedSums(self.name, group)
         first = self._first_half(x, layout, key)
-        if first.numel():
-            all_reduce(first, group=group).div_(num_ranks)
+        sums.all_reduce(first).div_(num_ranks)
         _orthonormalise(list(layout.lefts(first)))
         second = self._second_half(x, first, layout)
         sent = _multiplied(first, second, layout)
         for part in layout.whole:
             sent[part] = x[part]
-        if second.numel():
-            all_reduce(second, group=group).div_(num_ranks)
-        self._rights[key.stream] = second
+        sums.all_reduce(second).div_(num_ranks)
         num_bytes = all_reduce_bytes(4 * first.numel(), num_ranks) + all_reduce_bytes(4 * second.numel(), num_ranks)
+        sums.raise_together(x.device)
+        self._rights[key.stream] = second
         return Averaged(_multiplied(first, second, layout), sent, num_bytes)
 
     @override

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.tensors import all_reduce
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.linear.base import LinearCodec, all_reduce_bytes, require_floats
 from torsh_distributed.compress.codecs.sparse.draws import pieces_of
@@ -92,12 +92,15 @@ class SketchCodec(LinearCodec):
         if self.is_whole(x.numel()):
             return super().average(x, group, key)
         self.require_agreement(x, group)
-        table = all_reduce(self.encode(x, key), group=group)
+        sums = CheckedSums(self.name, group)
+        # A table that overflowed, or was damaged for this rank alone, must still select as many elements as elsewhere.
+        table = sums.all_reduce(self.encode(x, key)).nan_to_num_()
         kept = largest(self.estimates(table, x.numel(), key), self.num_kept)
         values = x[kept]
         sent = torch.zeros_like(x).index_copy_(0, kept, values)
-        all_reduce(values, group=group).div_(group.size())
+        sums.all_reduce(values).div_(group.size())
         num_bytes = all_reduce_bytes(4 * (table.numel() + values.numel()), group.size())
+        sums.raise_together(x.device)
         return Averaged(torch.zeros_like(x).index_copy_(0, kept, values), sent, num_bytes)
 
     def _turns(self, num_elements: int, key: Key, device: torch.device) -> Tensor:

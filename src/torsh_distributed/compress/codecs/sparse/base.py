@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
-from torsh_distributed.compress.averaging.sparse_average import Wire, average_sparse
+from torsh_distributed.compress.averaging.sparse_average import SparseFormat, average_sparse
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.messages.sparse import Sparse, decode_sparse, densify, encode_sparse
 from torsh_distributed.errors import InvalidArgument
@@ -52,9 +52,9 @@ class SparseCodec(Codec):
 
     def average_selected(self, x: Tensor, indices: Tensor, group: dist.ProcessGroup) -> Averaged:
         """The mean over the ranks of what they selected."""
-        wire = Wire(self._signature, self.dtype)
+        form = SparseFormat(self._signature, self.dtype)
         is_fixed = self.payload_bytes(x.numel()) is not None
-        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, wire, is_fixed=is_fixed)
+        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, form, is_fixed=is_fixed)
 
     @override
     def reset(self) -> None:
