@@ -159,7 +159,7 @@ def test_gradients_that_cannot_be_compressed_are_refused_by_name() -> None:
     sender = GradientCompressor(config())
     with pytest.raises(InvalidArgument, match="the gradient of embed is sparse"):
         sender.compress("embed", torch.eye(3).to_sparse())
-    with pytest.raises(InvalidArgument, match="the gradient of counts is no floating-point tensor"):
+    with pytest.raises(InvalidArgument, match="the gradient of counts is not a floating-point tensor"):
         sender.compress("counts", torch.arange(3))
 
 
@@ -353,7 +353,7 @@ def a_kind_that_one_rank_cannot_average() -> None:
     rank = dist.get_rank()
     for method in ("topk:0.1", "auto"):
         compressor = GradientCompressor(config(method, skip_below_numel=10), group=dist.group.WORLD)
-        for shape, kind in (((20, 20), "sparse"), ((2, 2), "sparse"), ((20, 20), "no floating-point tensor")):
+        for shape, kind in (((20, 20), "sparse"), ((2, 2), "sparse"), ((20, 20), "not a floating-point tensor")):
             strange = torch.ones(shape).to_sparse() if kind == "sparse" else torch.ones(shape, dtype=torch.complex64)
             named = {"good": torch.full((40,), float(rank)), "odd": strange if rank == 1 else torch.ones(shape)}
             with pytest.raises(InvalidArgument, match=rf"the gradient of odd is {kind}(?s:.*)ranks=\[1\]"):

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.tensors import resolve_group
-from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
+from torsh_distributed.compress.averaging.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.compress.compressor_state import CompressorState
@@ -70,7 +70,7 @@ class GradientCompressor(CompressorState):
         check_dense(name, tensor)
         self.announce_warm_up()
         started = time.perf_counter()
-        layout: Layout = (Piece(name, tensor.numel()),)
+        layout: FlatLayout = (FlatEntry(name, tensor.numel()),)
         if self.is_dense_step or self.travels_dense(name, tensor.numel()):
             message = self._compress_dense(layout, tensor)
         elif not is_finite(tensor):
@@ -83,7 +83,7 @@ class GradientCompressor(CompressorState):
         self.stats.encode_s += time.perf_counter() - started
         return message
 
-    def _compress(self, layout: Layout, tensor: Tensor) -> CompressedGradient:
+    def _compress(self, layout: FlatLayout, tensor: Tensor) -> CompressedGradient:
         name, key = layout[0].name, self.key([layout[0].name])
         x = self._feedback.prepare(layout, [tensor])
         self.set_shapes(key.stream, [tuple(tensor.shape)])
@@ -108,7 +108,7 @@ class GradientCompressor(CompressorState):
             },
         )
 
-    def _compress_dense(self, layout: Layout, tensor: Tensor) -> CompressedGradient:
+    def _compress_dense(self, layout: FlatLayout, tensor: Tensor) -> CompressedGradient:
         values = tensor.detach().flatten()
         carried = self._feedback.carried(layout, tensor.device)
         whole = values if carried is None else values + carried.to(values.dtype)
@@ -136,7 +136,7 @@ class GradientCompressor(CompressorState):
         started = time.perf_counter()
         name, key = message.metadata["name"], Key(*message.metadata["key"])
         numel = torch.Size(message.original_shape).numel()
-        layout: Layout = (Piece(f"{name} of rank {key.rank}", numel),)
+        layout: FlatLayout = (FlatEntry(f"{name} of rank {key.rank}", numel),)
         if message.method == DENSE:
             flat = message.data
             if self._feedback.is_shared and not self.travels_dense(name, numel) and is_finite(flat):

@@ -1,4 +1,4 @@
-"""Which gradients are compressed, and at which steps: pure rules, the same on every rank."""
+"""Which gradients are compressed at which steps: pure functions, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_warm_up(config: CompressConfig, step: int) -> bool:
 
 
 def is_dense_step(config: CompressConfig, step: int) -> bool:
-    """Whether everything travels uncompressed at this step: during warm-up, and between compressed steps."""
+    """Whether this step sends everything uncompressed: during warm-up, and between compressed steps."""
     if config.name == "none" or is_warm_up(config, step):
         return True
     return (step - config.warmup_steps) % config.compression_period != 0
@@ -27,5 +27,5 @@ def travels_dense(config: CompressConfig, name: str, numel: int) -> bool:
 
 
 def stream_of(names: Iterable[str]) -> int:
-    """A number for tensors that travel as one, equal on all ranks and in every run (`hash` is neither)."""
+    """A number for tensors that travel as one, equal on all ranks and in every run (unlike `hash`)."""
     return zlib.crc32("\n".join(names).encode())

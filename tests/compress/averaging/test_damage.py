@@ -1,4 +1,4 @@
-"""Damage that reaches one receiver alone is raised by every rank, at the same average, and the group goes on."""
+"""Damage that reaches one receiver alone is raised by every rank, at the same average, and the group stays usable."""
 
 from __future__ import annotations
 

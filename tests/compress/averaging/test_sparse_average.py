@@ -114,7 +114,7 @@ def average_with(methods: list[str], sizes: list[int]) -> str:
         (["powersgd:1", "powersgd:2"], [1000, 1000]),
     ],
 )
-def test_ranks_that_differ_are_told_so_on_every_rank(world: World, methods: list[str], sizes: list[int]) -> None:
+def test_ranks_that_differ_raise_on_every_rank(world: World, methods: list[str], sizes: list[int]) -> None:
     for message in world.run(average_with, methods, sizes, num_ranks=2):
         assert "ranks differ in codec or size" in message
         assert f"num_elements={sizes}" in message

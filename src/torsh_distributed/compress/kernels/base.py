@@ -4,7 +4,7 @@ All implementations write the same bytes. `x` is fp32, 1-D, contiguous; `out` of
 as the payload, `out` of a decoder fp32 and as long as the message has elements. A decoder writes `weight` times what
 the payload says, or adds that with `adds`, and returns whether the payload is one that an encoder can have written.
 `key` and `offset` feed `noise`: element i of `x` draws with the index `offset + i`. Blocks are at most 2048 elements,
-but for int8.
+except for int8.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NUM_BINS = 1024
 
 
 class Histogram(NamedTuple):
-    """How the elements of a tensor are distributed, exactly, whatever the order they were counted in.
+    """The exact distribution of a tensor's elements, independent of the order of counting.
 
-    A bin holds the floats that share exponent and the first four bits of the mantissa, so that it is as wide as a
-    32nd to a 16th of its values. Bin 511 holds the largest magnitude; bin 0 all that is more than 32 octaves
-    smaller. Negative elements have bins 512 to 1023.
+    A bin holds the floats that share the exponent and the first four bits of the mantissa, so its width is a 32nd to a
+    16th of its values. Bin 511 holds the largest magnitude; bin 0 all that is more than 32 octaves
+    smaller. Negative elements are in bins 512 to 1023.
     """
 
     largest: int
@@ -61,7 +61,7 @@ class Kernels(Protocol):
         """Plus or minus the mean magnitude."""
 
     def ternary_encode(self, x: Tensor, block: int, threshold: float, out: Tensor) -> None:
-        """Mean of the magnitudes kept (fp32 a block), then trits: kept from `threshold` times the largest on."""
+        """Mean of the kept magnitudes (fp32 a block), then trits: kept from `threshold` times the largest on."""
 
     def ternary_draw(self, x: Tensor, block: int, key: int, offset: int, out: Tensor) -> None:
         """Largest magnitudes (fp32 a block), then trits: kept with probability magnitude / largest."""

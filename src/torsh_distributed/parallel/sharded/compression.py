@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.tensors import all_reduce
 from torsh_distributed.compress.averaging.exchange import all_gather_encoded
-from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
+from torsh_distributed.compress.averaging.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.averaging.scatter import scattered_mean
 from torsh_distributed.compress.codecs import make_codec
@@ -113,7 +113,7 @@ class CompressedReduceScatter(Empty, ReduceScatter):
     @torch.no_grad()
     def _reduce(self, small: _Part, large: _Part, names: list[str], group: dist.ProcessGroup) -> int:
         compressor, feedback = self._compressor, self._compressor.feedback
-        layout: Layout = (Piece(f"{self._name}/{stream_of(names)}", large.numel),)
+        layout: FlatLayout = (FlatEntry(f"{self._name}/{stream_of(names)}", large.numel),)
         gradient = large.rows().reshape(-1)
         flags = gradient.new_tensor([not is_finite(gradient), compressor.has_foreign_state])
         head = torch.cat([small.rows().reshape(-1), flags])
@@ -133,7 +133,7 @@ class CompressedReduceScatter(Empty, ReduceScatter):
         large.put(dense(feedback.accept(layout, x, averaged.sent_vector, averaged.mean_vector)))
         return wire_bytes + averaged.num_bytes
 
-    def _reduce_dense(self, x: Tensor, large: _Part, layout: Layout, group: dist.ProcessGroup) -> int:
+    def _reduce_dense(self, x: Tensor, large: _Part, layout: FlatLayout, group: dist.ProcessGroup) -> int:
         """As it is, with what was carried over: during warm-up, and between compressed steps."""
         feedback = self._compressor.feedback
         carried = feedback.carried(layout, x.device)

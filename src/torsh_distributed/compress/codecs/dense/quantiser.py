@@ -1,4 +1,4 @@
-"""Quantiser: what codecs have in common that send something for every element, without the exchange over ranks."""
+"""Quantiser: what codecs that send every element have in common, without the exchange over ranks."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
+from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.compress.messages.envelope import MessageSpec
 from torsh_distributed.compress.messages.payload import require_payload
 from torsh_distributed.errors import CompressionError
 
 ROUNDING = 2.0**-20
-"""What the stated contractions leave for the rounding of scales and products in fp32."""
+"""Margin of the stated contractions for the rounding of scales and products in fp32."""
 
 
 class Quantiser(Codec):
-    """A codec whose messages do not add up: ranks exchange shards, decode, sum in fp32 and encode the mean again.
+    """Encodes every element of a gradient, in blocks; the payload's size depends on the number of elements alone.
 
-    What encoding the mean loses is lost on all ranks alike. With `server_feedback` the rank that encodes a shard keeps
-    that loss by `key.stream`, and adds it to the shard's mean the next time; a tensor whose size changed begins anew.
+    The mean of a shard is encoded too, with a loss that is the same on all ranks. With `server_feedback` the rank that
+    encodes a shard keeps that loss by `key.stream` and adds it to the shard's mean the next time; after a change of
+    size it starts at zero.
     """
 
     block = 1
-    """Elements that share what is written once a block. Shards begin at its multiples."""
+    """Elements that share one head, such as a scale. Shards start at its multiples."""
 
     parameter: float = 0.0
-    """The number of the method, if it takes one: part of the signature that all ranks must share."""
+    """The method's parameter, if it has one: part of the signature that must be the same on all ranks."""
 
     def __init__(self, *, server_feedback: bool = False) -> None:
         self.server_feedback = server_feedback
         self._residuals: dict[int, Tensor] = {}
-        self._agreements = Agreements()
+        self._agreements = AgreementCache()
 
     @abstractmethod
     def write(self, x: Tensor, out: Tensor, *, seed: int, offset: int = 0) -> None:
@@ -70,7 +71,7 @@ class Quantiser(Codec):
         return out
 
     def combine(self, payloads: Sequence[Tensor], num_elements: int, *, seed: int) -> tuple[Tensor, list[int]]:
-        """The mean of what the payloads say, added up in their order, and which of them are damaged."""
+        """The mean of the decoded payloads, summed in their order, and which of them are damaged."""
         mean = torch.empty(num_elements, dtype=torch.float32, device=payloads[0].device)
         damaged = [
             index
@@ -85,17 +86,17 @@ class Quantiser(Codec):
         return MessageSpec(signature, num_elements, self.payload_bytes(num_elements))
 
     def require_agreement(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Raise CompressionError on every rank where ranks differ in codec or size, before the first of its size."""
+        """Raise CompressionError on every rank if ranks differ in codec or size; compared once for each size."""
         spec = self.message_spec(x.numel())
         self._agreements.require(self.name, spec.signature, spec.num_elements, group=group, device=x.device)
 
     def residual(self, stream: int, like: Tensor) -> Tensor | None:
-        """What encoding the mean of this stream lost last time; None where nothing of that size is kept."""
+        """What encoding the mean of this stream lost last time; None if nothing of that size is kept."""
         kept = self._residuals.get(stream)
         return kept.to(like.device) if kept is not None and kept.shape == like.shape else None
 
     def keep_residual(self, stream: int, lost: Tensor) -> None:
-        """Remember it for the next time."""
+        """Keep the loss for the next time."""
         self._residuals[stream] = lost
 
     @override

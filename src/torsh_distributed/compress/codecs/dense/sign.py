@@ -1,4 +1,4 @@
-"""One bit an element: the signs, and what the signs are worth."""
+"""One bit an element: the signs, and their mean magnitude in each block."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 class SignCodec(DenseCodec):
     """Send the sign of each element, and the mean magnitude of each block.
 
-    Why the mean: with it the message is closer to the gradient than zero is, whatever the gradient (with the root mean
-    square it is not), so that error feedback converges. Without error feedback it does not: see the guide.
+    Why the mean: with it the message is closer to the gradient than zero is, for any gradient (with the root mean
+    square it is not), so error feedback converges. Without error feedback training may not: see the guide.
     Payload: means fp32 (blocks), sign bits (elements): 4 ceil(n / 1024) + ceil(n / 8) bytes. Zero counts as positive.
     """
 
@@ -50,8 +50,8 @@ class SignCodec(DenseCodec):
 class MajorityCodec(SignCodec):
     """As `sign`, but ranks vote: an element gets the sign that most ranks sent, and the mean of their magnitudes.
 
-    Why: one rank with large gradients, or a broken one, has one vote like all others. A tie is broken at random, alike
-    on every rank.
+    Why: one rank with large gradients, or a faulty one, has one vote like all others. Ties are broken at random, the
+    same on every rank.
     """
 
     name = "majority"

@@ -1,4 +1,4 @@
-"""What all codecs have in common that send some elements with their places."""
+"""SparseCodec: what codecs that send some elements with their indices have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
+from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.averaging.sparse_average import SparseFormat, average_sparse
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.messages.sparse import Sparse, decode_sparse, densify, encode_sparse
@@ -17,9 +17,9 @@ from torsh_distributed.errors import InvalidArgument
 
 
 class SparseCodec(Codec):
-    """Send some elements with their places. A codec of this kind says which, by `select`.
+    """Send some elements with their indices; subclasses choose which in `select`.
 
-    `parameter` is the number of its method: ranks must have the same.
+    `parameter` is the number of the method: it must be the same on all ranks.
     """
 
     is_unbiased = False
@@ -27,10 +27,10 @@ class SparseCodec(Codec):
 
     def __init__(self, parameter: float, *, dtype: torch.dtype = torch.float16) -> None:
         if dtype not in (torch.float16, torch.float32):
-            raise InvalidArgument("values of a sparse message are fp16 or fp32", dtype=dtype)
+            raise InvalidArgument("values of a sparse message must be fp16 or fp32", dtype=dtype)
         self.dtype = dtype
         self._signature = signature_of(self.name, float(parameter), str(dtype))
-        self._agreements = Agreements()
+        self._agreements = AgreementCache()
 
     @abstractmethod
     def select(self, x: Tensor, key: Key) -> Tensor:
