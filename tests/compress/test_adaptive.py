@@ -49,8 +49,8 @@ def test_small_impact_means_fewer_bytes_and_large_impact_more(
 
 
 def test_without_a_callback_the_measured_error_counts() -> None:
-    told: list[events.DecisionEvent] = []
-    unsubscribe = events.subscribe(told.append, events.DecisionEvent)
+    heard: list[events.DecisionEvent] = []
+    unsubscribe = events.subscribe(heard.append, events.DecisionEvent)
     chosen = compressor("topk:0.01")
     adaptive = AdaptiveCompression(chosen, "aggressive")
     for step in range(10):
@@ -59,7 +59,7 @@ def test_without_a_callback_the_measured_error_counts() -> None:
         adaptive.step()
     unsubscribe()
     assert chosen.config.method == "topk:0.012", "noise has no large elements: topk leaves nearly all of it out"
-    assert "more bytes" in told[0].reason
+    assert "more bytes" in heard[0].reason
 
 
 def adapt_on_each_rank() -> str:
@@ -114,5 +114,5 @@ def test_a_first_guess(num_parameters: int, gbps: float, tolerance: float, metho
 def test_what_cannot_adapt_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="no number"):
         AdaptiveCompression(compressor("int8"))
-    with pytest.raises(InvalidArgument, match="goes by the loss"):
+    with pytest.raises(InvalidArgument, match="needs the loss"):
         AdaptiveCompression(compressor("topk:0.1"), "loss_aware").step()

@@ -95,6 +95,39 @@ def test_warm_up_ends_and_the_period_counts_from_there() -> None:
     assert methods_at(9, warmup_steps=2, period=3) == "ddcddcddc"
 
 
+def heard(method: str, warmup_steps: int, num_steps: int) -> list[tuple[int, str]]:
+    """The step and the choice of each event about the start of compression, over some steps by hand."""
+    compressor = GradientCompressor(CompressConfig(method=method, warmup_steps=warmup_steps))
+    found: list[tuple[int, str]] = []
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.DecisionEvent) and event.subject == "start of compression":
+            found.append((compressor.num_steps, event.choice))
+
+    unsubscribe = events.subscribe(hear)
+    for _ in range(num_steps):
+        compressor.compress("w", torch.randn(2000))
+        compressor.step()
+    unsubscribe()
+    return found
+
+
+def test_warm_up_is_announced_once_and_so_is_its_end() -> None:
+    assert heard("topk:0.01", 3, 6) == [(0, "uncompressed until step 3"), (3, "topk:0.01 from step 3 on")]
+
+
+@pytest.mark.parametrize(("method", "warmup_steps"), [("none", 3), ("topk:0.01", 0)])
+def test_nothing_is_announced_without_a_warm_up(method: str, warmup_steps: int) -> None:
+    assert heard(method, warmup_steps, 5) == []
+
+
+def test_a_method_alone_warms_up_for_a_hundred_steps() -> None:
+    compressor = GradientCompressor("topk:0.01")
+    assert compressor.is_dense_step
+    compressor.num_steps = 100
+    assert not compressor.is_dense_step
+
+
 def test_small_and_named_tensors_go_whole() -> None:
     sender = GradientCompressor(config(skip_below_numel=50, skip_names=("*.bias", "embed*")))
     methods = {
@@ -126,7 +159,7 @@ def test_gradients_that_cannot_be_compressed_are_refused_by_name() -> None:
     sender = GradientCompressor(config())
     with pytest.raises(InvalidArgument, match="the gradient of embed is sparse"):
         sender.compress("embed", torch.eye(3).to_sparse())
-    with pytest.raises(InvalidArgument, match="the gradient of counts is no floating-point tensor"):
+    with pytest.raises(InvalidArgument, match="the gradient of counts is not a floating-point tensor"):
         sender.compress("counts", torch.arange(3))
 
 
@@ -141,7 +174,7 @@ def test_an_unknown_or_mis_set_method_is_refused_at_once(method: str, text: str)
 
 def test_a_message_for_another_method_is_refused() -> None:
     message = GradientCompressor(config("int8")).compress("w", torch.randn(9))
-    with pytest.raises(CompressionError, match="a message of method 'int8' came to a compressor of 'sign'"):
+    with pytest.raises(CompressionError, match="a message of method 'int8' reached a compressor of method 'sign'"):
         GradientCompressor(config("sign")).decompress(message)
 
 
@@ -320,7 +353,7 @@ def a_kind_that_one_rank_cannot_average() -> None:
     rank = dist.get_rank()
     for method in ("topk:0.1", "auto"):
         compressor = GradientCompressor(config(method, skip_below_numel=10), group=dist.group.WORLD)
-        for shape, kind in (((20, 20), "sparse"), ((2, 2), "sparse"), ((20, 20), "no floating-point tensor")):
+        for shape, kind in (((20, 20), "sparse"), ((2, 2), "sparse"), ((20, 20), "not a floating-point tensor")):
             strange = torch.ones(shape).to_sparse() if kind == "sparse" else torch.ones(shape, dtype=torch.complex64)
             named = {"good": torch.full((40,), float(rank)), "odd": strange if rank == 1 else torch.ones(shape)}
             with pytest.raises(InvalidArgument, match=rf"the gradient of odd is {kind}(?s:.*)ranks=\[1\]"):

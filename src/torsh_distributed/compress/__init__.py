@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: `codecs`, the `feedback` that makes up for their errors, and `averaging` over ranks."""
+"""Gradients in fewer bytes. Read `compressor`, then `codecs`, `feedback`, which compensates errors, and `averaging`."""
 
 from torsh_distributed.lazy import exports as _exports
 

@@ -1,6 +1,6 @@
-"""How hard to compress, adapted during training: by the error that compression leaves, or by the loss.
+"""AdaptiveCompression: how much to send, adapted during training by the compression error or by the loss.
 
-`auto` decides which codec is quickest; this decides how much a codec may leave out. Both are told as events.
+`auto` decides which codec is fastest; this decides how much a codec may leave out. Both emit events.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class AdaptationStrategy(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
     every: int
-    """Steps between two looks."""
+    """Steps between two decisions."""
     change: float
-    """Relative change of the setting at a look."""
+    """Relative change of the setting at a decision."""
     send_less_below: float
     send_more_above: float
     """Impacts between which nothing changes."""
@@ -54,10 +54,10 @@ _PACES = {
 class AdaptiveCompression:
     """Adapts the number of a compressor's method, such as the share of topk; every rank of the group makes one.
 
-    Call `step(loss)` after each step of training, on every rank. `impact` says how much compression hurts (a relative
-    loss of accuracy, from a validation of your own); without it the relative error of the messages is taken, as the
-    compressor measures it. Small impact: fewer bytes. Large impact: more. `loss_aware` goes by the loss alone: the
-    steadier it is, the harder is compressed. All ranks decide on the mean of what they saw.
+    Call `step(loss)` after each training step, on every rank. `impact` returns how much compression hurts (a relative
+    loss of accuracy, from your own validation); without it the relative error of the messages is used, as the
+    compressor measures it. A small impact sends fewer bytes, a large one more. `loss_aware` uses the loss alone: the
+    steadier it is, the less is sent. All ranks decide on the mean of what they recorded.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AdaptiveCompression:
             self._check_number()
 
     def step(self, loss: float | None = None) -> None:
-        """Record this step and, every so many, decide; `loss` is needed by `loss_aware` alone."""
+        """Record this step and decide if it is time to; only `loss_aware` needs `loss`."""
         self._num_steps += 1
         seen = self._seen(loss)
         if seen is not None:
@@ -98,11 +98,11 @@ class AdaptiveCompression:
         if self.strategy is not AdaptationStrategy.LOSS_AWARE:
             return self._compressor.stats.relative_error if self._impact is None else self._impact()
         if loss is None:
-            raise InvalidArgument("loss_aware goes by the loss", hint="call step(loss)")
+            raise InvalidArgument("loss_aware needs the loss", hint="call step(loss)")
         return loss
 
     def _agreed(self) -> float | None:
-        """The mean over records and ranks: impact, or the stability of the loss. None where no rank has any."""
+        """The mean over records and ranks: impact, or the stability of the loss. None if no rank has any."""
         records = list(self._records)
         own = [loss_stability(records)] if self.strategy is AdaptationStrategy.LOSS_AWARE else records
         totals = torch.tensor([sum(own), float(len(own))], dtype=torch.float64)
@@ -138,14 +138,14 @@ class AdaptiveCompression:
         config = self._compressor.config
         if config.name not in ("topk", "randomk", "bernoulli", "layerwise", "nbit", "powersgd"):
             raise InvalidArgument(
-                f"method {config.method!r} has no number that says how much is sent",
+                f"method {config.method!r} has no number for how much is sent",
                 hint="use topk, randomk, bernoulli, layerwise, nbit or powersgd; or the strategy loss_aware",
                 method=config.method,
             )
 
 
 def loss_stability(losses: list[float]) -> float:
-    """1 - min(1, std / |mean|) of the last ten losses; 1 where there are fewer."""
+    """1 - min(1, std / |mean|) of the last ten losses; 1 if there are fewer."""
     last = losses[-_NUM_RECORDS:]
     if len(last) < _NUM_RECORDS:
         return 1.0
@@ -154,7 +154,7 @@ def loss_stability(losses: list[float]) -> float:
 
 
 def settings_for_stability(stability: float, config: CompressConfig) -> CompressConfig:
-    """A steady loss bears hard compression at every step; an unsteady one gets 16 bits, one step in four."""
+    """A steady loss allows strong compression at every step; an unsteady one gets 16 bits, one step in four."""
     if stability > 0.9:
         return config.replace(method="topk:0.001", period=1)
     if stability > 0.7:
@@ -163,9 +163,9 @@ def settings_for_stability(stability: float, config: CompressConfig) -> Compress
 
 
 def configure_compression(num_parameters: int, bandwidth_gbps: float, tolerance: float) -> CompressConfig:
-    """A first guess from the model's size, the link and the error that may be made (relative, 0.1 is much).
+    """A first guess from the model's size, the link and the tolerated error (relative; 0.1 is much).
 
-    `auto` measures instead; this is for a config written before there is a machine.
+    `auto` measures instead; this is for a config written before the machines are there.
     """
     period = round((1 if num_parameters > 1e10 else 4) * max(1.0, 10 / bandwidth_gbps))
     if bandwidth_gbps < 10:

@@ -1,4 +1,4 @@
-"""What compression did so far: bytes, times, and the error as it was measured."""
+"""CompressionStats: bytes, times and measured error of compression so far."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class CompressionStats:
     """Tensors that were compressed."""
 
     num_dense: int = 0
-    """Tensors that travelled uncompressed: small or named ones, and all of them at dense steps."""
+    """Tensors sent uncompressed: small or named ones, and all of them at dense steps, warm-up included."""
 
     num_nonfinite: int = 0
-    """Buckets given up because some rank's gradient held NaN or infinity."""
+    """Buckets not averaged because some rank's gradient held NaN or infinity."""
 
     bytes_before: int = 0
     """Bytes of all gradients as this rank would have sent them uncompressed: once by hand, and in an average of P ranks
     2 (P - 1) / P times, which is what a ring sends."""
 
     bytes_on_wire: int = 0
-    """Bytes of payload that this rank sent in their place, as the codec counted them."""
+    """Bytes of payload that this rank sent instead, as the codec counts them."""
 
     error_norm: float | None = None
-    """Length of what the last measured message left out; None until one was measured."""
+    """Norm of what the last measured message left out; None until one was measured."""
 
     original_norm: float | None = None
-    """Length of what that message was made from."""
+    """Norm of the tensor that the message was made from."""
 
     encode_s: float = 0.0
     """Seconds spent in `compress`."""
@@ -38,21 +38,21 @@ class CompressionStats:
     """Seconds spent in `decompress`."""
 
     exchange_s: float = 0.0
-    """Seconds spent in averages over a group: encoding, wire and decoding together."""
+    """Seconds spent in averages over a group: encoding, transfer and decoding together."""
 
     @property
     def ratio(self) -> float | None:
-        """Bytes on the wire over bytes before; None as long as there was nothing to send."""
+        """Bytes on the wire over bytes before; None before anything was sent."""
         return self.bytes_on_wire / self.bytes_before if self.bytes_before else None
 
     @property
     def relative_error(self) -> float | None:
-        """Length of what was left out over the length of what it was made from, in the last measured message."""
+        """Norm of what the last measured message left out, relative to the tensor it was made from."""
         if self.error_norm is None or not self.original_norm:
             return None
         return self.error_norm / self.original_norm
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """Everything, with the ratios, JSON-ready."""
+        """All fields and ratios, ready for JSON."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**plain, "ratio": self.ratio, "relative_error": self.relative_error}

@@ -1,4 +1,4 @@
-"""What a method of compression costs and saves on the present group, measured the same way for each."""
+"""What a compression method costs and saves on the world, measured the same way for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTiming:
-    """One method on one gradient: medians of some rounds, on the slowest rank."""
+    """One method on one gradient: medians of several rounds, on the slowest rank."""
 
     method: str
     num_bytes: int
@@ -27,21 +27,21 @@ class MethodTiming:
     encode_s: float
     decode_s: float
     average_s: float
-    """The mean over all ranks, from call to result."""
+    """A whole average over all ranks, from call to result."""
     sent_bytes: int
     """What this rank sent for it."""
     relative_error: float
-    """How much of the gradient's length its message leaves out."""
+    """Norm of what the message leaves out, relative to the gradient's."""
 
 
 def time_method(method: str, num_bytes: int) -> MethodTiming:
     """Time a method on gradients like those of linear layers; every rank of the world calls this.
 
-    The gradient is a sum of a few outer products and noise, as gradients of batches are: pure noise would make low-rank
-    and sparse methods look worse than they are.
+    The gradient is a sum of a few outer products and noise, like the gradient of a batch: pure noise would make
+    low-rank and sparse methods look worse than they are.
     """
     group = dist.group.WORLD
-    assert group is not None, "the caller brought up the world"
+    assert group is not None, "the caller initialised the world"
     num_rows = max(1, num_bytes // 4 // _WIDTH)
     generator = torch.Generator().manual_seed(dist.get_rank())
     factors = torch.randn(num_rows, 8, generator=generator) @ torch.randn(8, _WIDTH, generator=generator)
@@ -63,7 +63,7 @@ def time_method(method: str, num_bytes: int) -> MethodTiming:
 
 
 def _slowest_s(call: Callable[[], object]) -> float:
-    """The median of some rounds on the rank where it is largest; the same number on every rank."""
+    """The median of several rounds on the slowest rank; the same number on every rank."""
     times = []
     for _ in range(_ROUNDS):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Which gradients are compressed, and at which steps: pure rules, the same on every rank."""
+"""Which gradients are compressed at which steps: pure functions, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from fnmatch import fnmatchcase
 from torsh_distributed.plan import CompressConfig
 
 
+def is_warm_up(config: CompressConfig, step: int) -> bool:
+    """Whether this step is one of the first, which travel uncompressed."""
+    return step < config.warmup_steps
+
+
 def is_dense_step(config: CompressConfig, step: int) -> bool:
-    """Whether everything travels uncompressed at this step: during warm-up, and between compressed steps."""
-    if config.name == "none" or step < config.warmup_steps:
+    """Whether this step sends everything uncompressed: during warm-up, and between compressed steps."""
+    if config.name == "none" or is_warm_up(config, step):
         return True
     return (step - config.warmup_steps) % config.period != 0
 
@@ -22,5 +27,5 @@ def travels_dense(config: CompressConfig, name: str, numel: int) -> bool:
 
 
 def stream_of(names: Iterable[str]) -> int:
-    """A number for tensors that travel as one, equal on all ranks and in every run (`hash` is neither)."""
+    """A number for tensors that travel as one, equal on all ranks and in every run (unlike `hash`)."""
     return zlib.crc32("\n".join(names).encode())

@@ -159,16 +159,16 @@ def keep_accounts() -> None:
     """With server feedback nothing is lost over the steps: means and residual add up to what was sent."""
     group = the_group()
     codec = SignCodec(server_feedback=True)
-    size, told, sent = 3000, torch.zeros(3000), torch.zeros(3000)
+    size, received, sent = 3000, torch.zeros(3000), torch.zeros(3000)
     start, end = shard_bounds(size, group.size(), codec.block)[group.rank() :][:2]
     for step in range(5):
         averaged = codec.average(gradient(10 * step + group.rank(), size), group, Key(step=step))
-        told += averaged.mean
+        received += averaged.mean
         everyone = averaged.sent.clone()
         dist.all_reduce(everyone)
         sent += everyone / group.size()
     residual = codec.state_dict()["residuals"][0]
-    torch.testing.assert_close(told[start:end] + residual, sent[start:end], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(received[start:end] + residual, sent[start:end], rtol=1e-4, atol=1e-5)
     assert float(residual.norm()) > 0
     resumed = SignCodec(server_feedback=True)
     resumed.load_state_dict(codec.state_dict())

@@ -90,9 +90,9 @@ def assert_linear(codec: Codec, numel: int, key: Key) -> None:
 
 def assert_unbiased(codec: Codec, x: Tensor, num_draws: int = 200) -> None:
     """The mean of many decoded messages lies within five standard errors of `x`, at every element."""
-    said = torch.stack([through(codec, x, Key(step=step, rank=step)) for step in range(num_draws)]).double()
-    error = said.std(dim=0) / num_draws**0.5
-    assert ((said.mean(dim=0) - x).abs() <= 5 * error + 1e-6).all()
+    got = torch.stack([through(codec, x, Key(step=step, rank=step)) for step in range(num_draws)]).double()
+    error = got.std(dim=0) / num_draws**0.5
+    assert ((got.mean(dim=0) - x).abs() <= 5 * error + 1e-6).all()
 
 
 def travelling(payload_bytes: int) -> int:

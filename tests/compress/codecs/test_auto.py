@@ -10,7 +10,7 @@ from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed import events
 from torsh_distributed.compress import GradientCompressor
-from torsh_distributed.compress.averaging.named_buffers import Piece
+from torsh_distributed.compress.averaging.named_buffers import FlatEntry
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import _CHANGED, _WINDOW, AutoCodec
@@ -113,7 +113,7 @@ def average_a_bucket(num_steps: int) -> tuple[list[bool], bool]:
         average_named(compressor, ["weight", "bias"], tensors, group, bucket=bucket)
         compressor.step()
         are_right.append(torch.allclose(bucket, truth, rtol=1e-5, atol=1e-6, equal_nan=True))
-    return are_right, compressor.feedback.carried((Piece("weight", SIZE - 5),), torch.device("cpu")) is not None
+    return are_right, compressor.feedback.carried((FlatEntry("weight", SIZE - 5),), torch.device("cpu")) is not None
 
 
 def test_a_bucket_that_is_best_left_alone_is_averaged_where_it_lies(world: World) -> None:

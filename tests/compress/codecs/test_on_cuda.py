@@ -32,9 +32,9 @@ def test_both_devices_say_the_same(method: str, numel: int) -> None:
     assert other.is_cuda
     if method in SAME_BYTES:
         assert torch.equal(payload, other.cpu())
-    said, others = here.decode(payload, numel, key), there.decode(other, numel, key)
+    got, others = here.decode(payload, numel, key), there.decode(other, numel, key)
     assert others.is_cuda
-    torch.testing.assert_close(said, others.cpu(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got, others.cpu(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture

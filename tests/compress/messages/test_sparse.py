@@ -43,12 +43,12 @@ def test_fp32_values_come_back_bit_for_bit(values: list[float]) -> None:
 @given(st.lists(FLOATS, min_size=1, max_size=60))
 def test_fp16_values_neither_overflow_nor_lose_more_than_their_precision(values: list[float]) -> None:
     x = torch.tensor(values)
-    said = densify(decode_sparse(message_of(x, torch.float16), x.numel(), torch.float16), x.numel())
+    got = densify(decode_sparse(message_of(x, torch.float16), x.numel(), torch.float16), x.numel())
     peak = x.abs().max()
     # Half precision has 11 bits; what is 2**29 times smaller than the largest is rounded to a multiple of it.
     allowed = torch.maximum(x.abs() * 2.0**-11, peak * 2.0**-39).double() + 2.0**-149
-    assert ((said.double() - x.double()).abs() <= allowed).all()
-    assert said.isfinite().all()
+    assert ((got.double() - x.double()).abs() <= allowed).all()
+    assert got.isfinite().all()
 
 
 @examples

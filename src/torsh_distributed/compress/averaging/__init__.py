@@ -1,1 +1,1 @@
-"""Means over ranks through a codec: `named_mean` first, then the exchanges it is built on."""
+"""Means over ranks through a codec. Read `named_mean`, then the exchanges below it; `damage` is how all ranks raise."""

@@ -1,8 +1,8 @@
-"""Averages in the background, one after the other, while backward goes on.
+"""BackgroundExecutor: runs averages one after the other on a thread while backward continues.
 
-One thread for each pipeline: all ranks hand in their buckets in the same order, so all ranks' collectives start in the
-same order, and no bucket's second collective can overtake another's first. The thread has a group of its own, for two
-threads on one group have no order.
+All ranks submit their buckets in the same order and each executor has one thread, so all ranks' collectives start in
+the same order, and no bucket's second collective can overtake another's first. The thread has its own group, because
+collectives of two threads on one group have no order.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torsh_distributed.errors import CommunicationError, TorshError
 
 _log = logging.getLogger(__name__)
 
-_FAILURE = "pipeline/failure"
+_FAILURE = "background/failure"
 
 Job = Callable[[dist.ProcessGroup], None]
-"""Something to do with the pipeline's group."""
+"""A function that runs with the executor's group."""
 
 Done = Callable[[BaseException | None], None]
-"""Told, in the background, how a job ended."""
+"""Called on the background thread with the error of a job, or None."""
 
 
-class Pipeline:
+class BackgroundExecutor:
     """Runs jobs in order on a second group over the same ranks; every rank of `group` makes one.
 
-    A job that fails ends the pipeline, here and on the other ranks: their jobs fail too, with the reason of the first.
+    After a job has failed no other runs, here and on the other ranks: their jobs fail too, with the first one's reason.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Pipeline:
         self._thread.submit(self._run, job, done, ready)
 
     def run(self, job: Job) -> None:
-        """Run `job` after all before it, and wait for its end."""
+        """Run `job` after all before it, and wait until it ends."""
         ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self.submit(job, ended.put)
         error = ended.get()  # every collective in the job has a deadline, so this ends
@@ -78,16 +78,16 @@ class Pipeline:
                     self._stream.wait_event(ready)
                     with torch.cuda.stream(self._stream):
                         job(self._group)
-            except BaseException as raised:  # it belongs to whoever handed the job in
+            except BaseException as raised:  # `done` passes it on
                 error = self._failure = self._explain(raised)
         if self._stream is None:
             done(error)
         else:
-            with torch.cuda.stream(self._stream):  # what `done` hands on is ready when this stream is
+            with torch.cuda.stream(self._stream):  # what `done` passes on is ready when this stream is
                 done(error)
 
     def _explain(self, raised: BaseException) -> TorshError:
-        """Tell the other ranks, and find out whether it is they who told us."""
+        """Report the failure to the other ranks, or find the one that failed first."""
         first = self._first_failure(raised)
         if first is None:
             error = raised if isinstance(raised, TorshError) else _wrapped(raised)
@@ -96,7 +96,7 @@ class Pipeline:
             reason = first
             error = CommunicationError(
                 f"gradients could not be averaged; the first to fail was {reason}",
-                hint="look at that rank; the gradients of this step are worth nothing",
+                hint="look at that rank; the gradients of this step are invalid",
                 group=self._group.group_name,
             )
             error.__cause__ = raised
@@ -107,16 +107,16 @@ class Pipeline:
         return error
 
     def _first_failure(self, raised: BaseException) -> str | None:
-        """What the rank that failed first left in the store; None for that rank itself."""
+        """What the rank that failed first wrote to the store; None on that rank itself."""
         mine = f"rank {dist.get_rank()}: {type(raised).__name__}: {_first_line(raised)}"
         try:
             store = self._group.get_group_store()
             if isinstance(raised, CommunicationError):
-                # Most likely another rank's doing, which has left its reason before it cut the connections.
+                # Most likely caused by another rank, which wrote its reason before it cut the connections.
                 return store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
             found = store.compare_set(_FAILURE, "", mine).decode()
-        except (RuntimeError, TorshError, OSError) as problem:  # the store is gone with the rank that hosted it
-            _log.warning("why the others failed cannot be known: %s", problem)
+        except (RuntimeError, TorshError, OSError) as problem:  # the store went down with the rank that hosted it
+            _log.warning("the reason of other ranks cannot be read: %s", problem)
             return None
         return None if found == mine else found
 
@@ -124,7 +124,7 @@ class Pipeline:
 def _wrapped(raised: BaseException) -> TorshError:
     error = TorshError(
         f"gradients could not be averaged: {type(raised).__name__}: {_first_line(raised)}",
-        hint="the cause is in the traceback; the other ranks were told",
+        hint="the cause is in the traceback; the other ranks raise too",
     )
     error.__cause__ = raised
     return error

@@ -1,75 +1,80 @@
 """The collectives of dense codecs: scatter-reduce-all-gather, whole or by halves.
 
-Every rank owns a shard. Each sends every other its part of that one's shard, encoded (all-to-all); each decodes what it
-got, sums in fp32, and encodes the mean; all get all shards (all-gather). A rank sends 2 (P - 1) / P times the encoded
-tensor, however many ranks there are, and all hold the same bits at the end.
+Every rank owns a shard. Each sends every other rank its part of that one's shard, encoded (all-to-all); each decodes
+what it received, sums in fp32, and encodes the mean; all get all shards (all-gather). A rank sends 2 (P - 1) / P times
+the encoded tensor, however many ranks there are, and all hold the same bits at the end.
 
-Before the first message of its kind in a group, ranks compare what they are about to send. Later, a rank that receives
-what it cannot decode says so in the all-gather, and every rank raises.
+Before the first message of its kind in a group, ranks compare what they are about to send. If a rank later receives a
+message that it cannot decode, every rank raises at the end of that exchange (`damage`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
+from torsh_distributed.compress.averaging.damage import DamageReport
 from torsh_distributed.compress.codecs.base import Averaged, Key
-from torsh_distributed.compress.messages.envelope import Notice, Shape, open_message, seal
+from torsh_distributed.compress.codecs.dense.quantiser import Quantiser
+from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
-
-if TYPE_CHECKING:
-    from torsh_distributed.compress.codecs.dense.base import DenseCodec
 
 _SECOND_LEG = 1 << 20  # beyond any rank: the mean must not be rounded by the numbers that rounded the gradient
 
 
 def shard_bounds(num_elements: int, num_ranks: int, block: int) -> list[int]:
-    """Where shards begin, and at last where they end: whole blocks, as evenly as those allow."""
+    """Where each shard starts, and where the last one ends: whole blocks, as evenly as those allow."""
     num_blocks = -(-num_elements // block)
     each, extra = divmod(num_blocks, num_ranks)
     starts = (min(num_elements, (rank * each + min(rank, extra)) * block) for rank in range(num_ranks + 1))
     return list(starts)
 
 
-def average(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-    """The mean over the ranks of what their messages say, encoded once more; every rank of `group` calls it."""
+def average(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+    """The mean over the ranks of what their messages decode to, encoded once more; every rank of `group` calls it."""
     num_ranks, rank = group.size(), group.rank()
     key = key._replace(rank=rank)
     if num_ranks == 1:
         sent = codec.decode(codec.encode(x, key), x.numel(), key)
         return Averaged(sent.clone(), sent, 0)
     codec.require_agreement(x, group)
+    report = DamageReport(group)
     bounds = shard_bounds(x.numel(), num_ranks, codec.block)
     scattered = _scatter(codec, x, bounds, group, key)
-    room = codec.shape_of(bounds[1]).message_bytes  # the first shard is the largest
-    gathered = _share_mean(codec, scattered, room, group, key)
+    own = _reduce(codec, scattered, report, key)
+    room = codec.message_spec(bounds[1]).message_bytes  # the first shard is the largest
+    message = _bytes(room, x.device)
+    own_message = message[: scattered.spec.message_bytes]
+    if report.error is None:
+        _encode_mean(codec, own, own_message, scattered.spec, key)
+    else:  # an intact message of zeros, so the others report nothing of their own and learn what was found here
+        seal(own_message.zero_(), scattered.spec)
+    gathered = all_gather(message, group=group)
     mean = torch.empty_like(x)
-    _decode_all(codec, gathered, bounds, mean, rank)
+    _decode_all(codec, gathered, bounds, mean, report)
     return Averaged(mean, scattered.sent, scattered.num_bytes + (num_ranks - 1) * room)
 
 
-def reduce_scatter_mean(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
+def reduce_scatter_mean(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
     """This rank's shard of the mean over the ranks, sent encoded: the first half of `average`.
 
-    `x` is cut evenly, so its length must be a multiple of the number of ranks. The mean is not encoded again. A message
-    that cannot be decoded raises on the rank that got it; the others learn of it by the deadline of what comes next.
+    `x` is cut evenly, so its length must be a multiple of the number of ranks. The mean is not encoded again.
     """
     return _reduce_scatter(codec, x, group, key, needs_sent=False).mean
 
 
-def reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-    """As `reduce_scatter_mean`, with what this rank's messages say of all of `x`, which error feedback needs."""
+def reduce_scatter(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
+    """As `reduce_scatter_mean`, with what this rank's messages decode to for all of `x`: error feedback needs it."""
     return _reduce_scatter(codec, x, group, key, needs_sent=True)
 
 
-def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key: Key, *, needs_sent: bool) -> Averaged:
+def _reduce_scatter(codec: Quantiser, x: Tensor, group: dist.ProcessGroup, key: Key, *, needs_sent: bool) -> Averaged:
     num_ranks, rank = group.size(), group.rank()
     if x.numel() % num_ranks:
         raise TensorShapeMismatch(
@@ -77,143 +82,119 @@ def _reduce_scatter(codec: DenseCodec, x: Tensor, group: dist.ProcessGroup, key:
         )
     key = key._replace(rank=rank)
     codec.require_agreement(x, group)
+    report = DamageReport(group)
     shard_numel = x.numel() // num_ranks
     bounds = [shard_numel * owner for owner in range(num_ranks + 1)]
     scattered = _scatter(codec, x, bounds, group, key, needs_sent=needs_sent)
-    return Averaged(_reduce(codec, scattered, rank, key), scattered.sent, scattered.num_bytes)
+    mean = _reduce(codec, scattered, report, key)
+    report.raise_together(x.device)
+    return Averaged(mean, scattered.sent, scattered.num_bytes)
 
 
-def all_gather_encoded(codec: DenseCodec, shard: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
+def all_gather_encoded(codec: Quantiser, shard: Tensor, group: dist.ProcessGroup, key: Key) -> Tensor:
     """The shards of all ranks, one after the other, sent encoded; all shards are of one size.
 
-    Every rank gets the same bits, its own shard included: that one too comes back as its message says it.
+    Every rank gets the same bits, its own shard included, which is decoded from its message as well.
     """
     num_ranks, rank = group.size(), group.rank()
     key = key._replace(rank=rank)
     codec.require_agreement(shard, group)
-    shape = codec.shape_of(shard.numel())
-    message = _empty(shape.message_bytes, shard.device)
-    codec.write(shard, shape.payload_of(message), seed=key.own)
-    seal(message, shape)
+    spec = codec.message_spec(shard.numel())
+    message = _bytes(spec.message_bytes, shard.device)
+    codec.write(shard, spec.payload_of(message), seed=key.own)
+    seal(message, spec)
     gathered = all_gather(message, group=group)
     whole = torch.empty(num_ranks * shard.numel(), dtype=torch.float32, device=shard.device)
-    _decode_all(codec, gathered, [shard.numel() * owner for owner in range(num_ranks + 1)], whole, rank)
+    bounds = [shard.numel() * owner for owner in range(num_ranks + 1)]
+    _decode_all(codec, gathered, bounds, whole, DamageReport(group))
     return whole
 
 
 class _Scattered(NamedTuple):
-    """What came of the all-to-all."""
+    """The result of the all-to-all."""
 
     received: Sequence[Tensor]
     """Messages for this rank's shard, by sender."""
-    shape: Shape
+    spec: MessageSpec
     sent: Tensor
     num_bytes: int
 
 
 def _scatter(
-    codec: DenseCodec, x: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, key: Key, *, needs_sent: bool = True
+    codec: Quantiser, x: Tensor, bounds: Sequence[int], group: dist.ProcessGroup, key: Key, *, needs_sent: bool = True
 ) -> _Scattered:
     """Encode each shard and send it to its owner; `sent` is decoded while the messages travel."""
     rank = group.rank()
-    shapes = [codec.shape_of(end - start) for start, end in itertools.pairwise(bounds)]
-    sizes = [shape.message_bytes for shape in shapes]
-    outbox = _empty(sum(sizes), x.device)
+    specs = [codec.message_spec(end - start) for start, end in itertools.pairwise(bounds)]
+    sizes = [spec.message_bytes for spec in specs]
+    outbox = _bytes(sum(sizes), x.device)
     messages = _cut(outbox, sizes)
-    for shape, message, start in zip(shapes, messages, bounds, strict=False):
-        part = x[start : start + shape.num_elements]
-        codec.write(part, shape.payload_of(message), seed=key.own, offset=start)
-        seal(message, shape)
+    for spec, message, start in zip(specs, messages, bounds, strict=False):
+        part = x[start : start + spec.num_elements]
+        codec.write(part, spec.payload_of(message), seed=key.own, offset=start)
+        seal(message, spec)
     travelling = all_to_all_single(outbox, sizes, [sizes[rank]] * group.size(), async_op=True, group=group)
     sent = torch.empty_like(x) if needs_sent else x.new_empty(0)
     if needs_sent:
-        for shape, message, start in zip(shapes, messages, bounds, strict=False):
-            codec.read(shape.payload_of(message), sent[start : start + shape.num_elements])
+        for spec, message, start in zip(specs, messages, bounds, strict=False):
+            codec.read(spec.payload_of(message), sent[start : start + spec.num_elements])
     received = _cut(travelling.wait(), [sizes[rank]] * group.size())
-    return _Scattered(received, shapes[rank], sent, sum(sizes) - sizes[rank])
+    return _Scattered(received, specs[rank], sent, sum(sizes) - sizes[rank])
 
 
-def _reduce(codec: DenseCodec, scattered: _Scattered, rank: int, key: Key) -> Tensor:
-    """The mean of the messages for this rank's shard; raises CompressionError, with `from_rank`, on a bad one."""
+def _reduce(codec: Quantiser, scattered: _Scattered, report: DamageReport, key: Key) -> Tensor:
+    """The mean of the messages for this rank's shard; invalid if the report has an error afterwards."""
     payloads = []
     for sender, message in enumerate(scattered.received):
-        with _blaming(sender, rank):
-            payloads.append(open_message(message, scattered.shape).payload)
-    mean, damaged = codec.combine(payloads, scattered.shape.num_elements, seed=key.shared)
-    if damaged:
-        with _blaming(damaged[0], rank):
-            raise _unsound(codec)
+        with report.reading(sender):
+            payloads.append(open_message(message, scattered.spec))
+    if report.error is not None:
+        return scattered.sent.new_empty(0)
+    mean, damaged = codec.combine(payloads, scattered.spec.num_elements, seed=key.shared)
+    for sender in damaged:
+        with report.reading(sender):
+            raise _unsound(codec, from_rank=sender)
     return mean
 
 
-def _share_mean(
-    codec: DenseCodec, scattered: _Scattered, room: int, group: dist.ProcessGroup, key: Key
-) -> list[Tensor]:
-    """Reduce this rank's shard, encode it, and gather those of all ranks; they are `room` bytes long at most."""
-    rank, shape = group.rank(), scattered.shape
-    message = _empty(room, scattered.sent.device)
-    problem: CompressionError | None = None
-    try:
-        mean = _reduce(codec, scattered, rank, key)
-    except CompressionError as error:
-        # The others wait in the all-gather: they learn there what happened, and raise too.
-        problem = error
-        subject = int(error.context["from_rank"])
-        seal(message[: shape.message_bytes].zero_(), shape, notice=Notice.REFUSED, subject=subject)
-    else:
-        _encode_mean(codec, mean, message[: shape.message_bytes], shape, key)
-    gathered = all_gather(message, group=group)
-    if problem is not None:
-        raise problem
-    return gathered
-
-
-def _encode_mean(codec: DenseCodec, mean: Tensor, message: Tensor, shape: Shape, key: Key) -> None:
-    """Put the shard's mean into its message, with what last time's lost where the codec keeps that."""
+def _encode_mean(codec: Quantiser, mean: Tensor, message: Tensor, spec: MessageSpec, key: Key) -> None:
+    """Encode the shard's mean into its message, with what was lost last time where the codec keeps that."""
     residual = codec.residual(key.stream, mean) if codec.server_feedback else None
     if residual is not None:
         mean += residual
-    payload = shape.payload_of(message)
+    payload = spec.payload_of(message)
     codec.write(mean, payload, seed=key._replace(rank=key.rank + _SECOND_LEG).own)
     if codec.server_feedback:
         codec.read(payload, mean, weight=-1.0, adds=True)
         codec.keep_residual(key.stream, mean)
-    seal(message, shape)
+    seal(message, spec)
 
 
-def _decode_all(codec: DenseCodec, messages: Sequence[Tensor], bounds: Sequence[int], out: Tensor, rank: int) -> None:
-    """Decode the messages of all ranks, each into its shard of `out`."""
+def _decode_all(
+    codec: Quantiser, messages: Sequence[Tensor], bounds: Sequence[int], out: Tensor, report: DamageReport
+) -> None:
+    """Decode the messages of all ranks, each into its shard of `out`; raises on every rank if any found damage."""
+    payloads = []
     for owner, (start, end) in enumerate(itertools.pairwise(bounds)):
-        shape = codec.shape_of(end - start)
-        with _blaming(owner, rank):
-            opened = open_message(messages[owner][: shape.message_bytes], shape)
-            if opened.notice is Notice.REFUSED:
-                raise CompressionError(
-                    f"rank {owner} could not decode the {codec.name} message of rank {opened.subject}",
-                    hint=f"look for a gradient that is not finite on rank {opened.subject}; rank {owner} says more",
-                )
-            if not codec.read(opened.payload, out[start:end]):
-                raise _unsound(codec)
+        spec = codec.message_spec(end - start)
+        with report.reading(owner):
+            payloads.append(open_message(messages[owner][: spec.message_bytes], spec))
+    report.raise_together(out.device)
+    # From here on every rank has the same bytes: what one cannot decode, none can.
+    for owner, (payload, start, end) in enumerate(zip(payloads, bounds, bounds[1:], strict=False)):
+        if not codec.read(payload, out[start:end]):
+            raise _unsound(codec, from_rank=owner)
 
 
-@contextmanager
-def _blaming(sender: int, rank: int) -> Iterator[None]:
-    """Add to an error whose message it was, and who saw it; ranks are those of the group."""
-    try:
-        yield
-    except CompressionError as error:
-        error.context.update(from_rank=sender, rank=rank)
-        raise
-
-
-def _unsound(codec: DenseCodec) -> CompressionError:
+def _unsound(codec: Quantiser, *, from_rank: int) -> CompressionError:
     return CompressionError(
         f"a {codec.name} message cannot have been written by its encoder",
         hint="look for a gradient that is not finite on that rank, then for faulty memory",
+        from_rank=from_rank,
     )
 
 
-def _empty(num_bytes: int, device: torch.device) -> Tensor:
+def _bytes(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 

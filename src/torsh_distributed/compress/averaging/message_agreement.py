@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to send before they send it for the first time."""
+"""Ranks compare codec and size before they send messages of a kind for the first time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def signature_of(*facts: object) -> int:
     return zlib.crc32(":".join(map(repr, facts)).encode())
 
 
-class Agreements:
-    """What the ranks of a group were found to agree on.
+class AgreementCache:
+    """The codecs and sizes that the ranks of a group have agreed on.
 
-    Why only once for each size: it costs as much as a small collective, and settings do not change by themselves.
+    Why only once for each size: it costs a small collective, and settings do not change by themselves.
     """
 
     def __init__(self) -> None:
@@ -45,5 +45,5 @@ class Agreements:
         known.add(own)
 
     def forget(self) -> None:
-        """Compare anew; every rank does the same."""
+        """Compare again next time; every rank does the same."""
         self._known.clear()

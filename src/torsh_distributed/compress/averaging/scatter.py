@@ -1,4 +1,4 @@
-"""The mean over ranks of which each keeps a shard, sent through any codec whose messages stand by themselves."""
+"""The mean over ranks of which each keeps a shard, sent through any codec whose messages decode by themselves."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.compress.averaging import exchange
+from torsh_distributed.compress.averaging.damage import DamageReport
+from torsh_distributed.compress.averaging.message_agreement import signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
 from torsh_distributed.errors import TensorShapeMismatch
 
 
 def scattered_mean(codec: Codec, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-    """This rank's shard of the mean of `x`, cut evenly over the ranks, and what its messages say of all of `x`.
+    """This rank's shard of the mean of `x`, cut evenly over the ranks, and what its messages decode to for all of `x`.
 
     Every rank of the group calls it with as many elements. Each encodes a message for every owner of a shard, and
-    decodes those for its own; the mean is not encoded again.
+    decodes those for its own; the mean is not encoded again. If a rank cannot decode a message, every rank raises.
     """
     num_ranks, rank = group.size(), group.rank()
     if isinstance(codec, DenseCodec):
@@ -31,22 +33,39 @@ def scattered_mean(codec: Codec, x: Tensor, group: dist.ProcessGroup, key: Key) 
     mine = key._replace(rank=rank)
     payloads = [codec.encode(shard, mine) for shard in shards]
     dtype, sizes = payloads[0].dtype, [payload.nbytes for payload in payloads]
-    received = _exchanged(payloads, codec.payload_bytes(numel), group)
+    report = DamageReport(group)
+    received = _exchanged(codec, payloads, numel, group, report)
     sent = torch.cat([codec.decode(payload, numel, mine) for payload in payloads])
     mean = torch.zeros(numel, dtype=torch.float32, device=x.device)
-    for sender, message in enumerate(received):
-        mean += codec.decode(message.view(dtype), numel, key._replace(rank=sender))
+    for sender, message in received.items():
+        with report.reading(sender):
+            mean += codec.decode(message.view(dtype), numel, key._replace(rank=sender))
+    report.raise_together(x.device)
     return Averaged(mean.div_(num_ranks), sent, sum(sizes) - sizes[rank])
 
 
-def _exchanged(payloads: list[Tensor], fixed_bytes: int | None, group: dist.ProcessGroup) -> list[Tensor]:
-    """The messages for this rank, by sender, as bytes; sizes travel first where the values decide them."""
-    outbox = torch.cat([payload.contiguous().view(torch.uint8) for payload in payloads])
+def _exchanged(
+    codec: Codec, payloads: list[Tensor], numel: int, group: dist.ProcessGroup, report: DamageReport
+) -> dict[int, Tensor]:
+    """The intact payloads for this rank, by sender, as bytes; their sizes travel first if the values decide them."""
     out_bytes = [payload.nbytes for payload in payloads]
     in_bytes = out_bytes
-    if fixed_bytes is None:
-        sizes = torch.tensor(out_bytes, dtype=torch.int64, device=outbox.device)
+    if codec.payload_bytes(numel) is None:
+        sizes = torch.tensor(out_bytes, dtype=torch.int64, device=payloads[0].device)
         in_bytes = [int(size) for size in all_to_all_single(sizes, group=group)]
-    inbox = all_to_all_single(outbox, out_bytes, in_bytes, group=group)
-    # A copy of each: a view as another dtype needs to begin at a multiple of its size.
-    return [message.clone() for message in torch.split(inbox, in_bytes)]
+    signature = signature_of(codec.name)
+    out_specs, in_specs = (
+        [MessageSpec(signature, numel, num_bytes) for num_bytes in each] for each in (out_bytes, in_bytes)
+    )
+    out_sizes, in_sizes = ([spec.message_bytes for spec in specs] for specs in (out_specs, in_specs))
+    outbox = torch.empty(sum(out_sizes), dtype=torch.uint8, device=payloads[0].device)
+    for payload, spec, message in zip(payloads, out_specs, torch.split(outbox, out_sizes), strict=True):
+        spec.payload_of(message).copy_(payload.contiguous().view(torch.uint8))
+        seal(message, spec)
+    inbox = all_to_all_single(outbox, out_sizes, in_sizes, group=group)
+    found = {}
+    for sender, (spec, message) in enumerate(zip(in_specs, torch.split(inbox, in_sizes), strict=True)):
+        with report.reading(sender):
+            # A copy: a view as another dtype must begin at a multiple of its size.
+            found[sender] = open_message(message, spec).clone()
+    return found

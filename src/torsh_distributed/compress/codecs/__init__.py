@@ -1,4 +1,4 @@
-"""The codecs, one file each, and the table that finds them by the name a plan uses."""
+"""The codecs: `base` is the interface, `registry` finds them by the plan's name, `auto` chooses among them."""
 
 from torsh_distributed.compress.codecs.registry import codec_names, make_codec
 

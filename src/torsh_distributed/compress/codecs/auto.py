@@ -1,15 +1,15 @@
-"""The method `auto`: measures, tries, picks for each bucket, and looks again when the link changes.
+"""The method `auto`: measures, tries and picks a codec for each bucket, and measures again when the link changes.
 
 For every stream (a bucket):
 
-1. Once, the time to encode and decode it by each candidate. The link, by all-reduces of different size.
-2. From these an estimate for each candidate, "none" among them; those near the best are tried, on the gradients of real
-   steps, so that nothing is sent for the measurement's sake. What is compared is the whole average, error feedback
-   included: where "none" wins, a bucket is averaged where it lies, as without compression.
-3. The quickest stays. Whether its time still is what it was is compared every 16 steps; if not, back to the link.
+1. Once, it measures the time to encode and decode the bucket by each candidate, and the link by all-reduces.
+2. From these it estimates each candidate, "none" included, and tries those near the best on the gradients of real
+   steps, so no traffic is spent on measuring. The whole average is timed, error feedback included. Where "none" wins, a
+   bucket is averaged in place, as without compression.
+3. The fastest stays. Every 16 steps its time is compared with what it was; if it changed, the link is measured again.
 
-Ranks add up what they measured before they decide, so all decide alike. Candidates are methods that keep the loss under
-error feedback; without it, those that are nearly exact.
+Ranks average their measurements before they decide, so all decide alike. Candidates are methods that keep the loss
+under error feedback; without it, those that are nearly exact.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from torsh_distributed.errors import InvalidArgument
 NONE = "none"
 CANDIDATES = (NONE, "bf16", "int8", "topk:0.01", "powersgd:4")
 NEARLY_EXACT = (NONE, "bf16", "int8")
-"""Candidates where nothing remembers what compression leaves out."""
+"""Candidates without error feedback."""
 
 _NEAR = 1.5  # estimates within this factor of the best are tried
 _MAX_TRIED = 3
 _NUM_TRIALS = 2
 _WINDOW = 16  # calls over which the time of the chosen one is watched
-_CHANGED = 2.0  # a link is another one when the least time in a window is this factor away
+_CHANGED = 2.0  # the link has changed when the least time in a window differs by this factor
 
 
 @dataclass
-class _Stream:
-    """What is known of one bucket, and how far the choice is."""
+class _StreamChoice:
+    """The measurements of one bucket, and the state of its choice."""
 
     compute_s: dict[str, float] = field(default_factory=dict)
     payload_bytes: dict[str, int] = field(default_factory=dict)
@@ -56,23 +56,23 @@ class _Stream:
     window: list[float] = field(default_factory=list)
     num_windows: int = 0
     patience: int = 1
-    """Windows before a change counts; it doubles with every look that changes nothing."""
+    """Windows before a change counts; it doubles with every new measurement."""
     is_new: bool = False
-    """Whether the present average was spent on measuring."""
+    """Whether the present average includes the time of measuring."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to go by: a choice, or what is being tried."""
+        """Whether there is a choice, or a candidate to try."""
         return self.choice is not None or bool(self.to_try)
 
     @property
     def method(self) -> str:
-        """What the next average goes by, where that is known."""
+        """The method of the next average, if `is_known`."""
         return self.choice or self.to_try[0]
 
 
 class AutoCodec(Codec):
-    """A choice among codecs, made for each stream by measurement, alike on all ranks."""
+    """A choice among codecs, made for each stream by measurement, the same on all ranks."""
 
     name = "auto"
     is_unbiased = False
@@ -80,16 +80,16 @@ class AutoCodec(Codec):
 
     def __init__(self, codecs: Mapping[str, Codec]) -> None:
         self._codecs = dict(codecs)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _StreamChoice] = {}
 
     @property
     def choices(self) -> dict[int, str]:
-        """Stream to the method it uses, of those decided."""
+        """The method of each stream that has been decided."""
         return {number: stream.choice for number, stream in self._streams.items() if stream.choice is not None}
 
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-        stream = self._streams.setdefault(key.stream, _Stream())
+        stream = self._streams.setdefault(key.stream, _StreamChoice())
         method = NONE
         if group.size() > 1 and x.numel() > 0:
             if stream.is_known:
@@ -99,12 +99,12 @@ class AutoCodec(Codec):
         return self._codecs[method].average(x, group, key)
 
     def sends_as_it_is(self, key: Key) -> bool:
-        """Whether this stream travels uncompressed this time: then nothing needs to be prepared for a codec."""
+        """Whether this stream travels uncompressed this time, so nothing needs preparing for a codec."""
         stream = self._streams.get(key.stream)
         return stream is not None and stream.is_known and stream.method == NONE
 
     def note(self, key: Key, spent_s: float, group: dist.ProcessGroup) -> None:
-        """An average of this stream took so long, with all that belongs to it; every rank calls this after each."""
+        """Record how long a whole average of this stream took; every rank calls this after each."""
         stream = self._streams.get(key.stream)
         if stream is None or not stream.is_known:
             return
@@ -115,11 +115,11 @@ class AutoCodec(Codec):
         else:
             self._watch(stream, spent_s, group, key)
 
-    def _shortlist(self, stream: _Stream, x: Tensor, group: dist.ProcessGroup, key: Key) -> None:
+    def _shortlist(self, stream: _StreamChoice, x: Tensor, group: dist.ProcessGroup, key: Key) -> None:
         if not stream.compute_s:
             for method, codec in self._codecs.items():
                 stream.compute_s[method], stream.payload_bytes[method] = _compute_s(codec, x, key)
-            stream.compute_s[NONE] = 0.0  # it is averaged where it lies
+            stream.compute_s[NONE] = 0.0  # it is averaged in place
             agreed = _mean_over_ranks(list(stream.compute_s.values()), group, x.device)
             stream.compute_s = dict(zip(stream.compute_s, agreed, strict=True))
         network = NetworkProfiler(group, device=x.device).measure()
@@ -141,7 +141,9 @@ class AutoCodec(Codec):
             )
         )
 
-    def _note_trial(self, stream: _Stream, method: str, spent_s: float, group: dist.ProcessGroup, key: Key) -> None:
+    def _note_trial(
+        self, stream: _StreamChoice, method: str, spent_s: float, group: dist.ProcessGroup, key: Key
+    ) -> None:
         stream.tried_s[method] = min(spent_s, stream.tried_s.get(method, spent_s))
         stream.to_try.pop(0)
         if stream.to_try:
@@ -159,11 +161,11 @@ class AutoCodec(Codec):
             )
         )
 
-    def _watch(self, stream: _Stream, spent_s: float, group: dist.ProcessGroup, key: Key) -> None:
+    def _watch(self, stream: _StreamChoice, spent_s: float, group: dist.ProcessGroup, key: Key) -> None:
         stream.window.append(spent_s)
         if len(stream.window) < _WINDOW:
             return
-        # The least: a rank that waits for another measures the other's lateness, but not every time.
+        # The least: a rank that waits for a late one measures the other's delay, but not every time.
         [least_s] = _mean_over_ranks([min(stream.window)], group, _device(group))
         stream.window = []
         stream.num_windows += 1
@@ -211,7 +213,7 @@ class AutoCodec(Codec):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._streams = {
-            int(number): _Stream(choice=choice, expected_s=state["expected_s"][number])
+            int(number): _StreamChoice(choice=choice, expected_s=state["expected_s"][number])
             for number, choice in state["choices"].items()
             if choice in self._codecs
         }
@@ -227,7 +229,7 @@ class AutoCodec(Codec):
 
 
 def _compute_s(codec: Codec, x: Tensor, key: Key) -> tuple[float, int]:
-    """Seconds in which a rank prepares, encodes and decodes what one average needs, and the size of its message."""
+    """Seconds that a rank needs to prepare, encode and decode one average, and the size of its message."""
     started = time.perf_counter()
     x.clone().add_(x).sub_(x)  # error feedback and packing: about as many passes
     payload = codec.encode(x, key)
@@ -236,7 +238,7 @@ def _compute_s(codec: Codec, x: Tensor, key: Key) -> tuple[float, int]:
     codec.decode(payload, x.numel(), key)
     _finish(x)
     encode_s, decode_s = encoded - started, time.perf_counter() - encoded
-    # A dense message is decoded twice: everybody's share of this rank's part, and everybody's mean.
+    # A dense message is decoded twice: the parts of this rank's shard, and the means of all shards.
     num_decodes = 2 if isinstance(codec, DenseCodec) and payload.dtype == torch.uint8 else 1
     return encode_s + num_decodes * decode_s, payload.numel() * payload.element_size()
 
@@ -257,6 +259,6 @@ def _finish(tensor: Tensor) -> None:
 
 def _needs_a_group() -> InvalidArgument:
     return InvalidArgument(
-        "method 'auto' measures the link between ranks, so it has no messages by hand",
+        "method 'auto' measures the link between ranks, so it cannot compress by hand",
         hint="average over a group, or name a codec: int8, topk:0.01, powersgd:4",
     )

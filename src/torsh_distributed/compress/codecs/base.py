@@ -1,4 +1,4 @@
-"""What a codec is: a gradient in, fewer bytes out, and back; and how the ranks' messages become one mean."""
+"""Codec, the interface: encode a gradient in fewer bytes, decode it, and average the ranks' messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from torsh_distributed.compress.messages.sparse import Vector, dense
 
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbouring numbers land far apart
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: neighbouring numbers end up far apart
 
 
 class Key(NamedTuple):
-    """Where a codec's randomness comes from: the same key gives the same bytes, on every device and every run."""
+    """The seed of a codec's randomness: the same key gives the same bytes, on every device and in every run."""
 
     seed: int = 0
     step: int = 0
     stream: int = 0
-    """Which tensor of the step: a bucket, a parameter."""
+    """Which tensor of the step: a bucket or a parameter."""
     rank: int = 0
 
     @property
     def shared(self) -> int:
-        """32 bits that all ranks have in common, for choices they must make alike."""
+        """32 bits that are the same on all ranks, for choices they must make alike."""
         return _mixed(_mixed(_mixed(self.seed) ^ self.step) ^ self.stream)
 
     @property
@@ -35,13 +35,13 @@ class Key(NamedTuple):
 
 
 class Averaged:
-    """What came of a tensor that all ranks averaged. A sparse codec gives sparse vectors: they take fewer passes."""
+    """The result of an average over ranks. A sparse codec returns sparse vectors, which take fewer passes."""
 
     def __init__(self, mean: Vector, sent: Vector, num_bytes: int) -> None:
         self.mean_vector = mean
         self.sent_vector = sent
         self.num_bytes = num_bytes
-        """Bytes of payload this rank sent to others, as it counted them."""
+        """Bytes of payload this rank sent to others, as the codec counts them."""
 
     @property
     def mean(self) -> Tensor:
@@ -50,15 +50,15 @@ class Averaged:
 
     @property
     def sent(self) -> Tensor:
-        """What this rank's message says: `x - sent` was left out, and is what error feedback carries over."""
+        """What this rank's message decodes to; error feedback carries `x - sent` over."""
         return dense(self.sent_vector)
 
 
 class Codec(ABC):
     """One way to send a gradient in fewer bytes. A codec with state keeps it by `key.stream`.
 
-    `x` is 1-D, contiguous, fp32 and finite, on any device; empty is allowed. What a message needs beside `num_elements`
-    and the key travels in the payload: a payload is decoded by a codec that never saw `x`.
+    `x` is 1-D, contiguous, fp32 and finite, on any device; it may be empty. Everything that decoding needs beside
+    `num_elements` and the key is in the payload.
     """
 
     name: ClassVar[str]
@@ -76,21 +76,21 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
-        """What the message says: 1-D fp32. Raises CompressionError where it cannot be such a message."""
+        """Decode a message: 1-D fp32. Raises CompressionError if it cannot be such a message."""
 
     @abstractmethod
     def payload_bytes(self, num_elements: int) -> int | None:
-        """The exact size of a message for that many elements; None where the values decide it."""
+        """The exact size of a message for that many elements; None if it depends on the values."""
 
     @abstractmethod
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
         """The mean over the ranks of `group`, by the collective that suits the message; every rank calls it."""
 
     def contraction(self, num_elements: int) -> float | None:
-        """The α in |decode(encode(x)) - x|² ≤ (1 - α)|x|² that holds for every `x`; None where none is promised."""
+        """The α in |decode(encode(x)) - x|² ≤ (1 - α)|x|² that holds for every `x`; None if none is guaranteed."""
         return None
 
-    def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 (most codecs see elements only)
+    def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:  # noqa: B027 (most codecs ignore shapes)
         """Say which tensors, in order, were flattened one after the other into the `x` of that stream.
 
         For codecs that look at matrices or layers (`powersgd`, `layerwise`); the same on every rank. The numbers of
@@ -102,7 +102,7 @@ class Codec(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most codecs have nothing to load)
-        """Go on from `state_dict()`."""
+        """Continue from `state_dict()`."""
 
     def reset(self) -> None:  # noqa: B027 (most codecs have nothing to forget)
         """Forget the state, after a change of membership. Every rank does the same."""

@@ -1,4 +1,4 @@
-"""From the words of a plan to a codec: `make_codec("topk:0.01")`."""
+"""The codecs by the name a plan uses: `make_codec("topk:0.01")`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _CODECS: dict[str, str] = {
     "powersgd": "linear.powersgd:PowerSgdCodec",
     "layerwise": "sparse.layerwise:LayerwiseCodec",
 }
-"""Module of this package and what in it makes the codec, from the method's number where the method has one.
+"""The module in this package and its class or factory, which takes the method's number if there is one.
 
-Imported when first asked for: a codec may need what the others do not.
+Imported on first use: a codec may need packages that others do not.
 """
 
 
@@ -40,18 +40,20 @@ def codec_names() -> list[str]:
 
 
 def make_codec(method: str) -> Codec:
-    """A new codec for a method as a plan spells it: `int8`, `nbit:4`. Raises ConfigurationError for a method unknown.
+    """A new codec for a method as a plan spells it: `int8`, `nbit:4`. Raises ConfigurationError for an unknown method.
 
     `auto` is a choice among codecs, not a codec.
     """
-    config = CompressConfig(method=method, error_feedback="none")  # a codec by itself remembers nothing
+    config = CompressConfig(method=method, error_feedback="none")  # a codec alone has no error feedback
     if config.name == "auto":
         raise InvalidArgument(
-            "method 'auto' chooses among codecs and is none itself", hint=f"one of: {', '.join(_CODECS)}", method=method
+            "method 'auto' chooses among codecs and is not one itself",
+            hint=f"one of: {', '.join(_CODECS)}",
+            method=method,
         )
     if config.name not in _CODECS:
         raise FeatureNotAvailable(
-            f"no codec does method {config.name!r} yet", hint=f"one of: {', '.join(_CODECS)}", method=method
+            f"method {config.name!r} has no codec yet", hint=f"one of: {', '.join(_CODECS)}", method=method
         )
     module, _, kind = _CODECS[config.name].partition(":")
     make = getattr(importlib.import_module(f"{__package__}.{module}"), kind)

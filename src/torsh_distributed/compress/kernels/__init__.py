@@ -1,1 +1,1 @@
-"""The arithmetic of the codecs: `base` is the interface, with one implementation each in C, torch and Triton."""
+"""The arithmetic of the codecs: `base` is the interface, `choice` picks an implementation: C, torch or Triton."""

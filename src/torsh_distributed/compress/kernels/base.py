@@ -1,21 +1,17 @@
-"""The arithmetic of the dense codecs, and which implementation a tensor gets: compiled C, Triton, or torch's operators.
+"""The interface of the dense codecs' arithmetic.
 
 All implementations write the same bytes. `x` is fp32, 1-D, contiguous; `out` of an encoder is uint8 and exactly as long
 as the payload, `out` of a decoder fp32 and as long as the message has elements. A decoder writes `weight` times what
 the payload says, or adds that with `adds`, and returns whether the payload is one that an encoder can have written.
 `key` and `offset` feed `noise`: element i of `x` draws with the index `offset + i`. Blocks are at most 2048 elements,
-but for int8.
+except for int8.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
-
-from torsh_distributed.native import CODEC_KERNELS, load
 
 TINY = 2.0**-120
 """A block whose scale is below this is sent as zeros: the inverse of its scale would overflow."""
@@ -25,11 +21,11 @@ NUM_BINS = 1024
 
 
 class Histogram(NamedTuple):
-    """How the elements of a tensor are distributed, exactly, whatever the order they were counted in.
+    """The exact distribution of a tensor's elements, independent of the order of counting.
 
-    A bin holds the floats that share exponent and the first four bits of the mantissa, so that it is as wide as a
-    32nd to a 16th of its values. Bin 511 holds the largest magnitude; bin 0 all that is more than 32 octaves
-    smaller. Negative elements have bins 512 to 1023.
+    A bin holds the floats that share the exponent and the first four bits of the mantissa, so its width is a 32nd to a
+    16th of its values. Bin 511 holds the largest magnitude; bin 0 all that is more than 32 octaves
+    smaller. Negative elements are in bins 512 to 1023.
     """
 
     largest: int
@@ -65,7 +61,7 @@ class Kernels(Protocol):
         """Plus or minus the mean magnitude."""
 
     def ternary_encode(self, x: Tensor, block: int, threshold: float, out: Tensor) -> None:
-        """Mean of the magnitudes kept (fp32 a block), then trits: kept from `threshold` times the largest on."""
+        """Mean of the kept magnitudes (fp32 a block), then trits: kept from `threshold` times the largest on."""
 
     def ternary_draw(self, x: Tensor, block: int, key: int, offset: int, out: Tensor) -> None:
         """Largest magnitudes (fp32 a block), then trits: kept with probability magnitude / largest."""
@@ -89,35 +85,3 @@ class Kernels(Protocol):
         self, payload: Tensor, block: int, codebook: Tensor, out: Tensor, weight: float, adds: bool
     ) -> bool:
         """The value (`codebook`: fp32 on the CPU) of each element's entry."""
-
-
-def kernels_for(tensor: Tensor) -> Kernels:
-    """The quickest implementation for the device of `tensor`. The one place that decides."""
-    from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
-
-    found = {"cpu": compiled_kernels, "cuda": triton_kernels}.get(tensor.device.type, lambda: None)()
-    return found or TorchKernels()
-
-
-@functools.cache
-def triton_kernels() -> Kernels | None:
-    """The kernels for CUDA, or None where there is no Triton: it comes with torch's wheels for CUDA."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from torsh_distributed.compress.kernels.triton_kernels import TritonKernels
-
-    return TritonKernels()
-
-
-@functools.cache
-def compiled_kernels() -> Kernels | None:
-    """The compiled kernels, or None where there are none."""
-    from torsh_distributed.compress.kernels.native_kernels import NativeKernels
-
-    module = compiled_module()
-    return None if module is None else NativeKernels(module)
-
-
-def compiled_module() -> Any | None:
-    """What was compiled, if it was."""
-    return load(CODEC_KERNELS)

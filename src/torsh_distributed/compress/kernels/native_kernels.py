@@ -1,4 +1,4 @@
-"""The compiled kernels on CPU tensors. They let go of the interpreter while they work."""
+"""The compiled kernels on CPU tensors. They release the GIL while they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torsh_distributed.compress.kernels.base import NUM_BINS, Histogram, Kernels
 
 
 class NativeKernels(Kernels):
-    """Hands addresses to the compiled module, after a look at what they are addresses of."""
+    """Passes addresses to the compiled module, after checking dtype, device and layout of the tensors."""
 
     def __init__(self, module: Any) -> None:
         # Any: the module has no Python source; its docstrings give the arguments.
@@ -20,7 +20,7 @@ class NativeKernels(Kernels):
 
     @property
     def casts_half(self) -> bool:
-        """Whether half precision is quicker here than with torch, which has no instructions for it on some machines."""
+        """Whether half precision is faster here than with torch, which has no instructions for it on some machines."""
         return hasattr(self._module, "half_encode")
 
     def to_half(self, x: Tensor, divisor: float) -> Tensor:
@@ -111,7 +111,7 @@ class NativeKernels(Kernels):
 
 
 def _at(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """The address, of memory that is as the kernels take it to be."""
+    """The address of a tensor, after checking that it is what the kernels expect."""
     assert tensor.dtype == dtype
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()

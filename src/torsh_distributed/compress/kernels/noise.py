@@ -4,9 +4,9 @@
     mixed(h):  h = (h ^ h >> 16) * 0x21F0AAAD;  h = (h ^ h >> 15) * 0x735A2D97;  h ^ h >> 15
     uniform(key, i) = (noise(key, i) >> 8) / 2**24       in [0, 1), exact in single precision
 
-Why a hash and no generator: element i draws the same number on every device, in every order and every cut of the
-work, so that C, torch and CUDA write the same bytes. The steps of an odd constant visit all 2**32 numbers before one
-comes twice; `mixed` is a bijection that leaves no pattern in them. `native/kernels.h` has the same in C.
+Why a hash and not a generator: element i draws the same number on every device, in any order and however the work is
+split, so C, torch and CUDA write the same bytes. Multiples of an odd constant visit all 2**32 numbers before one
+repeats; `mixed` is a bijection that removes the pattern. `native/kernels.h` has the same in C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def noise(key: int, start: int, num_elements: int, device: torch.device) -> Tens
 
 
 def first_bits(key: int, start: int) -> int:
-    """What element `start` is mixed from, as a signed number of 32 bits."""
+    """The input of `mixed` for element `start`, as a signed 32-bit number."""
     return _signed(start * _GOLDEN + key)
 
 
@@ -34,16 +34,16 @@ def uniform(key: int, start: int, num_elements: int, device: torch.device) -> Te
 
 
 def checksum(words: Tensor) -> int:
-    """The sum of noise(word i, i) modulo 2**32: any changed word changes its term, and words cannot change places.
+    """The sum of noise(word i, i) modulo 2**32: a changed word changes its term, and swapped words change two.
 
-    Why not a CRC: a sum is the same in any order, so a device adds it up in parallel and a core in vectors.
+    Why not a CRC: a sum is the same in any order, so a GPU computes it in parallel and a core in vectors.
     """
     index = torch.arange(words.numel(), dtype=torch.int32, device=words.device)
     return int(mixed(index * _GOLDEN + words).sum(dtype=torch.int64)) & 0xFFFFFFFF
 
 
 def mixed(bits: Tensor) -> Tensor:
-    """A bijection of 32 bits, on int32. Shifts of negative numbers bring ones in from above; the masks drop them."""
+    """A bijection of 32 bits, on int32. Shifts of negative numbers fill with ones; the masks drop them."""
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x21F0AAAD
     bits = (bits ^ (bits >> 15 & 0x1FFFF)) * 0x735A2D97
     return bits ^ (bits >> 15 & 0x1FFFF)

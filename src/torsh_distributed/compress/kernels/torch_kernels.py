@@ -1,4 +1,4 @@
-"""The kernels with torch's operators: for any device, and where no compiler was at install.
+"""The kernels with torch's operators: for any device, and where the C was not compiled.
 
 Each works on the full blocks as one matrix (blocks, elements), then on the short last block as a matrix of one row. The
 operations and their order are those of the C in `native/`: products and sums are rounded one by one, in fp32.
@@ -22,7 +22,7 @@ _MANTISSA = 0x7FFFFF
 
 
 class _Rows(NamedTuple):
-    """Blocks of one length: `num_blocks` from `block` on, whose first element is `start`."""
+    """Blocks of one length: `num_blocks` of them, from block `block` on, starting at element `start`."""
 
     block: int
     num_blocks: int
@@ -30,7 +30,7 @@ class _Rows(NamedTuple):
     length: int
 
     def of(self, x: Tensor) -> Tensor:
-        """The blocks' part of something with one entry an element, as a matrix."""
+        """The blocks' part of a tensor with one entry for each element, as a matrix."""
         return x[self.start : self.start + self.num_blocks * self.length].view(self.num_blocks, self.length)
 
     def uniform(self, key: int, offset: int, device: torch.device) -> Tensor:
@@ -53,7 +53,7 @@ def _rows(num_elements: int, block: int) -> Iterator[_Rows]:
 
 
 class _Sections:
-    """A payload as bytes for each block at its head, then the blocks' bodies one after the other."""
+    """A payload: a head for each block, then the blocks' bodies, one after the other."""
 
     def __init__(self, payload: Tensor, num_elements: int, block: int, head_bytes: int) -> None:
         self._payload = payload
@@ -275,7 +275,7 @@ def _are_scales(scales: Tensor) -> bool:
 
 
 def _mean(magnitudes: Tensor, count: Tensor, block: int) -> Tensor:
-    """The sum of each row over its `count`, added up by halves; each is divided first, so that no sum overflows."""
+    """The sum of each row over its `count`, summed by halves; elements are divided first, so no sum overflows."""
     room = 1 << (block - 1).bit_length()
     parts = pad(magnitudes * (1.0 / room), (0, room - magnitudes.shape[1]))
     while parts.shape[1] > 1:

@@ -1,1 +1,1 @@
-"""What travels: payload layouts, bit packing, sparse messages, and the envelope around them."""
+"""What travels: bit packing, indices, sparse messages, and the `envelope` around every payload."""

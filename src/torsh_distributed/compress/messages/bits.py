@@ -1,10 +1,10 @@
-"""How codes of 1 to 8 bits, and trits, become bytes.
+"""Bit packing: codes of 1 to 8 bits, and trits, as bytes.
 
 A block of n codes of b bits is written in parts, one for each power of two in b, widest first: b = 7 is a part of 4
 bits, one of 2 and one of 1, taking each code's bits from the lowest on. In a part of width w the byte k holds the
 fields of elements k, k + s, k + 2s, … where s = ceil(n w / 8) is the number of its bytes; the first is lowest. Elements
 past n count as 0. Why not neighbours in a byte: bytes then come from contiguous runs of elements, which a core packs 16
-or 32 at a time and a device without crossing lanes. Trits (0, +1, -1 as 0, 1, 2) go five to a byte in the same way, as
+or 32 at a time and a GPU without crossing lanes. Trits (0, +1, -1 as 0, 1, 2) go five to a byte in the same way, as
 the digits of a number in base 3.
 """
 

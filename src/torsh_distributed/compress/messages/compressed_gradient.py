@@ -1,4 +1,4 @@
-"""A compressed gradient as it travels by hand, and the few questions asked of every tensor."""
+"""CompressedGradient: a message compressed by hand; and the checks that every gradient passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DENSE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedGradient:
-    """A tensor as it travels: all that `decompress` needs."""
+    """A compressed tensor: everything that `decompress` needs."""
 
     method: str
     data: Tensor
@@ -42,7 +42,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def is_finite(x: Vector) -> bool:
-    """Whether no element is NaN or infinite. One quick pass where all is well: what is bad shows in the sum."""
+    """Whether no element is NaN or infinite. One quick pass in the good case: NaN and infinity show in the sum."""
     if not isinstance(x, Tensor):
         return all(is_finite(term.values) for term in x.terms)
     return bool(x.sum(dtype=torch.float32).isfinite()) or bool(x.isfinite().all())
@@ -54,7 +54,7 @@ def norm(x: Tensor) -> float:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise InvalidArgument for a gradient that is no plain tensor of floating-point numbers."""
+    """Raise InvalidArgument unless the gradient is a dense tensor of floating-point numbers."""
     if tensor.layout != torch.strided:
         raise InvalidArgument(
             f"the gradient of {name} is sparse: compression takes dense gradients",
@@ -64,8 +64,8 @@ def check_dense(name: str, tensor: Tensor) -> None:
         )
     if not tensor.is_floating_point():
         raise InvalidArgument(
-            f"the gradient of {name} is no floating-point tensor",
-            hint="split a complex parameter with torch.view_as_real before it is trained",
+            f"the gradient of {name} is not a floating-point tensor",
+            hint="train a complex parameter as torch.view_as_real of it",
             name=name,
             dtype=str(tensor.dtype),
         )

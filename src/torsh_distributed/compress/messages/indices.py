@@ -1,9 +1,9 @@
-"""Sorted indices as bits, close to the entropy of a random set, in a size that the counts alone decide.
+"""Sorted indices as bits, close to the entropy of a random set, in a size that depends on the counts alone.
 
-Each index is cut in two: its low bits stand side by side, its high bits are a step function written in unary (the code
-of Elias and Fano). At a density of 1 % an index takes 8.56 bits where 8.08 is the least possible for a random set. A
-dense set is a bitmap; the empty and the full set take nothing. Why a fixed size: ranks that know how many elements
-travel need not ask each other how long the messages are. Bits go into bytes from the lowest up.
+Each index is cut in two: the low bits are written side by side, the high bits as a step function in unary (the code of
+Elias and Fano). At a density of 1 % an index takes 8.56 bits; the least possible for a random set is 8.08. A dense set
+is a bitmap; the empty and the full set take nothing. Why a fixed size: ranks that know how many elements travel also
+know the size of the messages. Bits fill bytes from the lowest up.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torsh_distributed.compress.kernels.base import compiled_module
+from torsh_distributed.compress.kernels.choice import compiled_module
 from torsh_distributed.errors import CompressionError
 
 _MAX_LOW_BITS = 32
 _PROBLEMS = {
-    1: "the indices are not as many as the message says",
+    1: "the number of indices differs from the message's count",
     2: "the indices are out of order or out of range",
 }
 
 
 class IndexLayout(NamedTuple):
-    """How the indices of a set are written; it follows from `num_elements` and `count`."""
+    """How the indices of a set are written; it depends on `num_elements` and `count` alone."""
 
     low_bits: int
     """Bits of each index that are written as they are."""
 
     num_unary_bits: int
-    """Length of the unary part; with no index written at all, 0."""
+    """Length of the unary part; 0 if no index is written."""
 
     is_bitmap: bool
 
@@ -87,10 +87,10 @@ def encode_indices(indices: Tensor, num_elements: int) -> Tensor:
 
 
 def decode_indices(packed: Tensor, num_elements: int, count: int) -> Tensor:
-    """The indices again, int64. Raises CompressionError where the bytes are not those of such a set."""
+    """Decode the indices, int64. Raises CompressionError if the bytes do not encode such a set."""
     layout = index_layout(num_elements, count)
     if packed.numel() != layout.num_bytes:
-        raise _damaged("the indices have another length than their number needs", num_elements, count)
+        raise _damaged("the indices have the wrong length for their number", num_elements, count)
     if layout.num_bytes == 0:
         return torch.arange(count, device=packed.device)
     low_bytes = layout.low_bytes(count)
@@ -120,7 +120,7 @@ def decode_indices(packed: Tensor, num_elements: int, count: int) -> Tensor:
 
 
 def compiled_for(tensor: Tensor) -> Any | None:
-    """The compiled kernels where they can work on this tensor; they give what torch's and numpy's operators give."""
+    """The compiled module if it can work on this tensor; its results are those of torch's and numpy's operators."""
     # Any: the module has no Python source; its docstrings give the arguments.
     return compiled_module() if tensor.device.type == "cpu" else None
 
@@ -131,7 +131,7 @@ def _damaged(what: str, num_elements: int, count: int) -> CompressionError:
 
 def _pack_low(indices: Tensor, low_bits: int) -> Tensor:
     """The lowest bits of each index, one after the other."""
-    if indices.device.type == "cpu":  # numpy takes bytes apart several times faster than shifts do
+    if indices.device.type == "cpu":  # numpy unpacks bytes several times faster than shifts do
         words = indices.numpy().astype("<u4").view(np.uint8).reshape(-1, 4)
         bits = torch.from_numpy(np.unpackbits(words, axis=1, count=low_bits, bitorder="little"))
     else:

@@ -1,4 +1,4 @@
-"""What every decoder asks of a payload before it reads one."""
+"""The check that every decoder makes before it reads a payload."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Some elements of a gradient and their places, as a message.
+"""Some elements of a gradient with their indices, as a vector and as a message.
 
-On the wire: count uint32, unit float32, the values as fp16 in multiples of the unit (or as fp32), the indices (`gaps`).
+Payload: count uint32, unit float32, the values as fp16 in multiples of the unit (or as fp32), the indices (`indices`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from torsh_distributed.compress.messages.indices import compiled_for, decode_indices, encode_indices, index_layout
 from torsh_distributed.errors import CompressionError
 
-_HEADER = struct.Struct("<If")  # how many elements, and what their values are multiples of
+_HEADER = struct.Struct("<If")  # number of elements, and the unit of their values
 _MAX_ELEMENTS = 2**32 - 1
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 class Sparse(NamedTuple):
-    """Elements of a vector by their places; all others are 0."""
+    """Some elements of a vector with their indices; all others are 0."""
 
     indices: Tensor
     """int64, strictly increasing."""
@@ -32,7 +32,7 @@ class Sparse(NamedTuple):
 
 
 class SparseVector(NamedTuple):
-    """A vector as the sum of sparse ones: what ranks sent, without a pass over all the elements."""
+    """A vector as a sum of sparse ones, such as those that ranks sent: no pass over all elements is needed."""
 
     terms: tuple[Sparse, ...]
     num_elements: int
@@ -42,7 +42,7 @@ class SparseVector(NamedTuple):
         return self._replace(terms=tuple(Sparse(indices, values * factor) for indices, values in self.terms))
 
     def add_to(self, out: Tensor, *, sign: Literal[1, -1] = 1) -> None:
-        """Add this to a flat tensor, or take it off, term by term."""
+        """Add this to a flat tensor, or subtract it, term by term."""
         for term in self.terms:
             _add_at(out, term, sign=sign)
 
@@ -65,9 +65,9 @@ class SparseVector(NamedTuple):
 
 
 def _add_at(out: Tensor, sparse: Sparse, *, sign: Literal[1, -1] = 1, offset: int = 0) -> None:
-    """Add some elements, whose places are counted from `offset`, to a contiguous fp32 tensor, or take them off.
+    """Add some elements, with indices counted from `offset`, to a contiguous fp32 tensor, or subtract them.
 
-    No other factor than the sign: products that are added may be rounded once or twice, as the machine likes it.
+    Only a sign and no other factor: machines differ in rounding a product that is added, once or twice.
     """
     indices, values = sparse
     module = compiled_for(out)
@@ -84,7 +84,7 @@ Vector = Tensor | SparseVector
 
 
 def add_to(out: Tensor, vector: Vector, *, sign: Literal[1, -1] = 1) -> None:
-    """Add a vector to a flat tensor, or take it off."""
+    """Add a vector to a flat tensor, or subtract it."""
     if isinstance(vector, Tensor):
         out.add_(vector, alpha=sign)
     else:
@@ -111,7 +111,7 @@ def encode_sparse(sparse: Sparse, num_elements: int, dtype: torch.dtype) -> Tens
     """The message, uint8. Values are fp32, or fp16 in units of a power of two that lets none of them overflow."""
     if num_elements > _MAX_ELEMENTS:
         raise CompressionError(
-            "a sparse message takes up to 2**32 - 1 elements",
+            "a sparse message can have at most 2**32 - 1 elements",
             hint="split the gradient into smaller buckets",
             num_elements=num_elements,
         )
@@ -138,7 +138,7 @@ def _unit(values: Tensor) -> Tensor:
 
 
 def decode_sparse(message: Tensor, num_elements: int, dtype: torch.dtype, *, is_padded: bool = False) -> Sparse:
-    """What a message says; bytes may follow it where `is_padded`. Raises CompressionError where it cannot be one."""
+    """Decode a message; bytes may follow it if `is_padded`. Raises CompressionError if it cannot be a message."""
     if message.dim() != 1 or message.dtype != torch.uint8 or message.numel() < _HEADER.size:
         raise CompressionError(
             "a sparse message is at least a header of bytes", shape=tuple(message.shape), dtype=message.dtype
@@ -152,7 +152,7 @@ def decode_sparse(message: Tensor, num_elements: int, dtype: torch.dtype, *, is_
             f"a sparse message of {count} elements of {num_elements} has {expected} bytes", num_bytes=message.numel()
         )
     values_end = _HEADER.size + count * dtype.itemsize
-    # A message cut from a buffer may begin at an odd address; the copy does not.
+    # A message cut from a buffer may start at an odd address; the copy does not.
     written = message[_HEADER.size : values_end].clone().view(dtype)
     values = written.float().mul_(unit).clamp_(-_FLOAT_MAX, _FLOAT_MAX)
     return Sparse(decode_indices(message[values_end:expected], num_elements, count), values)

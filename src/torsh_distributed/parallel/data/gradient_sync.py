@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.averaging.background import Pipeline
+from torsh_distributed.compress.averaging.background import BackgroundExecutor
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.messages.compressed_gradient import DENSE
@@ -89,7 +89,7 @@ class GradientSync:
         self._dtype = dtype
         self._overlap = overlap
         self._compressor: GradientCompressor | None = None
-        self._pipeline: Pipeline | None = None
+        self._pipeline: BackgroundExecutor | None = None
         self._hooks: OrderedDict[int, GradientHook] = OrderedDict()
         self._errors: list[BaseException] = []
         self._held: list[tuple[_FullBucket, Future[Tensor]]] = []
@@ -114,7 +114,7 @@ class GradientSync:
             if compressor.group is not self._group:
                 compressor.use_group(self._group)
             if self._pipeline is None:
-                self._pipeline = Pipeline(self._group, self._device)
+                self._pipeline = BackgroundExecutor(self._group, self._device)
         self._compressor = compressor
 
     def share_buckets(self, is_wanted: bool) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.averaging.exchange import all_gather_encoded
-from torsh_distributed.compress.averaging.named_buffers import Layout, Piece
+from torsh_distributed.compress.averaging.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.averaging.scatter import scattered_mean
 from torsh_distributed.compress.codecs import make_codec
@@ -114,7 +114,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
     @torch.no_grad()
     def _reduce(self, small: _Columns, large: _Columns, names: list[str], group: dist.ProcessGroup) -> int:
         compressor, feedback = self._compressor, self._compressor.feedback
-        layout: Layout = (Piece(f"{self._name}/{stream_of(names)}", large.numel),)
+        layout: FlatLayout = (FlatEntry(f"{self._name}/{stream_of(names)}", large.numel),)
         gradient = large.rows().reshape(-1)
         flags = gradient.new_tensor([not is_finite(gradient), compressor.has_foreign_state])
         head = torch.cat([small.rows().reshape(-1), flags])
@@ -134,7 +134,7 @@ class CompressedReduceScatter(PlainBuffers, ReduceScatter):
         large.put(dense(feedback.accept(layout, x, averaged.sent_vector, averaged.mean_vector)))
         return wire_bytes + averaged.num_bytes
 
-    def _reduce_dense(self, x: Tensor, large: _Columns, layout: Layout, group: dist.ProcessGroup) -> int:
+    def _reduce_dense(self, x: Tensor, large: _Columns, layout: FlatLayout, group: dist.ProcessGroup) -> int:
         """Reduce uncompressed, with what was carried over: during warm-up, and between compressed steps."""
         feedback = self._compressor.feedback
         carried = feedback.carried(layout, x.device)

@@ -29,9 +29,9 @@ def test_the_payload_has_the_promised_size(x: Tensor, block: int) -> None:
 def test_an_element_is_off_by_half_a_level_of_its_block(x: Tensor, block: int) -> None:
     decoded = through(Int8Codec(block), x, Key())
     for start in range(0, x.numel(), block):
-        part, said = x[start : start + block].double(), decoded[start : start + block].double()
+        part, got = x[start : start + block].double(), decoded[start : start + block].double()
         largest = float(part.abs().max())
-        assert bool(((part - said).abs() <= largest / 254 * (1 + 1e-5) + 2.0**-120).all())
+        assert bool(((part - got).abs() <= largest / 254 * (1 + 1e-5) + 2.0**-120).all())
 
 
 @given(gradients(PLAIN_KINDS), blocks)

@@ -38,10 +38,10 @@ def test_an_element_moves_by_less_than_a_level(x: Tensor, bits: int, step: int) 
     decoded = through(NbitCodec(bits), x, Key(step=step))
     assert bool(decoded.isfinite().all())
     for start in range(0, x.numel(), 512):
-        part, said = x[start : start + 512].double(), decoded[start : start + 512].double()
+        part, got = x[start : start + 512].double(), decoded[start : start + 512].double()
         level = float(part.max() - part.min()) / (2**bits - 1)
         rounding = 1e-6 * float(part.abs().max())
-        assert bool(((part - said).abs() <= level + rounding + 2.0**-118).all())
+        assert bool(((part - got).abs() <= level + rounding + 2.0**-118).all())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 7])

@@ -29,9 +29,9 @@ def test_the_formula_for_its_size() -> None:
 def test_it_says_the_signs_and_the_mean_magnitude_of_a_block(x: Tensor) -> None:
     decoded = through(SignCodec(), x, Key())
     for start in range(0, x.numel(), 1024):
-        part, said = x[start : start + 1024], decoded[start : start + 1024]
+        part, got = x[start : start + 1024], decoded[start : start + 1024]
         expected = torch.where(part.signbit(), -1.0, 1.0) * part.double().abs().mean().float()
-        torch.testing.assert_close(said, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
 @given(gradients(PLAIN_KINDS))

@@ -40,12 +40,12 @@ def test_the_formula_for_its_size() -> None:
 def test_it_keeps_what_reaches_the_threshold_at_its_mean_magnitude(x: Tensor, threshold: float) -> None:
     decoded = through(TernaryCodec(threshold), x, Key())
     for start in range(0, x.numel(), 1280):
-        part, said = x[start : start + 1280], decoded[start : start + 1280]
+        part, got = x[start : start + 1280], decoded[start : start + 1280]
         is_kept = (part.abs() >= part.abs().max() * threshold) & (part != 0)
-        assert torch.equal(said != 0, is_kept)
+        assert torch.equal(got != 0, is_kept)
         if bool(is_kept.any()):
             mean = part[is_kept].double().abs().mean().float()
-            torch.testing.assert_close(said[is_kept], part[is_kept].sign() * mean, rtol=1e-6, atol=0)
+            torch.testing.assert_close(got[is_kept], part[is_kept].sign() * mean, rtol=1e-6, atol=0)
 
 
 @given(gradients(PLAIN_KINDS), thresholds)

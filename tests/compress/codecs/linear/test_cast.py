@@ -1,4 +1,4 @@
-"""Casts: torch's own rounding, and overflow that is counted and told."""
+"""Casts: torch's own rounding, and overflow that is counted and reported."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def average_large() -> tuple[int, list[str], int, bool]:
     """Rank 1 has an element that fp16 cannot hold, even divided by the ranks."""
     group = dist.group.WORLD
     assert group is not None
-    told: list[str] = []
-    unsubscribe = subscribe(lambda event: told.append(event.message), AlertEvent)
+    alerts: list[str] = []
+    unsubscribe = subscribe(lambda event: alerts.append(event.message), AlertEvent)
     x = torch.ones(100)
     x[7] = 1e6 if group.rank() == 1 else 1.0
     fp16, bf16 = Fp16Codec(), Bf16Codec()
     fp16.average(x, group, Key(step=5))
     mean = bf16.average(x, group, Key()).mean
     unsubscribe()
-    return fp16.num_overflows, told, bf16.num_overflows, bool(mean.isfinite().all())
+    return fp16.num_overflows, alerts, bf16.num_overflows, bool(mean.isfinite().all())
 
 
-def test_overflow_is_counted_and_told_on_every_rank(world: World) -> None:
-    for num_lost, told, num_lost_bf16, is_finite in world.run(average_large, num_ranks=2, backend="shm"):
+def test_overflow_is_counted_and_reported_on_every_rank(world: World) -> None:
+    for num_lost, alerts, num_lost_bf16, is_finite in world.run(average_large, num_ranks=2, backend="shm"):
         assert num_lost == 1
-        assert len(told) == 1
-        assert "1 of 100 elements of a gradient do not fit fp16 (step 5" in told[0]
+        assert len(alerts) == 1
+        assert "1 of 100 elements of a gradient do not fit fp16 (step 5" in alerts[0]
         assert num_lost_bf16 == 0
         assert is_finite
 

@@ -45,7 +45,7 @@ def test_matrices_worth_it_are_factored_and_the_rest_travels_whole() -> None:
 
 @examples
 @given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=4), st.integers(0, 9))
-def test_the_payload_has_the_bytes_foretold(rank: int, shapes: list[list[int]], seed: int) -> None:
+def test_the_payload_has_the_bytes_that_payload_bytes_says(rank: int, shapes: list[list[int]], seed: int) -> None:
     codec = made(rank, [tuple(shape) for shape in shapes])
     numel = sum(int(torch.Size(shape).numel()) for shape in shapes)
     expected = 0
@@ -89,8 +89,8 @@ def test_one_step_is_that_of_the_paper() -> None:
     matrix = second.view(30, 40)
     basis = torch.linalg.qr((matrix @ before).double()).Q
     expected = basis @ (basis.t() @ matrix.double())
-    said = through(codec, second, Key(step=1)).view(30, 40)
-    torch.testing.assert_close(said.double(), expected, rtol=1e-3, atol=1e-4)
+    got = through(codec, second, Key(step=1)).view(30, 40)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_repeated_steps_come_close_to_the_best_of_that_rank() -> None:
@@ -98,10 +98,10 @@ def test_repeated_steps_come_close_to_the_best_of_that_rank() -> None:
     matrix = torch.randn(40, 60) + 5 * low_rank(40, 60, 3, seed=0).view(40, 60)
     codec = made(3, [(40, 60)])
     for step in range(6):
-        said = through(codec, matrix.flatten(), Key(step=step)).view(40, 60)
+        got = through(codec, matrix.flatten(), Key(step=step)).view(40, 60)
     u, s, v = torch.linalg.svd(matrix)
     best = (matrix - u[:, :3] @ torch.diag(s[:3]) @ v[:3]).norm()
-    assert (matrix - said).norm() < 1.01 * best
+    assert (matrix - got).norm() < 1.01 * best
 
 
 @pytest.mark.parametrize("x", [torch.zeros(1200), torch.full((1200,), 2.0)])

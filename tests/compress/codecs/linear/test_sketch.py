@@ -30,7 +30,7 @@ SIZES = [0, 1, 3, 20_001]
 
 @examples
 @given(st.integers(0, 1000), st.integers(20, 400), st.integers(0, 50))
-def test_messages_add_up_to_the_message_of_the_sum_in_the_bytes_foretold(numel: int, columns: int, step: int) -> None:
+def test_messages_add_up_to_the_message_of_the_sum_in_the_stated_bytes(numel: int, columns: int, step: int) -> None:
     codec = SketchCodec(columns)
     assert_linear(codec, numel, Key(step=step))
     assert codec.encode(gradient(numel, 0), Key()).numel() * 4 == codec.payload_bytes(numel)
@@ -43,10 +43,10 @@ def test_heavy_hitters_are_found_with_their_signs(seed: int) -> None:
     x = gradient(numel, seed) * 0.01
     places = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:20]
     x[places] = torch.where(torch.arange(20) % 2 == 0, 5.0, -5.0)
-    said = through(codec, x, key)
-    assert int((said != 0).sum()) == codec.num_kept
+    got = through(codec, x, key)
+    assert int((got != 0).sum()) == codec.num_kept
     # Two of twenty may meet in two of three rows once in a while; then the median is between them.
-    assert int(((said - x)[places].abs() < 0.5).sum()) >= 18
+    assert int(((got - x)[places].abs() < 0.5).sum()) >= 18
 
 
 def test_an_estimate_is_right_where_nothing_meets() -> None:

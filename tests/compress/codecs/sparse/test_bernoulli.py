@@ -33,9 +33,9 @@ def test_what_is_drawn_travels_as_it_is(numel: int, share: float, step: int) -> 
     codec, key = BernoulliCodec(share), Key(step=step)
     x = gradient(numel, 0) + 10  # no element is 0
     payload = codec.encode(x, key)
-    said = codec.decode(payload, numel, key)
-    assert int((said != 0).sum()) == payload.numel()
-    assert torch.equal(said, torch.where(said != 0, x, 0.0))
+    got = codec.decode(payload, numel, key)
+    assert int((got != 0).sum()) == payload.numel()
+    assert torch.equal(got, torch.where(got != 0, x, 0.0))
 
 
 @examples

@@ -22,7 +22,7 @@ from tests.compress.examples import examples
 from torsh_distributed import events
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.codecs.sparse.layerwise import LayerwiseCodec, divide, measure_curve
+from torsh_distributed.compress.codecs.sparse.layerwise import LayerwiseCodec, divide_budget, measure_curve
 from torsh_distributed.compress.codecs.sparse.selection import share_of
 from torsh_distributed.compress.codecs.sparse.topk import TopKCodec
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
@@ -70,7 +70,7 @@ def test_the_budget_is_met_exactly_and_no_layer_is_silent(
 def test_each_layer_sends_its_largest() -> None:
     codec = made(0.05)
     x = two_layers()
-    said = through(codec, x, Key())
+    got = through(codec, x, Key())
     counts = codec.counts(0)
     assert counts is not None
     for start, count in zip((0, 4000), counts, strict=True):
@@ -78,7 +78,7 @@ def test_each_layer_sends_its_largest() -> None:
         expected = torch.zeros(4000)
         kept = layer.abs().topk(count).indices
         expected[kept] = layer[kept]
-        torch.testing.assert_close(said[start : start + 4000], expected, rtol=2**-10, atol=1e-7)
+        torch.testing.assert_close(got[start : start + 4000], expected, rtol=2**-10, atol=1e-7)
 
 
 def test_one_more_element_gains_the_same_everywhere() -> None:
@@ -100,7 +100,7 @@ def test_layers_leave_out_less_of_their_energy_than_with_equal_shares() -> None:
     x = two_layers()
     layers = x.split(4000)
     curves = [measure_curve(layer) for layer in layers]
-    counts = divide(curves, [4000, 4000], 800, sensitivity=1.0)
+    counts = divide_budget(curves, [4000, 4000], 800, sensitivity=1.0)
     assert sum(curve.error(count) for curve, count in zip(curves, counts, strict=True)) < sum(
         curve.error(400) for curve in curves
     )
@@ -119,11 +119,11 @@ def test_without_sensitivity_it_is_top_k_over_everything() -> None:
     assert relative.counts(0) == (400, 400)  # the layers are alike but for their size
 
 
-def test_shares_are_measured_anew_every_so_many_steps_and_told() -> None:
+def test_shares_are_measured_again_every_few_steps_and_reported() -> None:
     codec = made(0.1, every=10)
     x, turned = two_layers(), two_layers().flip(0)
-    told: list[events.Event] = []
-    unsubscribe = events.subscribe(told.append, events.DecisionEvent)
+    heard: list[events.Event] = []
+    unsubscribe = events.subscribe(heard.append, events.DecisionEvent)
     try:
         codec.encode(x, Key(step=0))
         first = codec.counts(0)
@@ -134,7 +134,7 @@ def test_shares_are_measured_anew_every_so_many_steps_and_told() -> None:
         unsubscribe()
     assert first is not None
     assert codec.counts(0) == first[::-1]
-    decisions = [event for event in told if isinstance(event, events.DecisionEvent)]
+    decisions = [event for event in heard if isinstance(event, events.DecisionEvent)]
     assert [event.subject for event in decisions] == ["compress.layerwise"] * 2
     assert "800 of 8000 elements" in decisions[0].choice
     assert "leave out" in decisions[0].reason

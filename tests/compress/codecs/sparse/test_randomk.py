@@ -37,9 +37,9 @@ def test_exactly_k_elements_travel_as_they_are(numel: int, share: float, step: i
     x = gradient(numel, 0) + 10  # no element is 0
     payload = codec.encode(x, key)
     assert payload.numel() * 4 == codec.payload_bytes(numel) == 4 * share_of(share, numel)
-    said = codec.decode(payload, numel, key)
-    assert int((said != 0).sum()) == share_of(share, numel)
-    assert torch.equal(said, torch.where(said != 0, x, 0.0))
+    got = codec.decode(payload, numel, key)
+    assert int((got != 0).sum()) == share_of(share, numel)
+    assert torch.equal(got, torch.where(got != 0, x, 0.0))
 
 
 @examples

@@ -34,17 +34,17 @@ SIZES = [0, 1, 3, 700, 20_001]
 @given(st.integers(0, 3000), SHARES, st.integers(0, 5))
 def test_exactly_the_k_largest_travel_with_their_signs(numel: int, share: float, seed: int) -> None:
     x = gradient(numel, seed)
-    said = through(TopKCodec(share), x, KEY)
+    got = through(TopKCodec(share), x, KEY)
     expected = torch.zeros(numel)
     kept = x.abs().topk(share_of(share, numel)).indices
     expected[kept] = x[kept]
-    torch.testing.assert_close(said, expected, rtol=2**-11, atol=1e-9)
-    assert (said * expected >= 0).all()
+    torch.testing.assert_close(got, expected, rtol=2**-11, atol=1e-9)
+    assert (got * expected >= 0).all()
 
 
 @examples
 @given(st.integers(0, 5000), SHARES, st.sampled_from([torch.float16, torch.float32]))
-def test_the_payload_has_the_bytes_foretold(numel: int, share: float, dtype: torch.dtype) -> None:
+def test_the_payload_has_the_bytes_that_payload_bytes_says(numel: int, share: float, dtype: torch.dtype) -> None:
     codec = TopKCodec(share, dtype=dtype)
     assert codec.encode(gradient(numel, 0), KEY).numel() == codec.payload_bytes(numel)
 
@@ -69,10 +69,10 @@ def test_the_stated_contraction_is_tight() -> None:
 
 @pytest.mark.parametrize("x", [torch.zeros(100), torch.full((100,), -3.0), torch.tensor([7.0])])
 def test_constant_gradients_are_no_special_case(x: torch.Tensor) -> None:
-    said = through(TopKCodec(0.1), x, KEY)
+    got = through(TopKCodec(0.1), x, KEY)
     count = share_of(0.1, x.numel())
-    assert torch.equal(said[:count], x[:count])
-    assert not said[count:].any()
+    assert torch.equal(got[:count], x[:count])
+    assert not got[count:].any()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

@@ -1,4 +1,4 @@
-"""A codebook: the few values that fit a gradient best, and which of them each element gets."""
+"""Codebook: the few values that fit a gradient best, and which of them each element gets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.codecs.dense.base import ROUNDING, DenseCodec
-from torsh_distributed.compress.kernels.base import NUM_BINS, Histogram, kernels_for
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
+from torsh_distributed.compress.kernels.base import NUM_BINS, Histogram
+from torsh_distributed.compress.kernels.choice import kernels_for
 from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
 _NUM_PASSES = 12
@@ -21,8 +23,8 @@ _INFINITE_RANK = 255 << 4
 class BimodalCodec(DenseCodec):
     """Send for each element which of `num_entries` values is nearest; the values are fitted to each message.
 
-    They are found by Lloyd's passes over a histogram, from cells that tell positive from negative: no pass makes the
-    error larger, and each value is the exact mean of its cell.
+    They are found by Lloyd's passes over a histogram, starting from cells that separate positive from negative values:
+    no pass increases the error, and each value is the exact mean of its cell.
     Payload: values fp32 (entries), indices of b = ceil(log2 entries) bits (elements) packed as `bits.py` says:
     4 entries + ceil(n b / 8) bytes, up to 2 more where n is no multiple of 8, and none for an empty tensor.
     """
@@ -64,13 +66,13 @@ class BimodalCodec(DenseCodec):
 
     @override
     def contraction(self, num_elements: int) -> float | None:
-        # No worse than the means of the positive and of the negative elements, which leave |x|² - |x|₁² / n at most;
-        # what is 32 octaves below the largest counts as zero.
+        # No worse than the means of the positive and of the negative elements, which leave at most |x|² - |x|₁² / n;
+        # magnitudes 32 octaves below the largest count as zero.
         return (1 - 1024 * ROUNDING) / max(1, num_elements)
 
 
 class Codebook(NamedTuple):
-    """Values, and which of them the elements of each bin get."""
+    """Values, and which of them each bin's elements get."""
 
     values: Tensor
     """fp32 (entries), ascending."""
@@ -79,18 +81,18 @@ class Codebook(NamedTuple):
 
 
 def fit_codebook(histogram: Histogram, num_entries: int) -> Codebook:
-    """The values with the least squared error that a few passes find. The same on every device: bins are exact."""
+    """Fit the values by a few passes that reduce the squared error. The same on every device: bins are exact."""
     entries = torch.zeros(NUM_BINS, dtype=torch.uint8)
     values = torch.zeros(num_entries, dtype=torch.float32)
     if histogram.largest < _TINY_RANK:
         return Codebook(values, entries)
     if histogram.largest >= _INFINITE_RANK:
-        return Codebook(values.fill_(torch.nan), entries)  # a receiver refuses it
+        return Codebook(values.fill_(torch.nan), entries)  # receivers refuse it
     points, counts, bins = _points(histogram)
     cells = _first_cells(points, counts, num_entries)
     means = _cell_means(points, counts, cells, points.new_zeros(num_entries))
     for _ in range(_NUM_PASSES):
-        means = means.sort().values  # an empty cell keeps its old mean, which may lie elsewhere by now
+        means = means.sort().values  # an empty cell keeps its old mean, which may be out of order by now
         cells = torch.bucketize(points, (means[1:] + means[:-1]) / 2)
         means = _cell_means(points, counts, cells, means)
     entries[bins] = cells.to(torch.uint8)
@@ -110,7 +112,7 @@ def _points(histogram: Histogram) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_cells(points: Tensor, counts: Tensor, num_entries: int) -> Tensor:
-    """Cells of about equal share of density ** (1/3), the distribution of the best values where they are many."""
+    """Cells with about equal shares of density ** (1/3), the optimal distribution for many values."""
     share = (counts * points.square()).pow(1 / 3)
     is_positive = points >= 0
     below, total = float(share[~is_positive].sum()), float(share.sum())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.codecs.dense.base import ROUNDING, DenseCodec
-from torsh_distributed.compress.kernels.base import kernels_for
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
+from torsh_distributed.compress.kernels.choice import kernels_for
 
 
 class Int8Codec(DenseCodec):

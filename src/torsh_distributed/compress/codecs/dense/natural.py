@@ -6,17 +6,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.base import kernels_for
+from torsh_distributed.compress.kernels.choice import kernels_for
 
 
 class NaturalCodec(DenseCodec):
-    """Send sign and exponent; the exponent goes up with the probability that leaves the mean where it was.
+    """Send sign and exponent; the exponent is rounded up with the probability that keeps the mean.
 
-    Why: the error of an element is relative to the element, small ones are as precise as large ones, and the second
-    moment grows by 9/8 at most. It is cheap: an addition of random bits to the mantissa, whose carry is the answer.
+    Why: the error is relative to each element, so small ones are as precise as large ones, and the second moment grows
+    by at most 9/8. It is cheap: random bits are added to the mantissa, and the carry rounds the exponent.
     Payload: largest exponents, a byte (blocks), sign and exponent below the largest, a byte (elements): ceil(n / 1024)
     + n bytes. What is 2**126 times smaller than the largest of its block becomes 0. Magnitudes from 2**127 on are
-    rounded down, for there is no power of two above.
+    rounded down, because there is no power of two above.
     """
 
     name = "natural"

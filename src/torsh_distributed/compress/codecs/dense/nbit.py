@@ -1,4 +1,4 @@
-"""One to eight bits an element, really packed, rounded at random without bias."""
+"""N-bit: one to eight bits an element, packed, rounded at random without bias."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.base import kernels_for
+from torsh_distributed.compress.kernels.choice import kernels_for
 from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
 
 class NbitCodec(DenseCodec):
     """Round each block to 2**bits levels between its least and its largest element, up or down at random.
 
-    Why at random: the mean of what is sent is the gradient, so errors of many ranks and steps cancel out.
+    Why at random: the expected message is the gradient, so errors of many ranks and steps cancel out.
     Payload: middle and step fp32 (blocks, 2), codes (elements) packed as `bits.py` says: 8 ceil(n / 512) + ceil(n bits
     / 8) bytes, and up to 2 more where n is no multiple of 8. Error of an element: below (largest - least) / (2**bits -
     1). A constant block is exact.

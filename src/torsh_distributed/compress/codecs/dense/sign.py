@@ -1,4 +1,4 @@
-"""One bit an element: the signs, and what the signs are worth."""
+"""One bit an element: the signs, and their mean magnitude in each block."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.codecs.dense.base import ROUNDING, DenseCodec
-from torsh_distributed.compress.kernels.base import TINY, kernels_for
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
+from torsh_distributed.compress.kernels.base import TINY
+from torsh_distributed.compress.kernels.choice import kernels_for
 from torsh_distributed.compress.kernels.noise import noise
 from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
@@ -17,8 +19,8 @@ from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 class SignCodec(DenseCodec):
     """Send the sign of each element, and the mean magnitude of each block.
 
-    Why the mean: with it the message is closer to the gradient than zero is, whatever the gradient (with the root mean
-    square it is not), so that error feedback converges. Without error feedback it does not: see the guide.
+    Why the mean: with it the message is closer to the gradient than zero is, for any gradient (with the root mean
+    square it is not), so error feedback converges. Without error feedback training may not: see the guide.
     Payload: means fp32 (blocks), sign bits (elements): 4 ceil(n / 1024) + ceil(n / 8) bytes. Zero counts as positive.
     """
 
@@ -48,8 +50,8 @@ class SignCodec(DenseCodec):
 class MajorityCodec(SignCodec):
     """As `sign`, but ranks vote: an element gets the sign that most ranks sent, and the mean of their magnitudes.
 
-    Why: one rank with large gradients, or a broken one, has one vote like all others. A tie is broken at random, alike
-    on every rank.
+    Why: one rank with large gradients, or a faulty one, has one vote like all others. Ties are broken at random, the
+    same on every rank.
     """
 
     name = "majority"

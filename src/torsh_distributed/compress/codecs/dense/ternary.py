@@ -1,24 +1,25 @@
-"""Three values an element: minus, zero, plus."""
+"""Ternary: minus, zero or plus for each element."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.codecs.dense.base import ROUNDING, DenseCodec
-from torsh_distributed.compress.kernels.base import kernels_for
+from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
+from torsh_distributed.compress.kernels.choice import kernels_for
 from torsh_distributed.compress.messages.bits import trit_bytes
 
 
 def make_ternary(threshold: float) -> DenseCodec:
-    """Rounded by the threshold, or drawn at random where it is 0."""
+    """The codec that rounds by the threshold, or that draws at random if it is 0."""
     return TernaryCodec(threshold) if threshold > 0 else RandomTernaryCodec()
 
 
 class TernaryCodec(DenseCodec):
     """Send zero for elements below `threshold` times the largest of their block, a sign for the others.
 
-    The magnitude of the others is their mean, which leaves the least error.
+    The others get their mean magnitude, which gives the least error.
     Payload: scales fp32 (blocks), five trits a byte: 4 ceil(n / 1280) + ceil(n / 5) bytes, 1.63 bits an element.
     """
 
@@ -48,7 +49,7 @@ class TernaryCodec(DenseCodec):
     @override
     def contraction(self, num_elements: int) -> float | None:
         # With k of n kept, s the sum of their magnitudes in units of the largest and t the threshold, the share of |x|²
-        # that arrives is at least s² / k of s + (n - k) t². It is 1 / n at least, for s ≥ 1 and s² ≥ k t².
+        # that arrives is at least s² / k of s + (n - k) t². It is at least 1 / n, because s ≥ 1 and s² ≥ k t².
         return (1 - ROUNDING) / min(self.block, max(1, num_elements))
 
 

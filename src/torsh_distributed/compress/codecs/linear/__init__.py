@@ -1,1 +1,1 @@
-"""Codecs whose messages can be summed by an all-reduce: `base` first, then one file each."""
+"""Codecs whose messages an all-reduce can sum. Read `base`, then one file for each codec."""

@@ -1,4 +1,4 @@
-"""What all codecs have in common whose messages can be added up: one all-reduce, of a volume that no world changes."""
+"""LinearCodec: what codecs with messages that add up have in common: one all-reduce, whose volume no world changes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
+from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.errors import CompressionError
 
 
 def all_reduce_bytes(size_bytes: int, num_ranks: int) -> int:
-    """What a rank sends in an all-reduce of that many bytes: the least it can do with, and what a ring does."""
+    """What a rank sends in an all-reduce of that many bytes: the least possible, and what a ring sends."""
     return 2 * (num_ranks - 1) * size_bytes // num_ranks
 
 
 class LinearCodec(Codec):
     """Messages are fp32 and linear in `x`: the sum of the ranks' messages is the message of the sum.
 
-    Choices such as which elements travel are drawn from `key.shared`, alike on all ranks; none of it is on the wire.
-    `parameter` is the number of its method: ranks must have the same.
+    Choices such as which elements travel are drawn from `key.shared`, the same on all ranks; they are not sent.
+    `parameter` is the number of the method: it must be the same on all ranks. Sums are checked for damage, within
+    limits that `checked_sum` states.
     """
 
     is_deterministic = False
 
     def __init__(self, parameter: float) -> None:
         self._signature = signature_of(self.name, float(parameter))
-        self._agreements = Agreements()
+        self._agreements = AgreementCache()
 
     def require_agreement(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Raise CompressionError on every rank unless all have this codec, its parameter and this size."""
+        """Raise CompressionError on every rank if ranks differ in codec, parameter or size."""
         self._agreements.require(self.name, self._signature, x.numel(), group=group, device=x.device)
 
     @override
@@ -45,9 +46,10 @@ class LinearCodec(Codec):
         num_ranks = group.size()
         message = self.encode(x, key)
         sent = self.decode(message, x.numel(), key)
-        if message.numel():
-            all_reduce(message, group=group).div_(num_ranks)
+        sums = CheckedSums(self.name, group)
+        sums.all_reduce(message).div_(num_ranks)
         num_bytes = all_reduce_bytes(message.numel() * message.element_size(), num_ranks)
+        sums.raise_together(x.device)
         return Averaged(self.decode(message, x.numel(), key), sent, num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Casts: the gradient in a shorter floating-point type, added up by the backend's own all-reduce."""
+"""Casts: the gradient in a shorter floating-point type, summed by the backend's all-reduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.base import compiled_kernels
+from torsh_distributed.compress.kernels.choice import compiled_kernels
 from torsh_distributed.compress.kernels.native_kernels import NativeKernels
 from torsh_distributed.events import AlertEvent, emit
 
@@ -20,9 +20,10 @@ from torsh_distributed.events import AlertEvent, emit
 class CastCodec(DenseCodec):
     """Send each element as `dtype`. Messages add up as they are, so the volume is that of an all-reduce.
 
-    Elements are divided by the number of ranks before they are cast: the sum then fits where the elements do.
-    An element too large for `dtype` becomes infinite, as a loss scaler expects it; each is counted in
-    `num_overflows` and told as an alert.
+    Elements are divided by the number of ranks before the cast, so the sum fits if the elements do. An element too
+    large for `dtype` becomes infinite, as a loss scaler expects; each is counted in `num_overflows` and reported as an
+    alert. Sums are not checked for damage: they are as large as the gradient, and the all-reduce is the one that
+    training without compression relies on.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -71,7 +72,7 @@ class CastCodec(DenseCodec):
         return 2 * (num_ranks - 1) * self.payload_bytes(x.numel()) // num_ranks
 
     def _look_for_overflow(self, values: Tensor, key: Key) -> None:
-        """Count and tell. After an all-reduce all ranks see the overflow of any, and that of the sum."""
+        """Count and report overflows. After an all-reduce all ranks see those of any rank, and of the sum."""
         if values.numel() == 0 or bool(torch.linalg.vector_norm(values, float("inf")).isfinite()):
             return
         num_lost = int(values.numel() - values.isfinite().sum())
@@ -87,7 +88,7 @@ class CastCodec(DenseCodec):
 
 
 class Fp32Codec(CastCodec):
-    """No compression: every element as it is, by the backend's all-reduce; what the others are compared with."""
+    """No compression: every element as it is, by the backend's all-reduce; the baseline of the others."""
 
     name = "none"
     dtype = torch.float32
@@ -123,7 +124,7 @@ def _narrow(x: Tensor, dtype: torch.dtype, *, divisor: float = 1.0) -> Tensor:
 
 
 def _widen(values: Tensor, weight: float = 1.0) -> Tensor:
-    """weight times values, in fp32: a product of two short numbers would be rounded again."""
+    """weight times values, in fp32: a product in the short type would be rounded again."""
     compiled = _half_caster(values) if values.dtype == torch.float16 else None
     if compiled is not None:
         return compiled.from_half(values, weight)
@@ -132,4 +133,4 @@ def _widen(values: Tensor, weight: float = 1.0) -> Tensor:
 
 def _half_caster(tensor: Tensor) -> NativeKernels | None:
     kernels = compiled_kernels() if tensor.device.type == "cpu" else None
-    return kernels if isinstance(kernels, NativeKernels) and kernels.casts_half else None
+    return kernels if kernels is not None and kernels.casts_half else None

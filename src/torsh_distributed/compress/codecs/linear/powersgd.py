@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
+from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.linear.base import all_reduce_bytes
 from torsh_distributed.compress.kernels.noise import uniform
 from torsh_distributed.errors import CompressionError, InvalidArgument, TensorShapeMismatch
 
 _LEAST_SAVING = 2
-_NUDGE = 2.0**-20  # of a column's length: far below the gradient's own noise, enough to leave a zero or a repetition
+_NUDGE = 2.0**-20  # of a column's length: far below the gradient's noise, enough to escape a zero or repeated direction
 
 
-class _Matrix(NamedTuple):
+class _FactoredMatrix(NamedTuple):
     """A tensor that travels as two factors: left (rows, rank), right (rank, columns)."""
 
     start: int
@@ -33,17 +33,17 @@ class _Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class FactorLayout:
-    """Which parts of a flat gradient are matrices worth factoring, and which travel as they are."""
+    """Which parts of a flat gradient are sent as factors, and which whole."""
 
     rank: int
     num_elements: int
-    matrices: tuple[_Matrix, ...]
+    matrices: tuple[_FactoredMatrix, ...]
     whole: tuple[slice, ...]
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], rank: int) -> FactorLayout:
-        """A tensor of two and more dimensions is a matrix of its first by all others."""
-        matrices: list[_Matrix] = []
+        """A tensor of two or more dimensions is a matrix of its first by all others."""
+        matrices: list[_FactoredMatrix] = []
         whole: list[slice] = []
         start = 0
         for shape in shapes:
@@ -51,7 +51,7 @@ class FactorLayout:
             rows = shape[0] if len(shape) > 1 else 1
             columns = numel // max(1, rows)
             if (rows + columns) * rank * _LEAST_SAVING < rows * columns:
-                matrices.append(_Matrix(start, rows, columns))
+                matrices.append(_FactoredMatrix(start, rows, columns))
             else:
                 whole.append(slice(start, start + numel))
             start += numel
@@ -69,7 +69,7 @@ class FactorLayout:
 
     @property
     def num_whole(self) -> int:
-        """Elements that travel as they are."""
+        """Elements that are sent whole."""
         return sum(part.stop - part.start for part in self.whole)
 
     def lefts(self, buffer: Tensor) -> Iterator[Tensor]:
@@ -95,16 +95,17 @@ class FactorLayout:
 class PowerSgdCodec(Codec):
     """Send a matrix M as P (rows, rank) and PᵀM, where P has orthonormal columns that span M·Q.
 
-    Q is what PᵀM was on average at the step before, so that the steps together are a power iteration towards the
-    largest singular vectors. Two all-reduces for all matrices of a gradient, always in this order: M·Q with whatever is
-    too small or too flat to factor, then PᵀM. The volume does not depend on the number of ranks.
+    Q is the mean PᵀM of the step before, so the steps together are a power iteration towards the largest singular
+    vectors. Two all-reduces for all matrices of a gradient, always in this order: M·Q with everything that is too small
+    or too flat to factor, then PᵀM. The volume does not depend on the number of ranks.
 
-    Ranks need not begin with the same Q: P comes from a sum that all have, and is the same on all. So nothing is
-    broadcast after a resume or a change of membership, and one step later their Q agree to the bit. A Q that vanished
-    or lost a direction is nudged by noise from the key.
+    Ranks need not start with the same Q: P is computed from a sum, and is the same on all. So nothing is broadcast
+    after a resume or a change of membership, and one step later their Q agree to the bit. Noise from the key restores
+    directions that Q lost.
 
-    `set_shapes` says what the matrices are; without it a gradient is one tensor of one dimension and travels whole.
-    Payload: rank·(rows + columns) fp32 for each matrix where that saves half; every other element as fp32.
+    `set_shapes` defines the matrices; without it a gradient is one tensor of one dimension and is sent whole. Payload:
+    rank·(rows + columns) fp32 for each matrix where that saves half; every other element as fp32. Sums are checked for
+    damage, within limits that `checked_sum` states.
     """
 
     name = "powersgd"
@@ -113,9 +114,9 @@ class PowerSgdCodec(Codec):
 
     def __init__(self, rank: int = 4) -> None:
         if not 1 <= rank <= 1024:
-            raise InvalidArgument("a rank of the factors is from 1 to 1024", rank=rank)
+            raise InvalidArgument("the rank of the factors must be from 1 to 1024", rank=rank)
         self.rank = rank
-        self._agreements = Agreements()
+        self._agreements = AgreementCache()
         self._layouts: dict[int, FactorLayout] = {}
         self._rights: dict[int, Tensor] = {}
 
@@ -153,7 +154,7 @@ class PowerSgdCodec(Codec):
 
     @override
     def payload_bytes(self, num_elements: int) -> int | None:
-        """By the shapes of the streams that have so many elements; None where they differ."""
+        """By the shapes of the streams with that many elements; None if they differ."""
         sizes = {
             4 * (layout.num_left + layout.num_whole + layout.num_right)
             for layout in self._layouts.values()
@@ -169,18 +170,18 @@ class PowerSgdCodec(Codec):
         layout = self._layout(x.numel(), key)
         signature = signature_of(self.name, layout.rank, layout.matrices)
         self._agreements.require(self.name, signature, x.numel(), group=group, device=x.device)
+        sums = CheckedSums(self.name, group)
         first = self._first_half(x, layout, key)
-        if first.numel():
-            all_reduce(first, group=group).div_(num_ranks)
+        sums.all_reduce(first).div_(num_ranks)
         _orthonormalise(list(layout.lefts(first)))
         second = self._second_half(x, first, layout)
         sent = _multiplied(first, second, layout)
         for part in layout.whole:
             sent[part] = x[part]
-        if second.numel():
-            all_reduce(second, group=group).div_(num_ranks)
-        self._rights[key.stream] = second
+        sums.all_reduce(second).div_(num_ranks)
         num_bytes = all_reduce_bytes(4 * first.numel(), num_ranks) + all_reduce_bytes(4 * second.numel(), num_ranks)
+        sums.raise_together(x.device)
+        self._rights[key.stream] = second
         return Averaged(_multiplied(first, second, layout), sent, num_bytes)
 
     @override
@@ -206,7 +207,7 @@ class PowerSgdCodec(Codec):
         return layout
 
     def _first_half(self, x: Tensor, layout: FactorLayout, key: Key) -> Tensor:
-        """M·Q for all matrices, then all that travels whole."""
+        """M·Q for all matrices, then everything that is sent whole."""
         rights = self._rights.get(key.stream)
         if rights is None or rights.numel() != layout.num_right:
             rights = x.new_zeros(layout.num_right)
@@ -234,8 +235,8 @@ class PowerSgdCodec(Codec):
 def _orthonormalise(factors: list[Tensor]) -> None:
     """Give each tall matrix orthonormal columns that span at least what its columns spanned, in place.
 
-    By Householder reflections, which need no luck: columns that are zero, tiny or repeated become some orthonormal
-    ones. Matrices of one shape go as a batch, for on a GPU the launch is what costs.
+    By Householder reflections, which are always stable: columns that are zero, tiny or repeated become some orthonormal
+    ones. Matrices of one shape go as a batch, because on a GPU the launches dominate.
     """
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for factor in factors:
@@ -246,7 +247,7 @@ def _orthonormalise(factors: list[Tensor]) -> None:
 
 
 def _multiplied(first: Tensor, second: Tensor, layout: FactorLayout) -> Tensor:
-    """The gradient that two halves stand for."""
+    """The gradient that two halves encode."""
     x = first.new_empty(layout.num_elements)
     factors = zip(layout.lefts(first), layout.rights(second), strict=True)
     for matrix, (left, right) in zip(layout.of_gradient(x), factors, strict=True):

@@ -1,4 +1,4 @@
-"""Count-sketch: all elements added up in a small table, from which the largest are found again."""
+"""Count-sketch: all elements summed in a small table, from which the largest are recovered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.compress.averaging.checked_sum import CheckedSums
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.linear.base import LinearCodec, all_reduce_bytes, require_floats
 from torsh_distributed.compress.codecs.sparse.draws import pieces_of
@@ -24,11 +24,12 @@ class SketchCodec(LinearCodec):
     """Add every element, with a random sign, to one of `columns` cells in each of three rows.
 
     The median over the rows estimates any element up to about |x|/√columns: the largest elements of the *sum* over all
-    ranks stand out of the table's sum, also those that are large on no rank alone. An average takes two rounds: the
+    ranks stand out in the summed table, even those that are large on no single rank. An average takes two rounds: the
     tables, then the exact values of the `num_kept` elements that stand out most.
 
-    Which cell: elements are cut into runs of `columns`, and each run is turned by its own random amount. Two elements
-    of a run never meet, others with probability 1/columns, as for a random function; and no element is moved alone.
+    Which cell: elements are cut into runs of `columns`, and each run is rotated by its own random amount. Two elements
+    of a run never share a cell, others do with probability 1/columns, as for a random function; and whole runs are
+    copied, not single elements.
     Payload: 3·columns fp32 cells; `x` itself where table and values would not be smaller than it.
     """
 
@@ -38,16 +39,16 @@ class SketchCodec(LinearCodec):
     def __init__(self, columns: int = 10000) -> None:
         super().__init__(columns)
         if not 1 <= columns <= 2**31:
-            raise InvalidArgument("a sketch has 1 to 2**31 columns", columns=columns)
+            raise InvalidArgument("a sketch must have 1 to 2**31 columns", columns=columns)
         self.columns = columns
 
     @property
     def num_kept(self) -> int:
-        """How many elements are looked up in the table: with a fourth of its columns most of them are right."""
+        """How many elements are recovered from the table: at a quarter of its columns most of them are right."""
         return -(-self.columns // 4)
 
     def is_whole(self, num_elements: int) -> bool:
-        """Whether so few elements travel as they are."""
+        """Whether a gradient of that size is sent whole."""
         return num_elements <= _ROWS * self.columns + self.num_kept
 
     @override
@@ -75,7 +76,7 @@ class SketchCodec(LinearCodec):
         return torch.zeros_like(estimates).index_copy_(0, kept, estimates[kept])
 
     def estimates(self, payload: Tensor, num_elements: int, key: Key) -> Tensor:
-        """What the table says of every element."""
+        """The table's estimate of every element."""
         require_floats(self, payload, _ROWS * self.columns)
         turns, bits = self._turns(num_elements, key, payload.device), self._bits(num_elements, key, payload.device)
         rows = []
@@ -92,16 +93,19 @@ class SketchCodec(LinearCodec):
         if self.is_whole(x.numel()):
             return super().average(x, group, key)
         self.require_agreement(x, group)
-        table = all_reduce(self.encode(x, key), group=group)
+        sums = CheckedSums(self.name, group)
+        # A table that overflowed, or was damaged for this rank alone, must still select as many elements as elsewhere.
+        table = sums.all_reduce(self.encode(x, key)).nan_to_num_()
         kept = largest(self.estimates(table, x.numel(), key), self.num_kept)
         values = x[kept]
         sent = torch.zeros_like(x).index_copy_(0, kept, values)
-        all_reduce(values, group=group).div_(group.size())
+        sums.all_reduce(values).div_(group.size())
         num_bytes = all_reduce_bytes(4 * (table.numel() + values.numel()), group.size())
+        sums.raise_together(x.device)
         return Averaged(torch.zeros_like(x).index_copy_(0, kept, values), sent, num_bytes)
 
     def _turns(self, num_elements: int, key: Key, device: torch.device) -> Tensor:
-        """By how many cells each run is turned in each row: int64 (rows, runs)."""
+        """By how many cells each run is rotated in each row: int64 (rows, runs)."""
         num_runs = -(-num_elements // self.columns)
         drawn = noise(key.shared ^ 0x5BD1E995, 0, _ROWS * num_runs, device).long() & 0xFFFFFFFF
         return (drawn % self.columns).view(_ROWS, num_runs)
@@ -115,17 +119,17 @@ class SketchCodec(LinearCodec):
 
 
 def _with_signs(x: Tensor, bits: Tensor, row: int) -> Tensor:
-    """Turn the sign of each element whose bit for that row is set; done twice it is undone."""
+    """Flip the sign of each element whose bit for that row is set; applied twice it undoes itself."""
     return (x.view(torch.int32) ^ (bits << 31 - row & _SIGN_BIT)).view(torch.float32)
 
 
 def _turned(runs: Tensor, turns: Tensor) -> Tensor:
-    """Each run (a row of `runs`) turned to the right by its own number of cells."""
+    """Each run (a row of `runs`) rotated to the right by its own number of cells."""
     columns = runs.shape[1]
     if runs.device.type != "cpu":
         places = (torch.arange(columns, device=runs.device) - turns.unsqueeze(1)) % columns
         return runs.gather(1, places)
-    turned = torch.empty(runs.shape)  # two copies a run: ten times as fast on a CPU as to gather cell by cell
+    turned = torch.empty(runs.shape)  # two copies a run: ten times as fast on a CPU as gathering cell by cell
     for run, (out, turn) in enumerate(zip(turned, turns.tolist(), strict=True)):
         torch.cat([runs[run, columns - turn :], runs[run, : columns - turn]], out=out)
     return turned

@@ -1,1 +1,1 @@
-"""Codecs that send some elements with their positions: `base` and `drawn` first, then one file each."""
+"""Codecs that send some of the elements. Read `base` and `drawn`, then one file for each codec."""

@@ -1,4 +1,4 @@
-"""What all codecs have in common that send some elements with their places."""
+"""SparseCodec: what codecs that send some elements with their indices have in common."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.message_agreement import Agreements, signature_of
-from torsh_distributed.compress.averaging.sparse_average import Wire, average_sparse
+from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
+from torsh_distributed.compress.averaging.sparse_average import SparseFormat, average_sparse
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.messages.sparse import Sparse, decode_sparse, densify, encode_sparse
 from torsh_distributed.errors import InvalidArgument
 
 
 class SparseCodec(Codec):
-    """Send some elements with their places. A codec of this kind says which, by `select`.
+    """Send some elements with their indices; subclasses choose which in `select`.
 
-    `parameter` is the number of its method: ranks must have the same.
+    `parameter` is the number of the method: it must be the same on all ranks.
     """
 
     is_unbiased = False
@@ -27,10 +27,10 @@ class SparseCodec(Codec):
 
     def __init__(self, parameter: float, *, dtype: torch.dtype = torch.float16) -> None:
         if dtype not in (torch.float16, torch.float32):
-            raise InvalidArgument("values of a sparse message are fp16 or fp32", dtype=dtype)
+            raise InvalidArgument("values of a sparse message must be fp16 or fp32", dtype=dtype)
         self.dtype = dtype
         self._signature = signature_of(self.name, float(parameter), str(dtype))
-        self._agreements = Agreements()
+        self._agreements = AgreementCache()
 
     @abstractmethod
     def select(self, x: Tensor, key: Key) -> Tensor:
@@ -52,9 +52,9 @@ class SparseCodec(Codec):
 
     def average_selected(self, x: Tensor, indices: Tensor, group: dist.ProcessGroup) -> Averaged:
         """The mean over the ranks of what they selected."""
-        wire = Wire(self._signature, self.dtype)
+        form = SparseFormat(self._signature, self.dtype)
         is_fixed = self.payload_bytes(x.numel()) is not None
-        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, wire, is_fixed=is_fixed)
+        return average_sparse(Sparse(indices, x.index_select(0, indices)), x.numel(), group, form, is_fixed=is_fixed)
 
     @override
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Bernoulli: every element travels by the toss of a coin."""
+"""Bernoulli: every element is sent with a fixed probability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torsh_distributed.compress.codecs.sparse.draws import acceptance, draw_each
 
 
 class BernoulliCodec(DrawnCodec):
-    """Send each element with probability `share`, on its own.
+    """Send each element with probability `share`, independently.
 
     Payload: as many fp32 values as were drawn, share·n on average, and nothing else.
     """
@@ -29,9 +29,9 @@ class BernoulliCodec(DrawnCodec):
 
 
 class ScaledBernoulliCodec(BernoulliCodec):
-    """Bernoulli with what arrives divided by its probability: unbiased, for training without error feedback.
+    """Bernoulli with decoded values divided by the probability: unbiased, for training without error feedback.
 
-    Not for error feedback: what is left out would be 1/share - 1 times as large as what is sent, and grow.
+    Not for error feedback: residuals would be 1/share - 1 times as large as what is sent, and grow.
     """
 
     is_unbiased = True

@@ -1,4 +1,4 @@
-"""What all codecs have in common that send elements drawn at random, the same on every rank."""
+"""DrawnCodec: what codecs that send randomly drawn elements, the same on every rank, have in common."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torsh_distributed.compress.codecs.sparse.selection import require_share
 
 
 class DrawnCodec(LinearCodec):
-    """Send a `share` of the elements, drawn anew for each key; the others count as 0.
+    """Send a `share` of the elements, drawn for each key; the others count as 0.
 
-    On average that share of |x|² arrives, whatever `x` is; error feedback carries the rest over. No indices travel:
-    every rank draws the same. A codec of this kind says which, by `draw`.
+    On average that share of |x|² arrives, for any `x`; error feedback carries the rest over. No indices travel: every
+    rank draws the same. Subclasses choose them in `draw`.
     """
 
     is_unbiased = False
@@ -42,7 +42,7 @@ class DrawnCodec(LinearCodec):
         return payload.new_zeros(num_elements).index_copy_(0, indices, payload)
 
     def _draw(self, num_elements: int, key: Key, device: torch.device) -> Tensor:
-        """The indices for this key; the last ones are kept, for an average asks three times."""
+        """The indices for this key; the last ones are kept, because an average needs them three times."""
         asked = (key.shared, num_elements, device)
         if self._drawn is None or self._drawn[0] != asked:
             self._drawn = asked, self.draw(key.shared, num_elements, device)

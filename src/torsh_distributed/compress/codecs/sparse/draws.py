@@ -1,4 +1,4 @@
-"""Which elements travel, drawn from a number that all ranks share: nothing about it is on the wire.
+"""Draws of elements from a seed that all ranks share, so no indices travel.
 
 Everything is integer arithmetic on `noise`: the same elements on every device and every rank.
 """
@@ -15,18 +15,18 @@ from torsh_distributed.compress.messages.indices import nonzero
 from torsh_distributed.errors import InvalidArgument
 
 _ROUNDS = 4
-_PIECE = 1 << 16  # elements drawn at a time on a CPU, so that the hash works in the cache
+_PIECE = 1 << 16  # elements drawn at a time on a CPU, so the hash works in the cache
 
 
 def draw_without_replacement(seed: int, num_elements: int, count: int, device: torch.device) -> Tensor:
     """`count` different indices below `num_elements`, in random order: int64.
 
-    They are where a random permutation puts 0, 1, 2, …: a Feistel network on just enough bits, applied again to what
-    falls outside. So the work is in proportion to what is drawn, not to what it is drawn from.
+    They are the images of 0, 1, 2, … under a random permutation: a Feistel network on just enough bits, applied again
+    to what falls outside. So the cost grows with `count`, not with `num_elements`.
     """
     if num_elements > 2**31:
         raise InvalidArgument(
-            "elements are drawn from up to 2**31",
+            "elements can be drawn from at most 2**31",
             hint="split the gradient into smaller buckets",
             num_elements=num_elements,
         )
@@ -39,7 +39,7 @@ def draw_without_replacement(seed: int, num_elements: int, count: int, device: t
 
 
 def _permuted_inside(numbers: Tensor, seed: int, bits: int, num_elements: int) -> Tensor:
-    """Where the permutation puts the numbers; those that leave the range walk on until they are back in it."""
+    """The numbers permuted; those that leave the range are permuted again until they are back in it."""
     numbers = _permuted(numbers, seed, bits)
     outside = nonzero(numbers > num_elements - 1)
     while outside.numel():
@@ -73,7 +73,7 @@ def pieces_of(num_elements: int, device: torch.device) -> Iterator[tuple[int, in
 
 
 def draw_each(seed: int, num_elements: int, probability: float, device: torch.device) -> Tensor:
-    """The indices of elements drawn each on its own with `probability`, in multiples of 2**-32: int64, increasing."""
+    """Indices of elements drawn independently with `probability`, in multiples of 2**-32: int64, increasing."""
     last = acceptance(probability) - 1 - 2**31  # the hash is uniform over all signed 32-bit numbers
     pieces = [torch.empty(0, dtype=torch.int64, device=device)]
     for start, length in pieces_of(num_elements, device):

@@ -1,4 +1,4 @@
-"""Gaussian: the elements beyond a number of standard deviations, as many as a normal distribution would have."""
+"""Gaussian: the elements beyond a number of standard deviations, about as many as a normal distribution has there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SLACK = 1.5
 class GaussianCodec(SparseCodec):
     """Send the elements beyond `deviations` standard deviations from 0: for 2.0, 4.55 % of a normal gradient.
 
-    Gradients have heavier tails than a normal distribution: the few largest elements set the standard deviation, and
-    too few of the rest reach it. Where the number found is off by more than half, exactly as many are sent as a normal
-    distribution would have beyond it. Payload: 8 + k·2 + index bytes, for k elements sent.
+    Gradients have heavier tails than a normal distribution: the few largest elements dominate the standard deviation,
+    and too few others reach it. If the count is off by more than half, exactly as many are sent as a normal
+    distribution has beyond it. Payload: 8 + k·2 + index bytes, for k elements sent.
     """
 
     name = "gaussian"
@@ -29,7 +29,7 @@ class GaussianCodec(SparseCodec):
     def __init__(self, deviations: float = 2.0, *, dtype: torch.dtype = torch.float16) -> None:
         super().__init__(deviations, dtype=dtype)
         if not 0 <= deviations <= 10:
-            raise InvalidArgument("deviations are a number from 0 to 10", deviations=deviations)
+            raise InvalidArgument("deviations must be from 0 to 10", deviations=deviations)
         self.deviations = deviations
 
     @property
@@ -40,7 +40,7 @@ class GaussianCodec(SparseCodec):
     @override
     def select(self, x: Tensor, key: Key) -> Tensor:
         wanted = share_of(self.share, x.numel())
-        # The norm in units of the largest element: squares of very small or large gradients leave the range of fp32.
+        # The norm relative to the largest element: squares of very small or large gradients leave the range of fp32.
         peak = float(x.abs().amax()) if x.numel() else 0.0
         if peak > 0:
             deviation = peak * float((x / peak).norm()) / math.sqrt(x.numel())

@@ -1,4 +1,4 @@
-"""Layer-wise top-k: as many elements in all as top-k sends, divided among the layers by what each gains from them."""
+"""Layer-wise top-k: as many elements in all as top-k sends, divided among the layers by what each gains."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torsh_distributed.events import DecisionEvent, emit
 _SAMPLE = 4096
 
 
-class Division(NamedTuple):
-    """How many elements each layer may send, and since which step."""
+class LayerCounts(NamedTuple):
+    """How many elements each layer sends, and since which step."""
 
     step: int
     counts: tuple[int, ...]
 
 
-class Curve(NamedTuple):
-    """How a layer's error falls with the elements it sends, from a sample."""
+class ErrorCurve(NamedTuple):
+    """How a layer's error falls with the number of elements it sends, from a sample."""
 
     gains: Tensor
-    """Energy (square) of the sampled elements, largest first, fp64: what sending each takes off the error."""
+    """Energy (square) of the sampled elements, largest first, fp64: how much sending each reduces the error."""
     weight: float
-    """How many elements of the layer each sampled one stands for."""
+    """How many elements of the layer each sampled one represents."""
 
     @property
     def total(self) -> float:
@@ -47,15 +47,15 @@ class Curve(NamedTuple):
 
 
 class LayerwiseCodec(SparseCodec):
-    """Send the largest elements of each layer, by shares that are measured, `share` of all elements together.
+    """Send the largest elements of each layer, with measured shares that together make up `share` of all elements.
 
-    Every `every` steps each layer's error is measured as a function of what it sends. Elements then go where the next
-    one takes most off the error, until none are left: at the end one more would gain the same everywhere. `sensitivity`
-    says which error: 1 counts each layer's relative to its own energy, so that layers with small gradients are heard;
-    0 counts absolutely, which is top-k over everything.
+    Every `every` steps each layer's error is measured as a function of what it sends. Elements are then given to the
+    layer where the next one reduces the error most, until none are left. `sensitivity` says which error: 1 takes each
+    layer's error relative to its own energy, so layers with small gradients count; 0 takes absolute errors, which is
+    top-k over everything.
 
-    Each rank decides for itself: messages are of one size whatever it decides. `set_shapes` says what the layers are;
-    without it a gradient is one layer. Payload: as top-k's.
+    Each rank decides for itself: its message has the same size in any case. `set_shapes` defines the layers; without it
+    a gradient is one layer. Payload: as top-k's.
     """
 
     name = "layerwise"
@@ -73,14 +73,14 @@ class LayerwiseCodec(SparseCodec):
         self.share = require_share(share)
         if not 0 <= sensitivity <= 1 or every < 1:
             raise InvalidArgument(
-                "sensitivity is from 0 to 1, and shares are measured every 1 or more steps",
+                "sensitivity must be from 0 to 1, and every at least 1",
                 sensitivity=sensitivity,
                 every=every,
             )
         self.sensitivity = sensitivity
         self.every = every
         self._sizes: dict[int, tuple[int, ...]] = {}
-        self._divisions: dict[int, Division] = {}
+        self._divisions: dict[int, LayerCounts] = {}
 
     @override
     def set_shapes(self, stream: int, shapes: Sequence[Sequence[int]]) -> None:
@@ -121,14 +121,14 @@ class LayerwiseCodec(SparseCodec):
         return None if num_elements == 0 else (1 - 2**-20) / num_elements
 
     def counts(self, stream: int) -> tuple[int, ...] | None:
-        """How many elements each layer of a stream sends at present; None before the first message."""
+        """How many elements each layer of a stream sends now; None before the first message."""
         division = self._divisions.get(stream)
         return None if division is None else division.counts
 
-    def _decide(self, x: Tensor, sizes: tuple[int, ...], budget: int, key: Key) -> Division:
+    def _decide(self, x: Tensor, sizes: tuple[int, ...], budget: int, key: Key) -> LayerCounts:
         curves = [measure_curve(layer) for layer in x.split_with_sizes(list(sizes))]
-        counts = divide(curves, sizes, budget, self.sensitivity)
-        division = self._divisions[key.stream] = Division(key.step, counts)
+        counts = divide_budget(curves, sizes, budget, self.sensitivity)
+        division = self._divisions[key.stream] = LayerCounts(key.step, counts)
         layers = [layer for layer, numel in enumerate(sizes) if numel]
         shares = [counts[layer] / sizes[layer] for layer in layers]
         before = sum(curves[layer].error(self.share * sizes[layer]) for layer in layers) / len(layers)
@@ -156,7 +156,8 @@ class LayerwiseCodec(SparseCodec):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         divisions = {
-            int(stream): Division(known["step"], tuple(known["counts"])) for stream, known in state["divisions"].items()
+            int(stream): LayerCounts(known["step"], tuple(known["counts"]))
+            for stream, known in state["divisions"].items()
         }
         self._divisions = {
             stream: division
@@ -174,18 +175,20 @@ def _fits(counts: Sequence[int], sizes: Sequence[int]) -> bool:
     return len(counts) == len(sizes) and all(count <= numel for count, numel in zip(counts, sizes, strict=True))
 
 
-def measure_curve(layer: Tensor) -> Curve:
-    """What each element of a layer holds, from a sample of a few thousand."""
+def measure_curve(layer: Tensor) -> ErrorCurve:
+    """The error curve of a layer, from a sample of a few thousand elements."""
     sample = layer[:: layer.numel() // _SAMPLE | 1].double()
     gains = sample.square().sort(descending=True).values.cpu()
-    return Curve(gains, layer.numel() / max(1, sample.numel()))
+    return ErrorCurve(gains, layer.numel() / max(1, sample.numel()))
 
 
-def divide(curves: Sequence[Curve], sizes: Sequence[int], budget: int, sensitivity: float) -> tuple[int, ...]:
+def divide_budget(
+    curves: Sequence[ErrorCurve], sizes: Sequence[int], budget: int, sensitivity: float
+) -> tuple[int, ...]:
     """How many elements each layer sends: `budget` in all, at least one each, none more than it has.
 
-    Gains fall along every curve, so taking the largest gains of all curves until the budget is used up gives the least
-    error: the knapsack's greedy solution, which is best here but for the rounding of samples.
+    Gains fall along every curve, so taking the largest gains of all curves until the budget is used gives the least
+    error: the greedy solution of the knapsack problem, optimal here up to the rounding of samples.
     """
     scaled = [curve.gains / max(curve.total, 1e-300) ** sensitivity for curve in curves]
     owners = torch.cat([torch.full((gains.numel(),), layer) for layer, gains in enumerate(scaled)])
@@ -198,7 +201,7 @@ def divide(curves: Sequence[Curve], sizes: Sequence[int], budget: int, sensitivi
 
 
 def _settled(counts: list[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """Make the counts add up to the budget, taking from the largest and giving to those with most room."""
+    """Make the counts add up to the budget: reduce the largest, or raise those with most room."""
     while (missing := budget - sum(counts)) != 0:
         if missing > 0:
             layer = max(range(len(counts)), key=lambda layer: sizes[layer] - counts[layer])

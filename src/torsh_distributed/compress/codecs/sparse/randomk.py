@@ -30,9 +30,9 @@ class RandomKCodec(DrawnCodec):
 
 
 class ScaledRandomKCodec(RandomKCodec):
-    """RandomK with what arrives multiplied by n/k: unbiased, for training without error feedback.
+    """RandomK with decoded values multiplied by n/k: unbiased, for training without error feedback.
 
-    Not for error feedback: what is left out would be n/k - 1 times as large as what is sent, and grow.
+    Not for error feedback: residuals would be n/k - 1 times as large as what is sent, and grow.
     """
 
     is_unbiased = True

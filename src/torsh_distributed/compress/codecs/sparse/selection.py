@@ -17,14 +17,14 @@ _SCAN = 1 << 17  # elements whose magnitudes stay in the cache while they are co
 
 
 def share_of(share: float, num_elements: int) -> int:
-    """How many elements a share is: rounded, at least one, unless there is none."""
+    """How many elements a share is: rounded, and at least one unless there are none."""
     return min(max(1, round(share * num_elements)), num_elements)
 
 
 def require_share(share: float) -> float:
-    """The share again; raises InvalidArgument unless it is above 0 and at most 1."""
+    """Return the share; raises InvalidArgument unless it is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise InvalidArgument("a share of the elements is above 0 and at most 1", share=share)
+        raise InvalidArgument("a share of the elements must be above 0 and at most 1", share=share)
     return share
 
 
@@ -38,7 +38,7 @@ def at_least(x: Tensor, threshold: float) -> Tensor:
     if module is not None:
         assert x.dtype == torch.float32
         assert x.is_contiguous()
-        room = torch.empty(x.numel(), dtype=torch.int64)  # of which only what is written takes memory
+        room = torch.empty(x.numel(), dtype=torch.int64)  # pages that are not written take no memory
         return room[: module.at_least(x.data_ptr(), x.numel(), threshold, room.data_ptr())].clone()
     values = x.numpy()
     limit = np.float32(threshold)
@@ -55,8 +55,8 @@ def at_least(x: Tensor, threshold: float) -> Tensor:
 def largest(x: Tensor, count: int) -> Tensor:
     """Indices, increasing, of the `count` elements of largest magnitude; of equal ones the first.
 
-    A sample tells a magnitude that somewhat more than `count` elements reach; only those are looked at closely. The
-    result does not depend on the sample: too low a guess costs time, too high a guess is noticed and lowered.
+    A sample gives a magnitude that somewhat more than `count` elements reach; only those are compared. The result does
+    not depend on the sample: a guess that is too low costs time, one that is too high is noticed and lowered.
     """
     numel = x.numel()
     if count == 0 or count >= numel:
@@ -84,7 +84,7 @@ def _candidates(x: Tensor, count: int) -> Tensor | None:
     numel = x.numel()
     if numel <= 2 * _SAMPLE or count > numel // 4:
         return None
-    # An odd stride, so that it does not fall on the same columns of every row.
+    # An odd stride, so it does not hit the same columns of every row.
     sample = x[:: numel // _SAMPLE | 1].abs()
     expected = count / numel * sample.numel()
     for spread in (3.0, 12.0):

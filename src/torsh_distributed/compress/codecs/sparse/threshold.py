@@ -1,4 +1,4 @@
-"""Threshold: the elements from a given magnitude on."""
+"""Threshold: the elements of at least a given magnitude."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torsh_distributed.errors import InvalidArgument
 class ThresholdCodec(SparseCodec):
     """Send the elements whose magnitude reaches `threshold`: all of them, a few, or none.
 
-    No element that is left out reaches the threshold, so the error feedback's residual stays below it; how much is
-    sent, the gradient decides. Payload: 8 + k·2 + index bytes, for k elements sent.
+    No element that is left out reaches the threshold, so residuals stay below it; the gradient decides how much is
+    sent. Payload: 8 + k·2 + index bytes, for k elements sent.
     """
 
     name = "threshold"
@@ -24,7 +24,7 @@ class ThresholdCodec(SparseCodec):
     def __init__(self, threshold: float = 0.01, *, dtype: torch.dtype = torch.float16) -> None:
         super().__init__(threshold, dtype=dtype)
         if not 0 <= threshold <= 1e30:
-            raise InvalidArgument("a threshold is a magnitude from 0 to 1e30", threshold=threshold)
+            raise InvalidArgument("a threshold must be a magnitude from 0 to 1e30", threshold=threshold)
         self.threshold = threshold
 
     @override

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.compress.examples import examples
-from tests.compress.gradients import gradients, make_gradient
-from torsh_distributed.compress.codecs import make_codec
-from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.kernels import base as kernels_module
-from torsh_distributed.compress.kernels.base import NUM_BINS, Kernels, compiled_kernels, kernels_for
+from tests.compress.gradients import gradients
+from torsh_distributed.compress.kernels.base import NUM_BINS, Kernels
+from torsh_distributed.compress.kernels.choice import compiled_kernels
 from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
 from torsh_distributed.compress.messages.bits import blocks_packed_bytes, trit_bytes
 
@@ -165,19 +163,3 @@ def test_impossible_payloads_are_reported(kernels: Kernels | None) -> None:
     assert not kernels.natural_decode(torch.full((11,), 255, dtype=torch.uint8), 1024, out, 1.0, False)
     codes = torch.full((3,), 255, dtype=torch.uint8)
     assert not kernels.codebook_decode(codes, 1024, torch.zeros(3), out, 1.0, False)
-
-
-def test_a_tensor_of_the_cpu_gets_the_compiled_kernels(compiled: Kernels) -> None:
-    assert kernels_for(torch.zeros(1)) is compiled
-    assert isinstance(kernels_for(torch.zeros(1, device="meta")), TorchKernels)
-
-
-@pytest.mark.parametrize("method", ["int8", "nbit:5", "sign", "ternary", "ternary:0", "bimodal:7", "natural"])
-def test_a_codec_does_the_same_without_a_compiler(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_gradient("heavy", 5000, 1)
-    payload = make_codec(method).encode(x, Key(step=3))
-    decoded = make_codec(method).decode(payload, 5000, Key())
-    monkeypatch.setattr(kernels_module, "compiled_kernels", lambda: None)
-    assert isinstance(kernels_for(x), TorchKernels)
-    assert torch.equal(make_codec(method).encode(x, Key(step=3)), payload)
-    assert torch.equal(make_codec(method).decode(payload, 5000, Key()), decoded)
