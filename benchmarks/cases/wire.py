@@ -35,7 +35,7 @@ def _average(method: str, num_rounds: int) -> int:
 def _measured(world: World, hosts: list[Host], method: str, few: int, many: int) -> tuple[float, float]:
     """Bytes per round that left a host, without headers, and that its rank counted: means over hosts.
 
-    Two runs of different length, so that what they have in common (meeting, connecting) falls out.
+    Two runs of different length, so what they have in common (rendezvous, connecting) cancels out.
     """
     left = []
     for num_rounds in (few, many):

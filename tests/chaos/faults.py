@@ -1,8 +1,8 @@
 """Faults as data: `kill rank 2 at step 5` is a value, with a text form that parses back.
 
-From inside, a rank calls `strike(faults, step=…)` at the points where it may be hit; scripts that a launcher
-starts find their faults in the environment. From outside, `wait_for_mark` tells when a rank has come to a
-point, and `kill`, `stop` and `resume` act on its pid, returning when the kernel has really done it.
+Inside a rank, `strike(faults, step=…)` marks the points where a fault may happen; scripts that a launcher starts find
+their faults in the environment. From outside, `wait_for_mark` waits until a rank has reached a point, and `kill`,
+`stop` and `resume` act on its pid and return when the kernel has done it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHAPE = re.compile(
 class Fault:
     """One fault: its kind, rank, step, and the point in the step.
 
-    `attempt` counts the launcher's restarts from 0: a fault hits one attempt, so that the next can succeed.
+    `attempt` counts the launcher's restarts from 0: a fault affects one attempt, so the next can succeed.
     """
 
     kind: Kind
