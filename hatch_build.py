@@ -1,6 +1,6 @@
-"""Builds the compiled parts where a C compiler and Python's headers are found.
+"""Builds the compiled parts if a C compiler and Python's headers are found.
 
-Without them the install goes on: each part has a portable twin.
+Without them the install continues: each part has a portable version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CoreBuildHook(BuildHookInterface[Any]):
-    """Compile the parts into the package before a wheel, editable or not, is put together."""
+    """Compiles the parts into the package before a wheel, editable or not, is assembled."""
 
     PLUGIN_NAME = "custom"
 
@@ -37,7 +37,7 @@ class CoreBuildHook(BuildHookInterface[Any]):
 
 
 def _load(path: Path) -> Any:
-    """A module by its path: the package itself cannot be imported before it is built."""
+    """Import a module by its path: the package itself cannot be imported before it is built."""
     spec = importlib.util.spec_from_file_location("torsh_native", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python module")

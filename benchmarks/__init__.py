@@ -1,1 +1,1 @@
-"""Benchmarks: every case measures ours and its rivals in the same run, and the harness computes the ratios."""
+"""Benchmarks: a case measures our code and its rivals in the same run; the harness computes the ratios."""

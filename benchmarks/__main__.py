@@ -19,14 +19,14 @@ from benchmarks.table import table_of
 
 
 def main(
-    cases: Annotated[list[str] | None, typer.Argument(help="Cases to run; all, if none is named.")] = None,
+    cases: Annotated[list[str] | None, typer.Argument(help="Cases to run; all by default.")] = None,
     json: Annotated[
-        Path | None, typer.Option(help="Where results and plots go. Default: benchmarks/results; --quick keeps none.")
+        Path | None, typer.Option(help="Folder for results and plots. Default: benchmarks/results; none with --quick.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only try whether the cases work.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only check that the cases work.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Only rewrite docs/benchmarks.md and the plots.")] = False,
 ) -> None:
-    """Measure ours and its rivals side by side."""
+    """Measure our code and its rivals side by side."""
     console = Console()
     if page:
         write_page(redraw=True)
@@ -43,7 +43,7 @@ def main(
         result = run_case(name, load_case(name), QUICK if quick else FULL)
         console.print(table_of(result))
         if not result.rows:
-            # What this machine lacks is no reason to lose what another one measured.
+            # Keep what a machine that could measure it has found.
             console.print(f"{name}: nothing was measured, nothing is kept")
             continue
         if folder is not None:

@@ -1,4 +1,4 @@
-"""Loss curves of a model with each way to compress its gradients: shared by the cases `convergence_*`."""
+"""Loss curves of a model with each compression of its gradients; shared by the cases `convergence_*`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUM_CHARACTERS = 6
 
 
 def classifier(plan: Plan) -> Demo:
-    """An MLP that learns from a noisy teacher: the labels are drawn, so that no model gets to a loss of zero."""
+    """An MLP that learns from a noisy teacher: the labels are drawn at random, so no model reaches a loss of zero."""
     generator = torch.Generator().manual_seed(plan.training.seed)
     points = torch.randn(200_000, 32, generator=generator)
     logits = torch.tanh(points @ torch.randn(32, 64, generator=generator) / 4) @ torch.randn(
@@ -51,9 +51,10 @@ def classifier(plan: Plan) -> Demo:
 
 
 def chain_of_characters(length: int, seed: int) -> Tensor:
-    """Text in which two characters decide how likely each of six is to be the next: there is a loss to get to.
+    """Synthetic text: the last two characters determine the probability of each of six next ones.
 
-    On a few sonnets a GPT learns by heart, and whoever is a little later at every step stays behind to the end.
+    Such text has a lowest possible loss. A few sonnets have none: a GPT learns them by heart, and training that is a
+    little behind at every step is still behind at the end.
     """
     generator = torch.Generator().manual_seed(seed)
     table = torch.rand(_NUM_CHARACTERS**2, _NUM_CHARACTERS, generator=generator).pow(8)
@@ -67,7 +68,7 @@ def chain_of_characters(length: int, seed: int) -> Tensor:
 
 
 def chain_gpt(plan: Plan) -> Demo:
-    """A character GPT on text from a chain."""
+    """A character GPT on text drawn from a Markov chain."""
     text = chain_of_characters(200_000, plan.training.seed)
     torch.manual_seed(plan.training.seed)
     model = CharGPT(_NUM_CHARACTERS, width=32, num_layers=2, num_heads=2)
@@ -100,7 +101,7 @@ def losses(task: str, way: str, training: TrainingConfig) -> list[float]:
 
 
 def curves(task: str, training: TrainingConfig, budget: Budget) -> Iterator[Row | Note]:
-    """A row for each tenth of the training: the mean loss in it, uncompressed and for each way."""
+    """A row for each tenth of the training: the mean loss in it, uncompressed and with each compression."""
     if budget.is_quick:
         training = training.replace(steps=20)
     world = World()
@@ -128,7 +129,6 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-ABOUT = """ Two ranks; the learning rate falls to zero along a cosine; the first tenth travels
-uncompressed (warm-up), the rest with error feedback. torsh is training
-without compression, the others compress; a value is the mean loss of a tenth of the steps, its ratio that loss over the
-uncompressed one."""
+ABOUT = """ Two ranks; the learning rate falls to zero along a cosine; the first tenth of the steps is uncompressed
+(warm-up), the rest uses error feedback. torsh trains without compression, the others compress; a value is the mean loss
+of a tenth of the steps, its ratio that loss over the uncompressed one."""

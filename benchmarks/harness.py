@@ -1,7 +1,7 @@
-"""What a case is made of, and how it is measured.
+"""The parts of a case, and how they are measured.
 
 A case yields rows; a row holds our measurement and those of the rivals, taken in turns in the same process tree,
-so that a machine that slows down slows down both. Ratios are computed here, never written by a case.
+so a machine that slows down affects all of them. Ratios are computed here, never written by a case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OURS = "torsh"
 
 
 class Unit(StrEnum):
-    """What a number means, and with it which way is better."""
+    """What a number means, and so whether lower or higher is better."""
 
     SECONDS = "s"
     BYTES = "B"
@@ -33,17 +33,17 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How long to measure: `QUICK` shows that a case works, `FULL` is for results that are kept."""
+    """How long to measure: `QUICK` shows that a case works, `FULL` is for results to keep."""
 
     name: str
     num_samples: int
-    """Samples of each contestant; what is reported is their median and spread."""
+    """Samples of each contestant; their median and spread are reported."""
     sample_s: float
     """A sample repeats a short workload until it lasts about this long, to be above the clock's noise."""
 
     @property
     def is_quick(self) -> bool:
-        """Whether the numbers are good for nothing but trying."""
+        """Whether the numbers only show that the case works."""
         return self.name == "quick"
 
 
@@ -82,7 +82,7 @@ class Row:
     ours: Measurement
     rivals: Mapping[str, Measurement] = field(default_factory=dict)
     x: float | None = None
-    """Where the row lies on the horizontal axis (a size, a number of ranks), for cases drawn as curves."""
+    """The row's place on the horizontal axis (a size, a number of ranks), for cases drawn as curves."""
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a reader of the numbers must know, such as a rival that could not run here and why."""
+    """Something a reader of the numbers must know, such as a rival that could not run here and why."""
 
     text: str
 
@@ -108,7 +108,7 @@ class Case:
 
     title: str
     about: str
-    """What is measured and how, in a few sentences: it stands above the table."""
+    """What is measured and how, in a few sentences; printed above the table."""
     rows: Callable[[Budget], Iterator[Row | Note]]
     x_label: str = ""
     """Name and unit of `Row.x`, if the case is drawn as curves."""
@@ -140,7 +140,7 @@ def compare(
 
 
 def _loops_per_sample(workload: Workload, sample_s: float) -> int:
-    """Warm the workload up, and find how often it must run to last `sample_s`."""
+    """Warm up the workload and find how often it must run to last `sample_s`."""
     loops = 1
     while (took_s := _time(workload, loops)) < sample_s:
         loops *= 2 if took_s <= 0 else max(2, min(10, round(sample_s / took_s)))

@@ -1,4 +1,4 @@
-"""Where and when a result was measured: numbers without their machine mean nothing."""
+"""Where and when a result was measured; numbers mean nothing without their machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """Describe the machine we are on now."""
+    """Describe this machine."""
     return Machine(
         cpu=_cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),
@@ -51,7 +51,7 @@ def describe_machine() -> Machine:
 
 
 def _cpu_model() -> str:
-    """The name that lscpu knows, or the architecture: /proc/cpuinfo gives no name on ARM."""
+    """The name that lscpu prints, or the architecture: /proc/cpuinfo has no name on ARM."""
     try:
         listing = subprocess.run(
             ["lscpu"], capture_output=True, text=True, timeout=10, env={**os.environ, "LC_ALL": "C"}

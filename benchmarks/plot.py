@@ -1,4 +1,4 @@
-"""A result as a picture: bars for a list of workloads, curves where the rows have a place on an axis."""
+"""A result as a plot: bars for a list of workloads, curves if the rows have a place on an axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOG_SPREAD = 25
 
 
 def fingerprint(result: Result) -> str:
-    """A digest of the numbers, kept inside the picture: it tells whether the two belong together."""
+    """A digest of the numbers, kept inside the plot to check that the two belong together."""
     return hashlib.sha256(json.dumps(asdict(result), sort_keys=True).encode()).hexdigest()
 
 
@@ -92,7 +92,7 @@ def _bars_inches(rows: list[Row]) -> float:
 
 
 def _draw_bars(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
-    """Horizontal bars in groups, one group a row, the number at the end of each bar."""
+    """Horizontal bars, one group per row, with the number at the end of each bar."""
     medians = [each.median for row in rows for each in (row.ours, *row.rivals.values())]
     is_log = max(medians) / min(medians) > _LOG_SPREAD
     if is_log:
@@ -160,7 +160,7 @@ def _draw_curves(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
 
 
 def _value_axis(axis: Any, unit: Unit, limits: tuple[float, float], *, is_log: bool) -> None:
-    """Ticks in the words of the labels; on a log axis one a decade, few enough to read."""
+    """Ticks formatted like the labels; on a log axis one per decade, few enough to read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if is_log:

@@ -1,4 +1,4 @@
-"""Results: what a run of a case found, as JSON that is kept beside the code."""
+"""Results of running a case, as JSON kept beside the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The rows of a case, with all that is needed to read them a year later."""
+    """The rows of a case, with everything needed to read them a year later."""
 
     case: str
     title: str
@@ -30,12 +30,12 @@ class Result:
 
     @property
     def rivals(self) -> list[str]:
-        """Every rival of any row, in order of appearance."""
+        """All rivals, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.rivals))
 
 
 def run_case(name: str, case: Case, budget: Budget) -> Result:
-    """Measure a case from beginning to end."""
+    """Measure a whole case."""
     machine = describe_machine()
     found = list(case.rows(budget))
     return Result(
@@ -51,7 +51,7 @@ def run_case(name: str, case: Case, budget: Budget) -> Result:
 
 
 def save_result(result: Result, folder: Path) -> Path:
-    """Write `<case>.json`, whole or not at all; ratios are in it for readers, and recomputed on loading."""
+    """Write `<case>.json` atomically; ratios are in it for readers, and recomputed on loading."""
     record = asdict(result)
     for row, written in zip(result.rows, record["rows"], strict=True):
         written["ratios"] = {name: round(ratio, 3) for name, ratio in row.ratios.items()}

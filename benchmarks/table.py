@@ -12,8 +12,8 @@ _MOST_ABREAST = 3
 
 
 def table_of(result: Result) -> Table:
-    """Our number of each row, and each rival's with the ratio (above 1×: ours is better): side by side, or one below
-    the other where there are too many for a terminal."""
+    """Our number of each row, and each rival's with the ratio (above 1×: ours is better): side by side, or stacked if
+    there are too many for a terminal."""
     machine = result.machine
     caption = [f"{machine.cpu}, {machine.num_cores} cores, torch {machine.torch}, load before {machine.load_before}"]
     caption += result.notes
@@ -50,7 +50,7 @@ def _fill_below(table: Table, result: Result) -> None:
 
 
 def _cells(row: Row, rival: str) -> tuple[str, str]:
-    """What the rival took, and the ratio."""
+    """The rival's number, and the ratio."""
     theirs = row.rivals.get(rival)
     factor = row.ratios.get(rival, 1.0)
     return (

@@ -9,7 +9,7 @@ _LARGE = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 def quantity(value: float, unit: Unit) -> str:
-    """Three significant digits with a fitting prefix: 0.0000042 s is `4.20 µs`."""
+    """Three significant digits with a suitable prefix: 0.0000042 s is `4.20 µs`."""
     if unit is Unit.LOSS:
         return f"{value:.4f}"
     number, name = _scaled(value, unit)
@@ -38,7 +38,7 @@ def _digits(value: float) -> str:
 
 
 def ratio(row: Row, rival: str) -> str:
-    """`3.4×`, or nothing where there is no such rival."""
+    """`3.4×`, or nothing if there is no such rival."""
     factor = row.ratios.get(rival)
     if factor is not None and row.unit is Unit.LOSS:
         return f"{factor:.3f}×"

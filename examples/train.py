@@ -1,4 +1,4 @@
-"""The smallest whole job: two workers, one plan, the same losses as one process.
+"""The smallest complete job: two workers, one plan, the same losses as one process.
 
 torsh run --nproc-per-node 2 examples/train.py
 """

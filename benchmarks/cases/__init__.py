@@ -9,7 +9,7 @@ from benchmarks.harness import Case
 
 
 def case_names() -> list[str]:
-    """Every case there is."""
+    """All cases."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 

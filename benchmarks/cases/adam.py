@@ -1,4 +1,4 @@
-"""An update of Adam on host memory: ours against torch's, fused and by default."""
+"""An Adam update on host memory: ours against torch's, fused and default."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Adam on host memory",
-    about="""One update of 8 × Linear 1024 (8.4 M parameters, fp32), gradients given: CpuAdam against torch.optim.Adam,
-    fused and as it chooses by itself on a CPU.""",
+    about="""One update of 8 × Linear 1024 (8.4 M parameters, fp32), without computing gradients: CpuAdam
+    against torch.optim.Adam, fused and with its CPU default.""",
     rows=_rows,
 )

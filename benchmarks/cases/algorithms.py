@@ -1,4 +1,4 @@
-"""How good `algorithm="auto"` is: its pick against every algorithm there is, and the backend's own."""
+"""How good `algorithm="auto"` is: its pick against every algorithm and the backend's own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torsh_distributed.comm.groups.manager import twin_group
 
 _BACKENDS = ("gloo", "shm")
 _TIMEOUT_S = 600.0
-# Where the kernel puts the threads of ranks that share cores, it leaves them for a while: a way takes one of two times.
-# So a round averages many short blocks of each way, where the median of a few would be one of the two by chance.
+# The kernel leaves the threads of ranks that share cores in place for a while, so an algorithm takes one of two times.
+# A round averages many short blocks of each; the median of a few would be one of the two by chance.
 _SMALL_BYTES, _NUM_SMALL_BLOCKS, _NUM_LARGE_BLOCKS, _MAX_LOOPS = 2**20, 160, 24, 15
 _NUM_ROUNDS, _LEAST_IN_A_ROW = 40, 3
 _CLOSE = 1.1
-# All ranks of this case live on one node: hierarchy would have nothing to separate.
+# All ranks of this case are on one node: a hierarchy would have nothing to separate.
 _WAYS = (None, *(name for name in ALGORITHMS if name != "hierarchical"))
 
 
@@ -54,7 +54,7 @@ def _measure(size_bytes: int, num_blocks: int, sample_s: float) -> tuple[dict[st
     in_a_row = max(_LEAST_IN_A_ROW, num_blocks // _NUM_ROUNDS)
     taken = torch.empty(len(ways), num_blocks // in_a_row, in_a_row, dtype=torch.float64)
     for turn in range(taken.size(1)):
-        # To and fro, and the first block does not count: what came before leaves its traces in caches and cores.
+        # In both directions, and the first block does not count: the previous algorithm affects caches and cores.
         for index, (name, way) in list(enumerate(ways.items()))[:: 1 if turn % 2 == 0 else -1]:
             blocks = [_sample(way, buffer, group, loops[name]) for _ in range(in_a_row + 1)]
             taken[index, turn] = torch.tensor(blocks[1:], dtype=torch.float64)
@@ -93,7 +93,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     finally:
         world.close()
     yield Note(
-        text=f"What auto picked, called by its name, is within 10 % of the best way in {num_rows - len(beyond)} of "
+        text=f"The algorithm auto picked, called by name, is within 10 % of the best in {num_rows - len(beyond)} of "
         f"{num_rows} rows, and takes at most {worst[0]:.2f} times as long: {worst[1]}."
         + (f" Beyond 10 %: {'; '.join(beyond)}." if beyond else "")
     )
@@ -107,9 +107,9 @@ def _num_blocks(backend: str, size_bytes: int, budget: Budget) -> int:
 
 CASE = Case(
     title="All-reduce algorithms: what `auto` picks against all others",
-    about="""One all-reduce of float32, seconds on the slowest rank, all ways in rounds on one group made by us. Ours is
-    algorithm="auto", its pick in brackets; the rivals are our algorithms by name and the backend's own all-reduce. The
-    claim is that what was picked, called by its name, takes at most 1.1 times as long as the fastest.""",
+    about="""One all-reduce of float32, seconds on the slowest rank, all algorithms in turns on one group that we make.
+    Ours is algorithm="auto", its pick in brackets; the rivals are our algorithms by name and the backend's own
+    all-reduce. The claim: the algorithm picked, called by name, takes at most 1.1 times as long as the fastest.""",
     rows=_rows,
     x_label="bytes",
 )

@@ -51,9 +51,9 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 
 CASE = Case(
-    title="Test bed: from nothing to a world and back",
+    title="Test bed: starting and ending a world",
     about="""Start the ranks, set up a gloo group, reduce one number, tear down, collect the results. Ours forks from a
-    process that has torch imported (its own start, once per test run, is not counted); the rival is
+    process that has already imported torch (its start, once per test run, is not counted); the rival is
     torch.multiprocessing.spawn.""",
     rows=_rows,
     x_label="ranks",

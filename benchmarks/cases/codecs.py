@@ -32,7 +32,7 @@ _METHODS = (
 
 
 def _gradients(num_layers: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """Those of a network in training, after a few steps, one after the other; and their shapes."""
+    """The gradients of a network after a few training steps, concatenated; and their shapes."""
     torch.manual_seed(0)
     layers = [layer for _ in range(num_layers) for layer in (nn.Linear(1024, 1024), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(1024, 10))
@@ -47,7 +47,7 @@ def _gradients(num_layers: int) -> tuple[Tensor, list[tuple[int, ...]]]:
 
 
 def _halves(method: str, x: Tensor, shapes: list[tuple[int, ...]]) -> tuple[Workload, Workload]:
-    """Encode and decode, into memory that is there already where the codec can."""
+    """Encode and decode, into preallocated memory if the codec can."""
     codec, key = make_codec(method), Key(step=1)
     codec.set_shapes(key.stream, shapes)
     payload = codec.encode(x, key)
@@ -75,7 +75,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     torch.set_num_threads(1)
     try:
         if compiled_kernels() is None:
-            yield Note(text="The compiled kernels were not built here: torch's operators did their work.")
+            yield Note(text="The compiled kernels were not built here: torch's operators were used.")
         copied = torch.empty_like(x)
         yield _row("copy of the gradient", lambda: copied.copy_(x), {}, x, budget)
         for method in _METHODS:
@@ -107,6 +107,6 @@ CASE = Case(
     title="Codecs: encoding and decoding on one core",
     about="""Gradients of 8 × Linear 1024 (8.4 M parameters, 32 MB in fp32) after three steps of training, one thread.
     Rates count the bytes of the gradient, not of the message. The rival of int8 is the arithmetic of torch's
-    quantization_pertensor_hook, which has one scale for the whole bucket.""",
+    quantization_pertensor_hook, which uses one scale for the whole bucket.""",
     rows=_rows,
 )

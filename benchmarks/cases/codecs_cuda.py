@@ -20,7 +20,7 @@ _CALLS = 10
 
 
 def _seconds(call: Callable[[], object], num_rounds: int) -> float:
-    """Seconds a call, of ten in a row, as buckets follow each other."""
+    """Seconds per call, over ten in a row, as buckets follow each other."""
     call()
     times = []
     for _ in range(num_rounds):
@@ -69,8 +69,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Codecs on a GPU",
-    about="""Gradients of 256 MB in fp32 on one GPU, encoded and decoded with our kernels, and a plain device copy of
-    the same tensor there and back in the same run. Share of a copy: bytes read and written per second over those of a
+    about="""Gradients of 256 MB in fp32 on one GPU, encoded and decoded with our kernels, against a plain device copy
+    of the same tensor, twice, in the same run. Share of a copy: bytes read and written per second relative to a
     copy.""",
     rows=_rows,
 )

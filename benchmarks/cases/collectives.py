@@ -24,12 +24,12 @@ KB, MB = 2**10, 2**20
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 _SIZES = {"all_reduce": (KB, 64 * KB, MB, 16 * MB, 128 * MB)}
 _OTHER_SIZES = (MB, 16 * MB)
-_BY_US = (KB, 64 * KB)  # where the way to the backend counts: also through td.all_reduce
+_BY_US = (KB, 64 * KB)  # sizes at which the path to the backend counts: also through td.all_reduce
 
 Times = dict[tuple[str, int], float]
 """Seconds per call by operation and size."""
 
-# The same loop as comm.bench, on numpy buffers and mpi4py's own calls: MPI with nothing of ours in between.
+# The loop of `torsh bench collectives` on numpy buffers and mpi4py's own calls: MPI without our code.
 _RAW_MPI = """
 import json, statistics, sys, time
 import numpy as np
@@ -65,7 +65,7 @@ if world.Get_rank() == 0:
 
 
 def plan_of(op_names: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Every operation with every size it is measured at."""
+    """Every operation with every size at which it is measured."""
     return [(op, size) for op in op_names for size in _SIZES.get(op, _OTHER_SIZES)]
 
 
@@ -75,12 +75,12 @@ def time_all(plan: list[tuple[str, int]], duration_s: float) -> Times:
 
 
 def shown(num_bytes: int) -> str:
-    """A size in the words of the tables."""
+    """A size as the tables show it."""
     return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
 
 
 def copy_s(num_bytes: int, num_calls: int = 20) -> float:
-    """Seconds in which every rank at once copies a buffer of that size: what the memory of the machine allows."""
+    """Seconds for all ranks to copy a buffer of that size at once: the limit set by the machine's memory."""
     source = torch.zeros(num_bytes // 4)
     target = torch.empty_like(source).copy_(source)
     dist.barrier()
@@ -156,8 +156,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="Collectives on one node",
     about="""float32 buffers; the size is the whole buffer. gloo and ours (shm) are called through torch.distributed,
-    MPICH (the PyPI wheel) through mpi4py on numpy buffers, with no torch in between. Small all-reduces are also made
-    with our own td.all_reduce, which records each and goes straight to the backend. The contestants take turns, five
-    rounds each; the slowest rank counts. The 4-rank rows have more ranks than this machine has cores.""",
+    MPICH (the PyPI wheel) through mpi4py on numpy buffers, without torch. Small all-reduces are also measured with our
+    td.all_reduce, which records each and calls the backend directly. The contestants take turns, five rounds each; the
+    slowest rank counts. The 4-rank rows have more ranks than this machine has cores.""",
     rows=_rows,
 )

@@ -17,7 +17,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Convergence under compression: character GPT",
-    about="A character GPT (2 layers, width 32, AdamW) on text in which each character depends on the two before."
+    about="A character GPT (2 layers, width 32, AdamW) on synthetic text: six characters, drawn given the last two."
     + ABOUT,
     rows=_rows,
     x_label="step",

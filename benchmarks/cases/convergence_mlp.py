@@ -17,7 +17,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Convergence under compression: MLP classifier",
-    about="An MLP (77 k parameters) that learns ten classes from a noisy teacher, SGD with momentum." + ABOUT,
+    about="An MLP (77 k parameters) that learns ten classes from a noisy random teacher, SGD with momentum." + ABOUT,
     rows=_rows,
     x_label="step",
 )

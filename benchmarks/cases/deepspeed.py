@@ -65,13 +65,13 @@ def _ours(stage: int, num_steps: int) -> tuple[float, float]:
 
 
 def _use(place: Path) -> None:
-    """Make DeepSpeed importable in this process, with ninja for what it builds when it is first used."""
+    """Make DeepSpeed importable in this process, with ninja for the parts it builds on first use."""
     sys.path.append(str(place))
     os.environ["PATH"] = f"{place / 'bin'}:{os.environ['PATH']}"
 
 
 def _build(place: Path) -> None:
-    """Compile its parts, which takes minutes, before anything is timed. A build that was cut short leaves a lock."""
+    """Compile its parts, which takes minutes, before anything is timed. An interrupted build leaves a lock."""
     for lock in (place / "extensions").glob("*/lock"):
         lock.unlink()
     _use(place)
@@ -109,7 +109,7 @@ def _theirs(stage: int, num_steps: int, place: Path) -> tuple[float, float]:
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     if not (PLACE / "deepspeed").is_dir():
-        yield Note(text=f"DeepSpeed is not here, so nothing is measured. To get it: `{_HOW}`.")
+        yield Note(text=f"DeepSpeed is not installed, so nothing is measured. To install it: `{_HOW}`.")
         return
     rounds, num_steps = (1, 3) if budget.is_quick else (5, 30)
     env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(PLACE / "extensions")}
@@ -143,8 +143,8 @@ def _require_same_training(ours: float, theirs: float, stage: int) -> None:
 CASE = Case(
     title="ZeRO's stages, against DeepSpeed",
     about="""8 × Linear 1024 (8.4 M parameters), batch 8 on each of two ranks, one thread each, fp32, Adam, no clipping:
-    steps in a second of the slower rank, and the same losses from both, in turns. Ours is the Engine on torsh with
+    steps per second of the slower rank, in turns, with the same losses from both. Ours is the Engine on torsh with
     CpuAdam, whose update the replicas of stage 0 divide among them. DeepSpeed runs as its CPU accelerator does on one
-    node: on gloo, with its own compiled Adam and its shared-memory operation built (which is for inference alone).""",
+    node: on gloo, with its own compiled Adam and its shared-memory operation built (which is for inference only).""",
     rows=_rows,
 )

@@ -36,7 +36,7 @@ class Job:
 
     @property
     def dtype(self) -> str:
-        """bf16 where there is hardware for it: many CPUs only imitate it."""
+        """bf16 if the hardware has it: many CPUs only emulate it."""
         return "bf16" if self.device == "cuda" else "fp32"
 
     def model(self) -> nn.Module:
@@ -47,14 +47,14 @@ class Job:
         )
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Characters, and those that follow them."""
+        """Characters, and the ones that follow them."""
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(_VOCABULARY, (self.batch_size, CONTEXT + 1), generator=generator).to(self.device)
         return ids[:, :-1], ids[:, 1:]
 
 
 def _bare(job: Job) -> Callable[[tuple[Tensor, Tensor]], object]:
-    """As one would write it by hand: DDP, autocast, clipping, the mean loss over the ranks at every step."""
+    """The handwritten loop: DDP, autocast, clipping, the mean loss over the ranks at every step."""
     model = DistributedDataParallel(job.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=job.device == "cuda")
 
@@ -81,7 +81,7 @@ def _engine(job: Job) -> Callable[[tuple[Tensor, Tensor]], object]:
 
 
 def _step_s(job: Job, num_rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of a step on the slowest rank, by turns; runs on every rank."""
+    """Seconds of a step on the slowest rank, in turns; runs on every rank."""
     contestants = {"engine": _engine(job), "bare": _bare(job)}
     batch = job.batch()
     for step in contestants.values():
@@ -89,7 +89,7 @@ def _step_s(job: Job, num_rounds: int, num_steps: int) -> dict[str, list[float]]
             step(batch)
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(num_rounds):
-        # Who begins changes from round to round: what follows the barrier is not always the same.
+        # The order alternates, so it is not always the same one that follows the barrier.
         for name in sorted(contestants, reverse=bool(number % 2)):
             times = []
             dist.barrier()
@@ -104,7 +104,7 @@ def _step_s(job: Job, num_rounds: int, num_steps: int) -> dict[str, list[float]]
 
 
 def rows_of(jobs: Iterable[Job], budget: Budget) -> Iterator[Row]:
-    """A row for each job: the Engine against the loop by hand, in turns in the same processes."""
+    """A row for each job: the Engine against the handwritten loop, in turns in the same processes."""
     num_rounds, num_steps = (2, 3) if budget.is_quick else (20, 20)
     world = World()
     try:
@@ -135,7 +135,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="A step through the Engine",
     about="""A character GPT (the demo's, 0.6 M parameters), batch 8 on each rank, one thread, AdamW, clipping, the mean
-    loss over the ranks at every step, one backend for both. The rival is the loop one would write by hand around
-    torch's DDP. Both take turns in the same processes.""",
+    loss over the ranks at every step, one backend for both. The rival is a handwritten loop around torch's
+    DDP. Both take turns in the same processes.""",
     rows=_rows,
 )

@@ -27,7 +27,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="A step through the Engine on a GPU",
     about="""A character GPT of 101 M parameters in bf16, batch 128, fused AdamW, the mean loss at every step, with and
-    without clipping. The rival is the loop one would write by hand around torch's DDP. Both take turns in the same
-    process; the host launches kernels hardly faster than the GPU computes, so what the Engine adds would show.""",
+    without clipping. The rival is a handwritten loop around torch's DDP. Both take turns in the same process; the host
+    launches kernels hardly faster than the GPU computes, so any overhead of the Engine would show.""",
     rows=_rows,
 )

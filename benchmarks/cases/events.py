@@ -25,7 +25,7 @@ def _logger(handler: logging.Handler, level: int) -> logging.Logger:
 
 
 def _each(function: Callable[[Any], object], argument: object) -> Callable[[], None]:
-    """Call the function `_BATCH` times from C: a loop in Python would cost as much as what is measured."""
+    """Call the function `_BATCH` times from C: a Python loop would cost as much as the function."""
 
     def batch() -> None:
         collections.deque(map(function, itertools.repeat(argument, _BATCH)), maxlen=0)
@@ -60,7 +60,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     )
     unsubscribe = subscribe(lambda _: None, StepEvent)
     try:
-        # No rival: logging cannot hand over a record that was built before.
+        # No rival: logging cannot emit a prebuilt record.
         yield compare("emit, one listener", _each(emit, event), {}, budget=budget, amount=_BATCH)
         yield compare(
             "build and emit, one listener",
@@ -93,7 +93,7 @@ def _sink_rows(budget: Budget) -> Iterator[Row]:
                     emit(StepEvent(step=step, loss=2.5, duration_s=0.05, comm_s=0.01))
                 sink.flush()
 
-            # Emits reach the sink alone: measured apart from the rival, which has no part in the bus.
+            # Measured separately from the rival, which does not use the bus: only the sink is subscribed.
             yield compare(
                 "events to JSON lines in a file",
                 emit_batch,

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer on one node: moving tokens against its bare all-to-alls, routing against an expert."""
+"""A mixture-of-experts layer on one node: moving tokens against bare all-to-alls, routing against one expert."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _time_routing(num_calls: int) -> Times:
 
 
 def _time_hot(num_calls: int) -> Times:
-    """Runs on every rank: a layer, forward and backward, of which one expert gets half of all rows."""
+    """Runs on every rank: forward and backward of a layer in which one expert gets half of all rows."""
     torch.manual_seed(0)
     group = dist.group.WORLD
     assert group is not None
@@ -174,12 +174,12 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Mixture of experts on one node",
-    about=f"""{_TOKENS} tokens a rank of {_WIDTH} float32, 8 experts, 2 for each token, one thread a rank. Dispatch
-    puts tokens into rows in the order of experts and sends them; combine brings rows back, weighs them and adds them
-    up. Lines marked sorting include finding that order. The rival sends the same rows there and back in bare
-    all-to-alls on the same backend; with backward, twice. Routing is the gate, the choice of experts and the sorted
-    rows; its rival is one expert of hidden size {_HIDDEN} on the same tokens. Hot expert: {_TOKENS // 8} tokens a rank,
-    which all choose the same expert first, forward and backward, with that expert lent to the other ranks; the rival is
-    the same layer without lending.""",
+    about=f"""{_TOKENS} tokens of {_WIDTH} float32 per rank, 8 experts, 2 per token, one thread per rank. Dispatch
+    puts tokens into rows in the order of experts and sends them; combine returns rows, weights them and sums them. Rows
+    marked sorting include finding that order. The rival sends the same rows there and back with bare all-to-alls on the
+    same backend; with backward, twice. Routing is the gate, the choice of experts and the sorted rows; its rival is one
+    expert of hidden size {_HIDDEN} on the same tokens. Hot expert: {_TOKENS // 8} tokens per rank, which all choose the
+    same expert first, forward and backward, with that expert lent to the other ranks; the rival is the same layer
+    without lending.""",
     rows=_rows,
 )

@@ -16,7 +16,7 @@ from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 _TOKENS, _EXPERTS, _CHOICES = 16384, 8, 2
 _SIZES = ((1024, 4096), (2048, 8192), (4096, 14336))
 _CALLS = 10
-"""Calls between two waits for the GPU, so that the host's part is hidden as it is in training."""
+"""Calls between two waits for the GPU, so the host's work is hidden as in training."""
 
 
 def _layer_step(layer: MoELayer, tokens: Tensor, grad: Tensor) -> Callable[[], None]:
@@ -32,7 +32,7 @@ def _layer_step(layer: MoELayer, tokens: Tensor, grad: Tensor) -> Callable[[], N
 
 
 def _products(layer: MoELayer) -> Callable[[], None]:
-    """The six grouped products of a step: two forward, two for the rows' gradients, two for the weights'."""
+    """The six grouped products of a step: two forward, two for the gradients of rows, two for those of weights."""
     up, down = layer.experts.up.detach(), layer.experts.down.detach()
     num_rows = _TOKENS * _CHOICES
     rows = torch.randn(num_rows, up.shape[1], device="cuda", dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         layer = MoELayer(width, hidden, config, bias=False, device="cuda", dtype=torch.bfloat16)
         tokens = torch.randn(_TOKENS, width, device="cuda", dtype=torch.bfloat16)
         if not can_group(tokens, layer.experts.up):
-            yield Note(text="torch has no grouped product for this device: a product for each expert is measured.")
+            yield Note(text="torch has no grouped product for this device: one product per expert is measured.")
         yield compare(
             f"{width} wide, {hidden} hidden",
             _layer_step(layer, tokens, torch.randn_like(tokens)),
@@ -77,6 +77,6 @@ CASE = Case(
     title="Mixture of experts on a GPU",
     about=f"""Forward and backward of a layer with {_EXPERTS} experts, {_CHOICES} for each of {_TOKENS} tokens, bf16, no
     bias, no drops: gate, sorting, experts, weighted sum and all gradients. The rival is the layer's six grouped matrix
-    products alone, over rows that are sorted already, the same number for each expert.""",
+    products alone, on rows that are already sorted, the same number for each expert.""",
     rows=_rows,
 )

@@ -1,4 +1,4 @@
-"""torch's gloo in a group made by us, whose threads wait for their turn, against the same gloo in torch's own group."""
+"""torch's gloo in a group that we make, whose threads do not preempt, against the same gloo in torch's own group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DDP, _BESIDE = "DDP step", "all_reduce, 16 MB, beside products of matrices"
 _CASES = (*(f"{op}, {size}" for op in ("all_reduce", "all_gather") for size in _SIZES), _BESIDE, _DDP)
 
 Samples = dict[str, list[float]]
-"""Seconds of one call by who made the group."""
+"""Seconds of one call, by the group's maker."""
 
 
 def _body(case: str, group: dist.ProcessGroup) -> Callable[[], object]:
@@ -90,10 +90,10 @@ def _rows(budget: Budget) -> Iterator[Row]:
 
 
 CASE = Case(
-    title="gloo with threads that wait for their turn",
-    about="""The same gloo, called through torch.distributed, in a group made by us and in one made by torch. Ours has
-    gloo's threads started with the policy SCHED_BATCH. float32; the size of all_gather is that of a rank's part. A
-    sample is 20 calls in a row, five of the large ones; 40 samples, the groups in turns; the slowest rank counts. The
+    title="gloo with threads that do not preempt",
+    about="""The same gloo, called through torch.distributed, in a group that we make and in one that torch makes. Ours
+    starts gloo's threads with the policy SCHED_BATCH. float32; the size of all_gather is that of a rank's part. A
+    sample is 20 calls in a row, five for large sizes; 40 samples, the groups in turns; the slowest rank counts. The
     DDP step is forward and backward of 8 layers of 1024 by 1024 on a batch of 8, under torch's own DDP.""",
     rows=_rows,
 )

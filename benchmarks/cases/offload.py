@@ -39,7 +39,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.length * self.batch
 
 
@@ -48,7 +48,7 @@ SMALL = Size(width=256, num_layers=4, num_heads=4, vocabulary=512, length=128, b
 
 
 class Transformer(nn.Module):
-    """Decoder blocks whose activations are computed again in backward: the budget is for state."""
+    """Decoder blocks whose activations are recomputed in backward: the budget is for state."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ def build(size: Size) -> Transformer:
 
 
 def batch(size: Size) -> tuple[Tensor, Tensor]:
-    """Tokens and the tokens after them, on the GPU."""
+    """Tokens and their next tokens, on the GPU."""
     ids = torch.randint(0, size.vocabulary, (size.batch, size.length + 1), device="cuda")
     return ids[:, :-1], ids[:, 1:]
 
 
 @dataclass
 class Run:
-    """What one contestant did."""
+    """The run of one contestant."""
 
     tokens_per_s: list[float]
     peak_bytes: int
@@ -137,7 +137,7 @@ def theirs(size: Size, num_steps: int) -> Run:
 
 
 def unlimited(size: Size, num_steps: int) -> Run:
-    """No budget at all: the whole state on the GPU, autocast to bf16. What offload costs is seen against this."""
+    """No budget: the whole state on the GPU, autocast to bf16. Shows what offload costs."""
     model = build(size).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -166,10 +166,10 @@ def _on_the_gpu(budget: Budget) -> Iterator[Row | Note]:
     size = SMALL if budget.is_quick else LARGE
     state_bytes = 16 * sum(param.numel() for param in build(size).parameters())
     allowed = state_bytes // 3
-    # Activations are not offload's: what they take is left free of the budget. Measured for these sizes, rounded up.
+    # Offload does not manage activations: the budget leaves room for them. Measured for these sizes, rounded up.
     activation_bytes = int(1.7 * GB) if size is LARGE else 48 * 2**20
     for_state = max(allowed - activation_bytes, 16 * 2**20)
-    # Enough for layers at work and ahead; with the rest, some of the optimizer's state stays (16 bytes a parameter).
+    # Enough for layers in use and prefetched; the rest holds some of the optimizer's state (16 bytes per parameter).
     at_work = int(0.8 * GB) if size is LARGE else 10 * 2**20
     config = OffloadConfig(
         enabled=True,
@@ -209,16 +209,16 @@ def _on_the_gpu(budget: Budget) -> Iterator[Row | Note]:
     yield Note(
         text=f"Parameters, gradients and Adam's state are {state_bytes / GB:.2f} GiB, the GPU budget is a third, "
         f"{allowed / GB:.2f} GiB. Ours held at most {stats.device.peak_bytes / GB:.2f} GiB of state there, waited "
-        f"{stats.stall_s / steps * 1e3:.1f} ms a step for parameters, updated {stats.update_s / steps * 1e3:.0f} ms "
-        f"a step, and moved {stats.host_to_device_bytes / steps / GB:.2f} GiB in and "
-        f"{stats.device_to_host_bytes / steps / GB:.2f} GiB out. Last losses: "
+        f"{stats.stall_s / steps * 1e3:.1f} ms per step for parameters, updated for "
+        f"{stats.update_s / steps * 1e3:.0f} ms per step, and moved {stats.host_to_device_bytes / steps / GB:.2f} GiB "
+        f"in and {stats.device_to_host_bytes / steps / GB:.2f} GiB out. Last losses: "
         + ", ".join(f"{name} {run.losses[-1]:.3f}" for name, run in runs.items())
         + "."
     )
 
 
 class _group_of_one:  # noqa: N801 (used like a function)
-    """FSDP2 needs a process group, also on one GPU."""
+    """FSDP2 needs a process group even on one GPU."""
 
     def __enter__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -231,7 +231,7 @@ class _group_of_one:  # noqa: N801 (used like a function)
 
 
 def _updates(budget: Budget) -> Iterator[Row]:
-    """The update alone, on the host: where its time goes does not depend on a GPU."""
+    """The update alone, on the host: it needs no GPU."""
     numel = 1 << (18 if budget.is_quick else 24)
     stepped: dict[str, Callable[[], object]] = {}
     for name in ("ours", "fused", "foreach"):
@@ -252,7 +252,7 @@ def _updates(budget: Budget) -> Iterator[Row]:
 
 
 def rows(budget: Budget) -> Iterator[Row | Note]:
-    """The update on the host, and whole training on a GPU where there is one."""
+    """The update on the host, and whole training steps if there is a GPU."""
     yield from _updates(budget)
     if torch.cuda.is_available():
         yield from _on_the_gpu(budget)
@@ -263,8 +263,8 @@ def rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="Training beyond the GPU's memory",
     about="""A transformer whose parameters, gradients and Adam state are three times a set GPU budget: one GPU, bf16
-    with fp32 master values, activations recomputed. Ours keeps within the budget; FSDP2 with CPUOffloadPolicy and
-    fused AdamW does the same training in the same process, one after the other; the last column has no budget. Steps
-    are whole: forward, backward, update.""",
+    with fp32 master values, activations recomputed. Ours stays within the budget; FSDP2 with CPUOffloadPolicy and
+    fused AdamW does the same training in the same process, one after the other, and needs less GPU memory; the last
+    column has no budget. A step is forward, backward and update.""",
     rows=rows,
 )

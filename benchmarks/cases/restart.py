@@ -1,4 +1,4 @@
-"""How fast a job is back after a worker was killed: `torsh run` against torchrun, with the same plain torch script."""
+"""How fast a job recovers from a killed worker: `torsh run` against torchrun, with the same plain torch script."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True, kw_only=True)
 class _Recovery:
-    """Seconds after the kill: when all workers ran again, and when all had done a collective (None: never)."""
+    """Seconds from the kill until all workers ran again, and until all had done a collective (None: never)."""
 
     ending: str
     started_s: float | None
@@ -54,7 +54,7 @@ def _recover(launcher: list[str], script: Path) -> _Recovery:
         output, _ = process.communicate(timeout=_LIMIT_S)
         ending = f"ended with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        # Its workers are in sessions of their own; asked politely, the launcher ends them.
+        # Its workers have their own sessions; on SIGTERM the launcher ends them.
         os.kill(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=_LIMIT_S)
         ending = f"was still not back after {_LIMIT_S:g} s"
@@ -63,7 +63,7 @@ def _recover(launcher: list[str], script: Path) -> _Recovery:
         for name in ("killed", "started", "reduced")
     }
     if not times["killed"]:
-        raise RuntimeError(f"`{' '.join(command)}` did not come to the kill:\n{output[-2000:]}")
+        raise RuntimeError(f"`{' '.join(command)}` did not reach the kill:\n{output[-2000:]}")
 
     def after_kill(name: str) -> float | None:
         return max(times[name]) - times["killed"][0] if len(times[name]) == 2 else None
@@ -98,7 +98,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
             ours.append(_recover(["torsh_distributed.run"], script))
             static = ["torch.distributed.run", "--master-port", str(_free_port())]
             rivals["torchrun"].append(_recover(static, script))
-            # This one waits for its limit; once is enough to know.
+            # This one runs into its limit; once is enough.
             if sample == 0 and not budget.is_quick:
                 rivals["torchrun --standalone"].append(_recover(["torch.distributed.run", "--standalone"], script))
     yield _row(

@@ -56,7 +56,7 @@ def _step_of(model: nn.Module) -> Step:
 
 
 def _in_turns(steps: dict[str, Step], num_steps: int) -> dict[str, float]:
-    """Median seconds of each contestant's step on the slowest rank, taken in turns; runs on every rank."""
+    """Median seconds of each contestant's step on the slowest rank, in turns; runs on every rank."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(num_steps + 3):
         for name, step in steps.items():
@@ -83,7 +83,7 @@ def _parts(num_steps: int) -> dict[str, float]:
 
 
 def _held_by_ours(stage: int) -> int:
-    """Bytes of parameters, gradients and Adam's state on this rank, between backward and the next one."""
+    """Bytes of parameters, gradients and Adam's state on this rank, between two backwards."""
     model = _model()
     mesh = {"dp": 1, "shard": -1} if stage else {"dp": -1}
     sections = {"mesh": mesh, "ddp": {"gradient_as_bucket_view": True}}
@@ -97,7 +97,7 @@ def _held_by_ours(stage: int) -> int:
 
 def _held_by_torch(stage: int) -> int:
     if stage < 2:
-        # Here: importing it warns of a deprecation inside torch.
+        # Imported here because it warns of a deprecation inside torch.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         model: nn.Module = DistributedDataParallel(_model(), gradient_as_bucket_view=True)
@@ -122,7 +122,7 @@ def _held(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def _theory(stage: int, num_ranks: int) -> float:
-    """fp32 parameters and gradients, two fp32 values of Adam, each whole or a shard."""
+    """Bytes in theory: fp32 parameters and gradients, Adam's two fp32 moments, each whole or a shard."""
     numel = DEPTH * (WIDTH * WIDTH + WIDTH)
     whole = {0: (1, 1, 1), 1: (1, 1, num_ranks), 2: (num_ranks,) * 3, 3: (num_ranks,) * 3}[stage]
     params, grads, state = whole
@@ -130,7 +130,7 @@ def _theory(stage: int, num_ranks: int) -> float:
 
 
 def _over_a_link(num_steps: int, ranks_per_host: int) -> dict[str, float]:
-    """Two nodes: shards over all ranks, as they are and encoded; and replicas of shards, where a node has two."""
+    """Two nodes: shards over all ranks, plain and encoded; and replicas of shards if a node has two ranks."""
     whole, replicas = MeshConfig(dp=1, shard=2 * ranks_per_host), MeshConfig(dp=2, shard=ranks_per_host)
     int8 = CompressConfig(method="int8", warmup_steps=0)
     kinds = {"full_shard": (whole, "none", None), "full_shard, int8": (whole, "int8", int8)}
@@ -203,7 +203,7 @@ def _link_rows(world: World, rounds: int, num_steps: int) -> Iterator[Row | Note
 
 
 def _final_loss(codec: str, num_steps: int) -> float:
-    """Of the classifier of the convergence cases, over the last tenth of its steps; runs on every rank."""
+    """The loss of the convergence cases' classifier over the last tenth of its steps; runs on every rank."""
     plan = Plan.from_dict(
         {
             "mesh": {"dp": 1, "shard": 2},
@@ -221,8 +221,8 @@ def _final_loss(codec: str, num_steps: int) -> float:
 def _loss_note(world: World, num_steps: int) -> Note:
     plain, encoded = (world.run(_final_loss, codec, num_steps, timeout_s=300)[0] for codec in ("none", "int8"))
     return Note(
-        text=f"An MLP classifier after {num_steps} steps over two shards: parameters and gradients in int8 end at"
-        f" {encoded / plain - 1:+.2%} of the loss with both as they are."
+        text=f"An MLP classifier after {num_steps} steps over two shards: with parameters and gradients in int8 it ends"
+        f" at {encoded / plain - 1:+.2%} of the uncompressed loss."
     )
 
 
@@ -243,8 +243,8 @@ CASE = Case(
     title="Sharded training",
     about="""8 × Linear 1024 (8.4 M parameters), batch 8 on each rank, one thread each. Steps: SGD; our wrapper and
     torch's fully_shard by hand, in turns in the same processes on torsh, and the latter on gloo. Memory: parameters,
-    gradients and Adam's state that the fullest rank holds after a step, counted from the storages; torch's own are
-    DDP, ZeroRedundancyOptimizer and fully_shard. Two hosts of one or two ranks, joined by a limited link: parameters
-    and gradients as they are against int8 (all ranks one shard axis), gradients between replicas of two shards.""",
+    gradients and Adam's state on the fullest rank after a step, counted from the storages; torch's own are DDP,
+    ZeroRedundancyOptimizer and fully_shard. Two hosts of one or two ranks, joined by a limited link: plain parameters
+    and gradients against int8 (all ranks one shard axis), gradients between replicas of two shards.""",
     rows=_rows,
 )

@@ -1,4 +1,4 @@
-"""A training step over slow links: gradients compressed by us against torch's DDP as it comes."""
+"""A training step over slow links: our compressed gradients against torch's default DDP."""
 
 from __future__ import annotations
 
@@ -110,9 +110,8 @@ def _in_memory(world: World, budget: Budget) -> Iterator[Row]:
 CASE = Case(
     title="A training step over slow links",
     about="""8 × Linear 1024 (8.4 M parameters, 33.6 MB of gradients), batch 8, SGD, two ranks with one thread each,
-    gradients as views of the buckets on both sides.
-    Hosts are network namespaces joined by a bridge, each link limited with a token bucket; torch's DDP sends fp32 over
-    gloo. Ours compresses with error feedback over torsh. The last row shows that choosing costs nothing where
-    compression is of no use.""",
+    gradients as views of the buckets on both sides. Hosts are network namespaces joined by a bridge, each link limited
+    with a token bucket; torch's DDP sends fp32 over gloo. Ours compresses with error feedback over torsh. The last row
+    shows that choosing costs nothing when compression does not help.""",
     rows=_rows,
 )

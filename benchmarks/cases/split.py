@@ -23,7 +23,7 @@ WIDTH, HEADS, LENGTH, BATCH, LAYERS = 256, 8, 64, 8, 4
 
 
 class Block(nn.Module):
-    """A transformer block whose heads may be a rank's own: the shape is read from the tensors."""
+    """A transformer block that may have only a rank's heads: their number is read from the tensors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _median_s(step: Callable[[], object], num_steps: int) -> float:
 
 
 def _pipeline_s(schedule: str, num_sequences: int, num_steps: int) -> list[tuple[float, float, float, float]]:
-    """Of every step: its span, the span that the schedule computes from the mean time of its actions, both bubbles."""
+    """For every step: its span, the span computed from the schedule and the mean time of its actions, both bubbles."""
     config = PipelineConfig(schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule][0], num_microbatches=4)
     group = dist.group.WORLD
     assert group is not None
@@ -147,9 +147,9 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="Models split over ranks",
     about="""Four transformer blocks of width 256, forward and backward, two ranks with one thread each. Tensor: our
-    layers against torch's DTensor styles applied by hand on the same backend, and against ours on gloo, on eight
-    sequences of 64, where arithmetic takes most of the time, on one, and on one of half the width. Pipeline: four
-    microbatches of 64 sequences, so many that handing them on takes little of the time; the span of a step against the
-    one computed from its schedule and the mean time of its actions.""",
+    layers against torch's DTensor styles applied by hand on the same backend, and against ours on gloo: with eight
+    sequences of 64, where arithmetic dominates, with one, and with one at half the width. Pipeline: four microbatches
+    of 64 sequences, enough that sending them takes little of the time; the span of a step against the one computed from
+    its schedule and the mean time of its actions.""",
     rows=_rows,
 )

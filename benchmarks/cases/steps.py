@@ -1,4 +1,4 @@
-"""A training step of an 8.4 M-parameter MLP under torch's own DDP and FSDP2: on shm against on gloo."""
+"""A training step of an 8.4 M-parameter MLP under torch's own DDP and FSDP2: on shm against gloo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torsh_distributed.plan import FsdpConfig
 
 _VIEWS = "DDP, gradients as views of the buckets"
 _RIVALS = {"our DDP": "DDP", "our FSDP": "FSDP2"}
-"""What ours is compared with on gloo; all else with itself."""
+"""What ours is compared with on gloo; everything else is compared with itself."""
 
 
 def _model() -> nn.Sequential:
@@ -83,8 +83,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="A training step on one node",
     about="""8 × Linear 1024 (8.4 M parameters), batch 8, SGD, two ranks with one thread each. Our DDP and
-    FSDP on shm against torch's on gloo, each as it comes; and torch's own on both, where only the backend differs. With
-    gradients as views of the buckets, which is our default, nothing is copied out of them. The row without
-    communication is the same step unwrapped: the wall for all.""",
+    FSDP on shm against torch's on gloo, each with its defaults; and torch's own on both, where only the backend
+    differs. With gradients as views of the buckets, our default, nothing is copied out of them. The row without
+    communication is the same step unwrapped: the limit for all.""",
     rows=_rows,
 )

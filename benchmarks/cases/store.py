@@ -29,7 +29,7 @@ _VALUE = b"x" * 64
 
 @dataclass(frozen=True)
 class _Client:
-    """The four operations under one set of names."""
+    """The four operations under common names."""
 
     set: Callable[[str, bytes], object]
     get: Callable[[str], object]
@@ -38,12 +38,12 @@ class _Client:
 
 
 def _store_client(store: Any) -> _Client:
-    """For ours and for torch's, which share their interface."""
+    """For our stores and torch's, which share their interface."""
     return _Client(store.set, store.get, store.add, lambda key: store.wait([key], _TIMEOUT))
 
 
 def _rows_of(kind: str, clients: Mapping[str, tuple[_Client, _Client]], budget: Budget) -> Iterator[Row]:
-    """Rows for one kind of store; each contestant has two clients, to hand a key from one to the other."""
+    """Rows for one kind of store; each contestant has two clients, one to set a key and one to wait for it."""
     for mine, _ in clients.values():
         mine.set("present", _VALUE)
 
@@ -62,7 +62,7 @@ def _rows_of(kind: str, clients: Mapping[str, tuple[_Client, _Client]], budget: 
 
 @contextlib.contextmanager
 def _handing_over(mine: _Client, theirs: _Client) -> Iterator[Workload]:
-    """A key set here wakes a thread, which sets one that wakes us: two wake-ups a call."""
+    """A key set here wakes a thread, which sets one that wakes this thread: two wake-ups per call."""
     numbers = itertools.count()
     assert mine.wait is not None
     assert theirs.wait is not None
@@ -124,7 +124,7 @@ def _torch_tcp(port: int) -> _Client:
 
 @contextlib.contextmanager
 def _servers() -> Iterator[dict[str, int]]:
-    """Both TCP servers in a process of their own, as a launcher would run them."""
+    """Both TCP servers in a separate process, as a launcher would run them."""
     command = [sys.executable, "-m", __name__]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -134,7 +134,7 @@ def _servers() -> Iterator[dict[str, int]]:
 
 
 def _serve() -> None:
-    """In that process: start, say where, and serve until the other side closes."""
+    """In that process: start, print the ports, and serve until the other side closes."""
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     with TcpStoreServer() as ours:
         print(json.dumps({"torsh": ours.port, "torch": theirs.port}), flush=True)
@@ -143,7 +143,7 @@ def _serve() -> None:
 
 @contextlib.contextmanager
 def _redis_server(folder: str) -> Iterator[int]:
-    """A server that keeps nothing, on a free port of loopback."""
+    """A server without persistence, on a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -177,9 +177,9 @@ def _plain_redis(port: int) -> Iterator[_Client]:
 CASE = Case(
     title="Stores: latency of one operation",
     about="""One client, one operation at a time, values of 64 bytes; "wakes a waiter" is the time from a set in one
-    thread until the thread that waited for the key runs, each with its own client. Both TCP servers run in a second
+    thread until the thread waiting for the key runs, each with its own client. Both TCP servers run in a second
     process, Redis in a third; torch does not wait for the answer to a TCP set, ours does. The rivals are torch's
-    HashStore, FileStore and TCPStore, and redis-py without a store on top of it.""",
+    HashStore, FileStore and TCPStore, and plain redis-py.""",
     rows=_rows,
 )
 

@@ -1,4 +1,4 @@
-"""What compression sends: bytes counted at the interface, against what the codec says it sends."""
+"""What compression sends: bytes counted at the interface, against the codec's own count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADER_BYTES = 66  # Ethernet 14, IP 20, TCP 20 and its timestamps 12: once for
 
 
 def _average(method: str, num_rounds: int) -> int:
-    """Average gradients of 8.4 M parameters so often; returns the bytes this rank counted in the last round."""
+    """Average gradients of 8.4 M parameters repeatedly; returns the bytes this rank counted in the last round."""
     codec, group = make_codec(method), dist.group.WORLD
     assert group is not None
     codec.set_shapes(0, [(_WIDTH, _WIDTH)] * _NUM_LAYERS)
@@ -33,9 +33,9 @@ def _average(method: str, num_rounds: int) -> int:
 
 
 def _measured(world: World, hosts: list[Host], method: str, few: int, many: int) -> tuple[float, float]:
-    """Bytes a round that left a host, without headers, and that its rank counted: means over hosts.
+    """Bytes per round that left a host, without headers, and that its rank counted: means over hosts.
 
-    Two runs of different length, so that what they have in common (meeting, connecting) falls out.
+    Two runs of different length, so what they have in common (rendezvous, connecting) cancels out.
     """
     left = []
     for num_rounds in (few, many):
@@ -73,8 +73,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 CASE = Case(
     title="Bytes on the wire",
-    about="""One average of 8.4 M gradients (33.6 MB), a rank on each host. torsh is what left a host's interface, by
-    the kernel's counters, without the headers of packets (66 bytes each); the formula is what the codec says it sends.
-    Their ratio should be near 1.""",
+    about="""One average of 8.4 M gradients (33.6 MB), one rank per host. torsh is what left a host's interface, by the
+    kernel's counters, without packet headers (66 bytes each); the formula is the codec's own count. Their ratio
+    should be near 1.""",
     rows=_rows,
 )

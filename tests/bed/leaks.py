@@ -1,7 +1,7 @@
 """A test must leave the process as it found it: no environment variable, thread or process may stay behind.
 
-Why: such leftovers make *other* tests fail, later, elsewhere. Processes are found as children of this one and,
-when orphaned, by a token that every test puts into the environment of whatever it starts.
+Why: such leftovers make *other* tests fail later. Processes are found as children of this one and, when orphaned,
+by a token that every test puts into the environment of the processes it starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _children() -> set[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """A file of a process; empty once the process is gone, or if it belongs to someone else."""
+    """A file of a process; empty if the process is gone or belongs to another user."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -50,7 +50,7 @@ def _bearers(token: str) -> set[int]:
 
 
 def _is_kept(pid: int) -> bool:
-    """The bed's own zygote, and Python's tracker of shared memory, live as long as this process."""
+    """The bed's zygote and Python's shared-memory tracker live as long as this process."""
     return pid in ZYGOTES or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
@@ -64,7 +64,7 @@ def _describe_process(pid: int) -> str:
 
 
 def _end(pid: int) -> None:
-    """Kill what was left and collect it if it is a child, so that the next test starts clean."""
+    """Kill what was left and reap it if it is a child, so the next test starts clean."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -73,13 +73,13 @@ def _end(pid: int) -> None:
 
 
 def _leftover_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    # Dummy threads stand for native ones that once called into Python; nobody can join those.
+    # Dummy threads represent native ones that once called into Python; they cannot be joined.
     kinds = threading._DummyThread
     return [thread for thread in threading.enumerate() if thread not in before and not isinstance(thread, kinds)]
 
 
 def _restore_environment(before: dict[str, str]) -> list[str]:
-    """Put the variables back; returns what had changed."""
+    """Restore the variables; returns what had changed."""
     changes = []
     for name in sorted((before.keys() | os.environ.keys()) - _NOT_OF_TESTS):
         old, new = before.get(name), os.environ.get(name)
@@ -95,7 +95,7 @@ def _restore_environment(before: dict[str, str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail the test that leaves something; what is on its way out gets a moment to finish."""
+    """Fail a test that leaves something behind; what is about to end gets a moment to finish."""
     token, outer_token = f"{os.getpid()}-{next(_numbers)}", os.environ.get(TOKEN)
     os.environ[TOKEN] = token
     environment, threads, children = dict(os.environ), set(threading.enumerate()), _children()

@@ -1,4 +1,4 @@
-"""What a test may need of the machine: one function per `needs_…` marker, each probing for real.
+"""What a test may need from the machine: one function per `needs_…` marker, each with a real probe.
 
 A function returns None if the need is met, else the reason of the skip. With TORSH_REQUIRE_ALL=1 every skip is a
 failure, except for hardware that no script can install: a machine set up for the whole suite must not pass by skipping.
@@ -24,7 +24,7 @@ _PROBE_TIMEOUT_S = 20.0
 
 
 def _first_failure(*commands: list[str]) -> str | None:
-    """The complaint of the first command that does not succeed."""
+    """The error of the first command that fails."""
     for command in commands:
         if shutil.which(command[0]) is None:
             return f"no {command[0]} on the PATH"
@@ -36,7 +36,7 @@ def _first_failure(*commands: list[str]) -> str | None:
 
 @functools.cache
 def redis() -> str | None:
-    """A redis-server binary that runs, and the client of the [redis] extra."""
+    """A redis-server that runs, and the client of the [redis] extra."""
     if importlib.util.find_spec("redis") is None:
         return 'no redis client; pip install "torsh-distributed[redis]"'
     return _first_failure(["redis-server", "--version"])
@@ -44,7 +44,7 @@ def redis() -> str | None:
 
 @functools.cache
 def netns() -> str | None:
-    """Root, iproute2, and a kernel in which a lab with one rate-limited host can be made."""
+    """Root, iproute2, and a kernel that can make a lab with one rate-limited host."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for command in ("ip", "tc"):
@@ -69,7 +69,7 @@ def cuda(num_devices: int = 1) -> str | None:
 
 @functools.cache
 def browser() -> str | None:
-    """Chromium, under one of the names it is packaged as."""
+    """Chromium, under one of its package names."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if shutil.which(name) is not None:
             return _first_failure([name, "--version"])
@@ -77,7 +77,7 @@ def browser() -> str | None:
 
 
 def mpiexec() -> str:
-    """The launcher that the MPI wheel put beside this interpreter, or the one on the PATH."""
+    """The launcher that the MPI wheel installed beside this interpreter, or the one on the PATH."""
     return shutil.which("mpiexec", path=Path(sys.executable).parent) or "mpiexec"
 
 
@@ -92,7 +92,7 @@ assert vendor == "MPICH", f"the MPI library is {vendor}, not MPICH"
 
 @functools.cache
 def mpi() -> str | None:
-    """mpi4py with an MPICH that it can load, and a launcher for its processes; the tests speak MPICH's PMI."""
+    """mpi4py with an MPICH that it can load, and a launcher for its processes; the tests use MPICH's PMI."""
     if importlib.util.find_spec("mpi4py") is None:
         return 'no mpi4py; pip install "torsh-distributed[mpi]"'
     return _first_failure(
@@ -113,7 +113,7 @@ _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 
 
 def unmet_needs(item: pytest.Item) -> dict[str, str]:
-    """The reason of the skip by the name of each marker on the test that this machine does not satisfy."""
+    """The reasons to skip, by the name of each marker that this machine does not satisfy."""
     unmet = {}
     for name, probe in NEEDS.items():
         for marker in item.iter_markers(name):
@@ -125,7 +125,7 @@ def unmet_needs(item: pytest.Item) -> dict[str, str]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Markers that follow from the fixtures a test asks for, so no test has to say them twice."""
+    """Add the markers implied by a test's fixtures, so no test has to state them."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "lab" in fixtures:
@@ -145,7 +145,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where all is required, a skip is a failure; an expected failure (xfail) stays what it is."""
+    """If everything is required, a skip is a failure; an expected failure (xfail) stays one."""
     report = yield
     if (
         report.skipped
@@ -161,7 +161,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """The same for a module that skips itself as a whole."""
+    """The same for a module that skips itself."""
     report = yield
     if report.skipped and os.environ.get(REQUIRE_ALL) == "1":
         report.outcome = "failed"

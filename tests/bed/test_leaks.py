@@ -1,4 +1,4 @@
-"""The leak check: what a test leaves behind fails it, by name, and is gone before the next."""
+"""The leak check: what a test leaves behind is named, fails it, and is gone before the next test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A suite of its own under the leak check, with little patience."""
+    """A separate suite under the leak check, with short waits."""
     monkeypatch.setattr(leaks, "_GRACE_S", 0.2)
     pytester.makeconftest("from tests.bed.leaks import nothing_is_left_behind")
     return pytester

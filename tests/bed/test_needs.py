@@ -1,4 +1,4 @@
-"""The needs-markers: unmet needs skip with their reason, met ones run, and nothing is skipped where all is required."""
+"""The needs-markers: unmet needs skip with their reason, met ones run, and nothing is skipped if all is required."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_NEED = "import pytest\n@pytest.mark.{marker}\ndef test_it(): pass\n"
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> pytest.Pytester:
-    """A suite of its own, with our markers."""
+    """A separate suite with our markers."""
     markers = "\n".join(f"    {name}: …" for name in needs.NEEDS)
     pytester.makeini(f"[pytest]\naddopts = -rs --strict-markers\nmarkers =\n{markers}\n")
     return pytester

@@ -51,7 +51,7 @@ def stop_here(folder: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than a corpse."""
+    """Whether the process exists and is not a zombie."""
     return process_state(pid) not in ("Z", "X", None)
 
 

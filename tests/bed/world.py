@@ -15,11 +15,11 @@ from tests.lab.network import Host
 
 ROOT = Path(__file__).parents[2]
 ZYGOTES: set[int] = set()
-"""Pids of zygotes in use: the one kind of process that may outlive a test."""
+"""Pids of zygotes in use, the only processes that may outlive a test."""
 
 
 class WorldError(AssertionError):
-    """Some rank failed, died or hung; the message shows every such rank with its traceback and stacks."""
+    """A rank failed, died or hung; the message shows every such rank with its traceback and stacks."""
 
     def __init__(self, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -40,14 +40,14 @@ def _describe(outcome: Outcome) -> str:
 
 
 class World:
-    """Runs functions on real processes forked from one that has torch imported."""
+    """Runs functions on real processes, forked from one that has already imported torch."""
 
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
 
     def _connect(self) -> socket.socket:
-        """Start the zygote when it is first needed, and again after an exchange that was interrupted."""
+        """Start the zygote when it is first needed, and again after an interrupted exchange."""
         if self._sock is None:
             ours, theirs = socket.socketpair()
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -72,9 +72,9 @@ class World:
         env: dict[str, str] | None = None,
         hosts: Sequence[Host] = (),
     ) -> list[Outcome]:
-        """How every rank ended, failures included: for tests that break things on purpose.
+        """How every rank ended, including failures: for tests that break things on purpose.
 
-        `backend` names the process group set up around the call; None leaves that to the function,
+        `backend` is that of the process group set up around the call; None leaves that to the function,
         which finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
         `hosts` puts each rank on a host of the lab, by rank: `[a, a, b, b]` is two nodes of two.
         """
@@ -85,7 +85,7 @@ class World:
         try:
             reply = self._exchange(request)
         except BaseException:
-            # Interrupted half-way: a late reply must not be taken for that of the next request.
+            # Interrupted: a late reply must not be taken for the answer to the next request.
             self.close()
             raise
         if isinstance(reply, BaseException):
@@ -104,7 +104,7 @@ class World:
         """The results by rank.
 
         If all failing ranks raised the same type, that exception is raised here with the report as a
-        note, so that `pytest.raises` reads as in one process; otherwise a WorldError shows them all.
+        note, so `pytest.raises` reads as in one process; otherwise a WorldError shows them all.
         """
         outcomes = self.outcomes(function, *args, **options)
         failed = [outcome for outcome in outcomes if not outcome.is_ok]
@@ -118,7 +118,7 @@ class World:
         raise report
 
     def close(self) -> None:
-        """End the zygote, and with it any rank that still runs."""
+        """End the zygote and any rank that still runs."""
         if self._sock is None or self._zygote is None:
             return
         self._sock.close()

@@ -1,12 +1,12 @@
-"""A process that has torch imported already and forks worlds on request.
+"""A process that has already imported torch and forks worlds on request.
 
-Why: importing torch costs over a second, and a suite starts hundreds of ranks. The zygote never
-runs a test itself and never starts a thread; each request is served by a forked *runner*, which
-forks the ranks, watches their deadline, collects stacks of the hung, and replies with the outcomes.
-Protocol: over a unix socket pair inherited from the test process, both ends ours.
+Why: importing torch takes over a second, and a suite starts hundreds of ranks. The zygote never
+runs a test itself and never starts a thread; it forks a *runner* for each request, which
+forks the ranks, watches their deadline, collects stacks of hung ranks, and replies with the outcomes.
+They talk over a unix socket pair inherited from the test process.
 
-Nothing outlives the test process, however that ends: the runner sees the end of its socket and kills the
-ranks, the ranks die with the runner, and what ranks started is the runner's to collect (a subreaper).
+Nothing outlives the test process, however that ends: the runner sees its socket close and kills the
+ranks, the ranks die with the runner, and the runner, a subreaper, ends the processes that ranks started.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, also when it has ended before this call.
+    """Have the kernel kill this process when `parent` ends, even if it ended before this call.
 
-    The kernel watches the thread that forked, so the parent must fork from a thread that lasts.
+    The kernel watches the thread that forked, so the parent must fork from a thread that lives on.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -64,7 +64,7 @@ class Request:
     timeout_s: float
     env: dict[str, str]
     places: tuple[Place, ...] = ()
-    """The lab host of each rank; none means that all share this machine."""
+    """The lab host of each rank; empty if all run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ def _read(sock: socket.socket, size: int) -> bytes:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on just now."""
+    """A free port on loopback."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
 def _rank_environment(rank: int, request: Request, port: int) -> dict[str, str]:
-    """What a launcher would set for the rank, on the host where it runs."""
+    """The variables that a launcher would set for the rank on its host."""
     hosts = [place.name for place in request.places] or ["this machine"] * request.num_ranks
     mine = hosts[rank]
     environment = {
@@ -146,8 +146,8 @@ def _rank_environment(rank: int, request: Request, port: int) -> dict[str, str]:
 
 
 def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
-    """In the rank's own process: set up, call the function, leave the result in a file, never return."""
-    # What a shell in the background or nohup ignores, its children inherit; ranks start as from a terminal.
+    """In the rank's own process: set up, call the function, write the result to a file; never returns."""
+    # Under nohup or in the background signals may be ignored, and children inherit that: reset them.
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -170,7 +170,7 @@ def _run_rank(rank: int, request: Request, folder: Path, port: int) -> None:
         if request.backend is not None:
             store = dist.FileStore(str(folder.parent / "store"), request.num_ranks)
             dist.init_process_group(request.backend, store=store, rank=rank, world_size=request.num_ranks)
-            # Without this a rank that fails at once could take the others down while they are still connecting.
+            # Without this, a rank that fails at once could break the others while they are still connecting.
             store.set(f"ready/{rank}", "")
             store.wait([f"ready/{peer}" for peer in range(request.num_ranks)], timedelta(seconds=request.timeout_s))
         result = {"value": request.function(*request.args)}
@@ -247,7 +247,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end_the_rest(ranks: list[_Rank]) -> None:
-    """Ask ranks that are still there for their stacks, then kill them."""
+    """Ask the remaining ranks for their stacks, then kill them."""
     hung = [entry for entry in ranks if entry.exit_code is None]
     for entry in hung:
         entry.is_hung = True
@@ -261,7 +261,7 @@ def _end_the_rest(ranks: list[_Rank]) -> None:
 
 
 def _kill_orphans() -> None:
-    """End what the ranks started and left running; as subreaper the runner is its parent now."""
+    """End processes that ranks left running; as subreaper the runner is now their parent."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while orphans := [int(pid) for pid in children.read_text().split()]:
         for pid in orphans:
@@ -271,7 +271,7 @@ def _kill_orphans() -> None:
 
 
 def _run_world(request: Request, client: socket.socket) -> list[Outcome]:
-    """In the runner: fork the ranks, wait, gather stacks of the hung, kill them, report."""
+    """In the runner: fork the ranks, wait, collect stacks of hung ranks, kill them, report."""
     runner = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory(prefix="torsh-world-") as folder:
@@ -290,7 +290,7 @@ def _run_world(request: Request, client: socket.socket) -> list[Outcome]:
                 except BaseException:
                     traceback.print_exc()
                 finally:
-                    os._exit(70)  # reached only if setting up failed: the runner's code must not run here too
+                    os._exit(70)  # reached only if setup failed: the runner's code must not run here
             ranks.append(_Rank(rank, pid, os.pidfd_open(pid), mine, started))
         _reap(ranks, time.monotonic() + request.timeout_s, client=client)
         _end_the_rest(ranks)
@@ -299,7 +299,7 @@ def _run_world(request: Request, client: socket.socket) -> list[Outcome]:
 
 
 def _serve(sock: socket.socket, request: Request, zygote: int) -> None:
-    """In the runner's own process: run the world and reply, never return."""
+    """In the runner's own process: run the world and reply; never returns."""
     die_with_parent(zygote)
     reply: object
     try:
@@ -316,8 +316,8 @@ def main() -> None:
     """Serve requests until the test process goes away."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # torch._dynamo: the first optimizer step of a process imports it, which takes over a second.
-    # The strategies are in files that data-parallel jobs never import: half a second for each rank.
+    # A process's first optimizer step imports torch._dynamo, which takes over a second. Data-parallel jobs do not
+    # import the other strategies, which takes half a second per rank.
     ours = ("torsh_distributed", "torsh_distributed.train", "torsh_distributed.parallel.composed")
     for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours):
         importlib.import_module(module)

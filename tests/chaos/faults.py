@@ -1,8 +1,8 @@
 """Faults as data: `kill rank 2 at step 5` is a value, with a text form that parses back.
 
-From inside, a rank calls `strike(faults, step=…)` at the points where it may be hit; scripts that a launcher
-starts find their faults in the environment. From outside, `wait_for_mark` tells when a rank has come to a
-point, and `kill`, `stop` and `resume` act on its pid, returning when the kernel has really done it.
+Inside a rank, `strike(faults, step=…)` marks the points where a fault may happen; scripts that a launcher starts find
+their faults in the environment. From outside, `wait_for_mark` waits until a rank has reached a point, and `kill`,
+`stop` and `resume` act on its pid and return when the kernel has done it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Kind(StrEnum):
     """What happens to the rank."""
 
     KILL = "kill"
-    """SIGKILL: no handler, no farewell, as from the kernel out of memory."""
+    """SIGKILL: no handler runs, as when the kernel is out of memory."""
     STOP = "stop"
-    """SIGSTOP: sockets stay open, nothing answers; goes on after `seconds`, if given."""
+    """SIGSTOP: sockets stay open, nothing answers; continues after `seconds`, if given."""
     EXIT = "exit"
     """sys.exit(17): atexit handlers run."""
     SEGFAULT = "segfault"
     """A read through a null pointer."""
     RAISE = "raise"
-    """InjectedFault, an exception that nobody expects."""
+    """InjectedFault, an exception that no code expects."""
     DELAY = "delay"
     """Sleep for `seconds`: a slow rank, alive and answering."""
 
@@ -57,9 +57,9 @@ _SHAPE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault: what, on which rank, at which step, and where in the step.
+    """One fault: its kind, rank, step, and the point in the step.
 
-    `attempt` counts the launcher's restarts from 0: a fault hits one attempt, so that the next can succeed.
+    `attempt` counts the launcher's restarts from 0: a fault affects one attempt, so the next can succeed.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The fault that the text names, as `str` prints it."""
+        """The fault described by the text, as `str` prints it."""
         match = _SHAPE.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -106,14 +106,14 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def faults_environment(*faults: Fault | str) -> dict[str, str]:
-    """The variable that hands faults to a launched script: `env={**os.environ, **faults_environment(…)}`."""
+    """The variable that passes faults to a launched script: `env={**os.environ, **faults_environment(…)}`."""
     text = "; ".join(map(str, faults))
     parse_faults(text)
     return {FAULTS_VARIABLE: text}
 
 
 def faults_from_environment() -> tuple[Fault, ...]:
-    """The faults that the test handed to this script; none without one."""
+    """The faults that the test passed to this script, if any."""
     return parse_faults(os.environ.get(FAULTS_VARIABLE, ""))
 
 
@@ -130,7 +130,7 @@ def random_faults(
 
 
 def strike(faults: Iterable[Fault], *, step: int, point: str = "") -> None:
-    """Do to this rank what the faults say for this step and point; most often nothing.
+    """Apply the faults for this rank, step and point, usually none.
 
     To hit a rank in the middle of a collective, start it with `async_op=True` and strike before waiting.
     """
@@ -162,7 +162,7 @@ def _stop_self(seconds: float | None) -> None:
     if seconds is None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    # A stopped process cannot wake itself. The helper starts its clock when it sees the stop.
+    # A stopped process cannot wake itself. The helper starts counting when it sees the stop.
     wake = (
         f'while ! grep -q "^State:.T" /proc/{os.getpid()}/status; do sleep 0.01; done; '
         f"sleep {seconds:f}; kill -CONT {os.getpid()}"
@@ -172,7 +172,7 @@ def _stop_self(seconds: float | None) -> None:
 
 
 def mark(folder: Path, *, step: int) -> None:
-    """Leave word that this rank has come to `step`, for those who wait outside."""
+    """Record that this rank has reached `step`, for `wait_for_mark`."""
     path = folder / f"rank-{os.environ['RANK']}-step-{step}"
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(str(os.getpid()))
@@ -183,9 +183,9 @@ def mark(folder: Path, *, step: int) -> None:
 
 
 def wait_for_mark(folder: Path, *, rank: int, step: int, within_s: float = 20.0) -> int:
-    """Wait until the rank has come to the step; returns its pid."""
+    """Wait until the rank has reached the step; returns its pid."""
     path = folder / f"rank-{rank}-step-{step}"
-    _poll(path.exists, within_s, f"rank {rank} did not come to step {step}")
+    _poll(path.exists, within_s, f"rank {rank} did not reach step {step}")
     return int(path.read_text())
 
 
@@ -201,19 +201,19 @@ def kill(pid: int, *, within_s: float = 10.0) -> None:
 
 
 def stop(pid: int, *, within_s: float = 10.0) -> None:
-    """SIGSTOP; returns when every thread of the process stands still."""
+    """SIGSTOP; returns when every thread of the process has stopped."""
     os.kill(pid, signal.SIGSTOP)
     _poll(lambda: process_state(pid) == "T", within_s, f"process {pid} did not stop")
 
 
 def resume(pid: int, *, within_s: float = 10.0) -> None:
-    """SIGCONT; returns when the process runs again, or has ended since."""
+    """SIGCONT; returns when the process runs again or has ended."""
     os.kill(pid, signal.SIGCONT)
-    _poll(lambda: process_state(pid) != "T", within_s, f"process {pid} did not go on")
+    _poll(lambda: process_state(pid) != "T", within_s, f"process {pid} did not continue")
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter: R running, S sleeping, T stopped, Z a corpse; None once it is gone."""
+    """The kernel's letter: R running, S sleeping, T stopped, Z zombie; None once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -209,7 +209,7 @@ def test_a_rank_is_killed_from_outside(world: World, tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_rank_that_never_comes_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"rank 3 did not come to step 7 within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"rank 3 did not reach step 7 within 0\.01 s"):
         wait_for_mark(tmp_path, rank=3, step=7, within_s=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Move the calling process onto a host of the lab: for ranks that are forked rather than executed.
+"""Move the calling process onto a host of the lab, for ranks that are forked rather than executed.
 
 Does what `ip netns exec` and `unshare --uts` do for `Host.popen`, in the process itself. It must have one thread:
 the kernel moves threads, not processes.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 NETNS_DIR = Path("/run/netns")
 HOSTS_DIR = Path("/etc/netns")
-"""Where `ip netns exec` finds the files that replace those of /etc inside a namespace."""
+"""Where `ip netns exec` finds the files that replace those in /etc inside a namespace."""
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
@@ -22,7 +22,7 @@ _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 
 @dataclass(frozen=True)
 class Place:
-    """A host as seen by a process that is to run there."""
+    """What a process needs to know about a host to run there."""
 
     namespace: str
     name: str
@@ -37,7 +37,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def enter(place: Place) -> None:
-    """From here on this process has the host's network, host name, /etc/hosts and /sys."""
+    """Give this process the host's network, host name, /etc/hosts and /sys."""
     libc = ctypes.CDLL(None, use_errno=True)
     with (NETNS_DIR / place.namespace).open() as namespace:
         _checked(libc.setns(namespace.fileno(), _CLONE_NEWNET), f"entering {place.namespace}")

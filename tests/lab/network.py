@@ -1,4 +1,4 @@
-"""A network in a box: hosts are network namespaces, joined by links that can be limited, cut and counted.
+"""A network on one machine: hosts are network namespaces, joined by links that can be limited, cut and measured.
 
 ::
 
@@ -6,10 +6,10 @@
     host 1 (eth0) ──veth── port1 ┼ bridge    all of it inside namespaces of this lab alone
     host 2 (eth0) ──veth── port2 ┘
 
-The bridge lives in a namespace of its own, so the machine's interfaces, routes and addresses are never
-touched and no packet can leave. Each host has its name (node0, node1, …), and knows those of the others.
-Names of namespaces carry the owner's pid and start time: parallel test processes do
-not collide, and what a killed one left behind is removed by the next. Needs root and iproute2.
+The bridge has its own namespace, so the machine's interfaces, routes and addresses are never touched and no packet
+can leave. Each host has a name (node0, node1, …) and knows those of the others. Names of namespaces contain the
+owner's pid and start time: parallel test processes do not collide, and the next one removes what a killed one left
+behind. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ MAX_HOSTS = 16
 _PREFIX = "torsh-lab"
 _COMMAND_TIMEOUT_S = 20.0
 _numbers = itertools.count()
-# Runs as `sh -c _SET_NAME name command…` in a UTS namespace of its own; the process keeps its pid throughout.
+# Runs as `sh -c _SET_NAME name command…` in its own UTS namespace; the process keeps its pid.
 _SET_NAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
 
 class LabError(RuntimeError):
-    """A command that shapes the lab failed; the message shows it with its output."""
+    """A command that configures the lab failed; the message shows it with its output."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What went over a host's link so far, as the kernel counts it on the host's side.
+    """Traffic over a host's link so far, as the kernel counts it on the host's side.
 
-    Ethernet headers are included, once per packet handed to the link: with segmentation offload that may
-    be up to 64 KiB, so bulk transfers show fewer header bytes than a cable would.
+    Ethernet headers are included, once per packet handed to the link: with segmentation offload a packet may
+    have up to 64 KiB, so bulk transfers show fewer header bytes than a cable would.
     """
 
     tx_bytes: int
@@ -93,7 +93,7 @@ def _address(index: int) -> str:
 
 
 def _write_hosts_file(namespace: str) -> None:
-    """What replaces /etc/hosts for processes in the namespace: `ip netns exec` looks for it there."""
+    """Write the file that replaces /etc/hosts in the namespace, where `ip netns exec` looks for it."""
     lines = ["127.0.0.1 localhost", *(f"{_address(index)} node{index}" for index in range(MAX_HOSTS))]
     folder = HOSTS_DIR / namespace
     folder.mkdir(parents=True)
@@ -102,13 +102,13 @@ def _write_hosts_file(namespace: str) -> None:
 
 def _add_namespace(name: str) -> None:
     _shape("ip", "netns", "add", name)
-    # Neighbour discovery and multicast reports of IPv6 would add to the counters while nobody sends.
+    # IPv6 neighbour discovery and multicast reports would add to the counters of an idle link.
     switch = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
     _shape("ip", "netns", "exec", name, "sh", "-c", f"[ ! -e {switch} ] || echo 1 > {switch}")
 
 
 def _remove_namespace(name: str) -> None:
-    """Kill what runs in the namespace and delete it; one that is gone already is fine."""
+    """Kill what runs in the namespace and delete it, if it exists."""
     shutil.rmtree(HOSTS_DIR / name, ignore_errors=True)
     if not (NETNS_DIR / name).exists():
         return
@@ -134,7 +134,7 @@ def leftovers() -> list[str]:
 
 
 def remove_leftovers() -> None:
-    """Remove what labs of killed processes left behind, running processes included."""
+    """Remove what labs of killed processes left behind, including running processes."""
     for name in leftovers():
         _remove_namespace(name)
 
@@ -169,7 +169,7 @@ class Host:
         self._await_carrier()
 
     def _await_carrier(self) -> None:
-        """The kernel announces a carrier up to a second later; until then packets are dropped silently."""
+        """Wait until the link is up: the kernel takes up to a second, and silently drops packets until then."""
         deadline = time.monotonic() + _COMMAND_TIMEOUT_S
         ends = ((self.namespace, self.interface), (self._switch, self._port))
         while not all(_link(*end)["operstate"] == "UP" for end in ends):
@@ -179,15 +179,15 @@ class Host:
 
     @property
     def place(self) -> Place:
-        """What a forked process needs to know to move here."""
+        """What a forked process needs to know to enter this host."""
         return Place(self.namespace, self.name, self.address, self.interface)
 
     def popen(
         self, args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a process on this host; `env` is added to ours, other options are subprocess.Popen's.
+        """Start a process on this host; `env` is added to this process's, other options are subprocess.Popen's.
 
-        Text mode, in a session of its own. Whatever still runs on the host when the lab closes is killed.
+        It uses text mode and has its own session. Processes still running when the lab closes are killed.
         """
         process: subprocess.Popen[str] = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _SET_NAME, self.name, *args],
@@ -217,8 +217,8 @@ class Host:
     def limit(self, rate_gbps: float | None) -> None:
         """Limit the link to `rate_gbps` (10**9 bit/s) in each direction; None lifts the limit.
 
-        A token bucket on both ends: bursts of 2 ms pass at once (at least 32 KiB), 50 ms of traffic
-        queue, the rest is dropped as on a full switch, and TCP adapts.
+        A token bucket on both ends: bursts of 2 ms (at least 32 KiB) pass at once, 50 ms of traffic
+        are queued, the rest is dropped as by a full switch, and TCP adapts.
         """
         for namespace, device in ((self.namespace, self.interface), (self._switch, self._port)):
             if rate_gbps is None:
@@ -231,7 +231,7 @@ class Host:
         self._is_limited = rate_gbps is not None
 
     def link_down(self) -> None:
-        """Pull the cable: packets vanish both ways, connections stay open and hear nothing."""
+        """Pull the cable: packets are lost in both directions, connections stay open and get no error."""
         _shape("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def link_up(self) -> None:
@@ -240,7 +240,7 @@ class Host:
         self._await_carrier()
 
     def counters(self) -> Counters:
-        """Bytes and packets over the link since the host exists; subtract two for an interval."""
+        """Bytes and packets over the link since the host was made; subtract two for an interval."""
         stats = _link(self.namespace, self.interface)["stats64"]
         sent, received = stats["tx"], stats["rx"]
         return Counters(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
@@ -250,7 +250,7 @@ class Host:
         _shape("ip", "-n", self._switch, "link", "set", self._port, "master", bridge)
 
     def reap(self) -> None:
-        """Collect the processes started here, which the lab has killed, and close their pipes."""
+        """Reap the processes started here, which the lab has killed, and close their pipes."""
         for process in self._processes:
             process.kill()
             process.wait(timeout=10)
@@ -260,7 +260,7 @@ class Host:
 
 
 class Lab:
-    """Hosts on one switch. `lab.host(i)` makes host i when it is first asked for."""
+    """Hosts on one switch. `lab.host(i)` makes host i on first use."""
 
     def __init__(self) -> None:
         remove_leftovers()
@@ -293,10 +293,10 @@ class Lab:
         return [self.host(index) for index in range(num_hosts)]
 
     def partition(self, *sides: Sequence[Host]) -> None:
-        """Split the network: hosts of one side reach each other and no other side.
+        """Split the network: hosts reach only hosts of their own side.
 
-        Unlike `link_down` every host keeps its carrier, as when a trunk between two switches breaks.
-        Hosts not named stay with the first side.
+        Unlike with `link_down`, every host keeps its carrier, as when a trunk between two switches breaks.
+        Hosts that are not named stay with the first side.
         """
         for number, side in enumerate(sides):
             if number >= self._num_bridges:
@@ -309,7 +309,7 @@ class Lab:
         self.partition(list(self._hosts.values()))
 
     def close(self) -> None:
-        """Kill what runs in the lab and remove it. Nothing of it is left in the kernel."""
+        """Kill what runs in the lab and remove it; nothing of it stays in the kernel."""
         for path in NETNS_DIR.glob(f"{self._name}-*"):
             _remove_namespace(path.name)
         for host in self._hosts.values():

@@ -1,4 +1,4 @@
-"""The network lab: hosts reach each other, limits hold, cut links cut, counters count, nothing is left."""
+"""The network lab: hosts reach each other, limits hold, cut links stop traffic, counters count, nothing is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lab.network import MAX_HOSTS, Host, Lab, LabError, leftovers, remove_
 
 ROOT = Path(__file__).parents[2]
 
-# Listens, says so, then swallows one connection and reports how many bytes arrived, and in which time.
+# Listens, says so, then reads one connection to its end and reports how many bytes arrived in which time.
 SINK = """
 import socket, sys, time
 with socket.create_server((sys.argv[1], 5000)) as server:
@@ -48,7 +48,7 @@ def transfer(source: Host, sink: Host, num_bytes: int) -> tuple[str, int, float]
 
 
 def reaches(source: Host, sink: Host, *, within_s: float = 15.0) -> bool:
-    """Whether a connection attempt gets an answer (nobody listens, so the answer is a refusal)."""
+    """Whether a connection attempt gets an answer (a refusal, because nothing listens)."""
     knock = """if True:
         import errno, socket, sys
         with socket.socket() as sock:
@@ -155,7 +155,7 @@ def test_closing_kills_what_still_runs_grandchildren_included(lab: Lab) -> None:
         assert not select.select([grandchild], [], [], 0)[0], "it runs"
         namespace = other.host(0).namespace
     assert process.returncode == -signal.SIGKILL
-    # Killed before the namespace went, though it may take the kernel a moment; readable means that it has ended.
+    # Killed before the namespace was deleted, though the kernel may take a moment; readable means that it has ended.
     assert select.select([grandchild], [], [], 10)[0]
     os.close(grandchild)
     assert not Path("/run/netns", namespace).exists()
@@ -173,7 +173,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_lab() -> None:
     died = subprocess.run([sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=60)
     namespace = died.stdout.strip()
     assert died.returncode == -signal.SIGKILL
-    # Another test process may have started a lab, and swept, in the meantime: leftovers() need not name it still.
+    # Another test process may have started a lab and cleaned up in the meantime: leftovers() may no longer name it.
     remove_leftovers()
     assert namespace not in leftovers()
     assert not Path("/run/netns", namespace).exists()

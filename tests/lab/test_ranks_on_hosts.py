@@ -1,4 +1,4 @@
-"""Ranks on hosts of the lab: collectives really cross the links, and stop when a link is cut."""
+"""Ranks on lab hosts: collectives cross the links, and stop when a link is cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduce_ones(numel: int) -> float:
 
 
 def meet_through_the_environment() -> float:
-    """As a launcher's worker would: a TCP store on the first host."""
+    """Start like a launcher's worker: a TCP store on the first host."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     total = reduce_ones(10)
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Adam
 
 from tests.bed.world import World
-from torsh_distributed.comm.backends.shm.segment import Segment
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.errors import InvalidArgument, MemoryAllocationFailed, ProcessFailure
 from torsh_distributed.parallel.optim import cpu_adam
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
@@ -296,7 +296,7 @@ def divide_without_memory() -> list[bool]:
     optimizer = CpuAdam(params, lr=0.05)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(Segment, "create", no_memory)
+            patch.setattr(SharedSegment, "create", no_memory)
         answers = [optimizer.divide(params, everyone())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_adam, "compiled_kernel", lambda: None)

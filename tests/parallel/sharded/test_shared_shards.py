@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from tests.bed.world import World
 from tests.parallel.example_models import backward
-from torsh_distributed.comm.backends.shm.segment import Segment
+from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.errors import BackendError, InvalidArgument, MemoryAllocationFailed
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded import communication
@@ -335,7 +335,7 @@ def train_where_memory_fails() -> list[tuple[list[str], Trained]]:
         logger.addHandler(lines)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:
-                patch.setattr(Segment, name, fails)
+                patch.setattr(SharedSegment, name, fails)
             found.append((lines.texts, trained(FsdpConfig(), is_shared=True)))
         logger.removeHandler(lines)
     return found

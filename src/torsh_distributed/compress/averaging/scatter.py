@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.compress.averaging import exchange
 from torsh_distributed.compress.averaging.damage import DamageReport
 from torsh_distributed.compress.averaging.message_agreement import signature_of
