@@ -11,7 +11,7 @@ from benchmarks.harness import Budget, Case, Note, Row, Unit, Workload, compare
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.choice import compiled_kernels
+from torsh_distributed.compress.kernels.kernel_choice import compiled_kernels
 
 _METHODS = (
     "fp16",

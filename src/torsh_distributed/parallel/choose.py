@@ -20,8 +20,8 @@ from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.compatibility.axes import shards_params, splits_model
-from torsh_distributed.plan.compatibility.offload import pages_model
+from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
+from torsh_distributed.plan.compatibility.offload_rules import pages_model
 
 StrategyKind = Literal["composed", "paged", "replicated", "sharded_optimizer", "sharded"]
 

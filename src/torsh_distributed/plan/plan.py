@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan.compatibility.table import clashes_in, impossible_in
+from torsh_distributed.plan.compatibility.rules import clashes_in, impossible_in
 from torsh_distributed.plan.describing.explanation import ExplainedKey, Explanation, show
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.plan_sections import DEFAULTS, PlanArguments, PlanSections

@@ -9,7 +9,7 @@ from torch import Tensor
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.choice import kernels_for
+from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 
 pytestmark = pytest.mark.needs_cuda
 

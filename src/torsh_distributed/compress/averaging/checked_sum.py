@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torsh_distributed.comm.collectives.moves import all_gather
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.kernels.choice import kernels_for
+from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 from torsh_distributed.errors import CompressionError
 
 _ROUNDING = 2.0**-23  # twice what adding two fp32 numbers can lose, relative to their magnitudes

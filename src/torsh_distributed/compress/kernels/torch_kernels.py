@@ -21,7 +21,7 @@ from torsh_distributed.compress.messages import bits as bitwise
 _MANTISSA = 0x7FFFFF
 
 
-class _Rows(NamedTuple):
+class _BlockRows(NamedTuple):
     """Blocks of one length: `num_blocks` of them, from block `block` on, starting at element `start`."""
 
     block: int
@@ -44,12 +44,12 @@ class _Rows(NamedTuple):
         return drawn.view(self.num_blocks, self.length)
 
 
-def _rows(num_elements: int, block: int) -> Iterator[_Rows]:
+def _rows(num_elements: int, block: int) -> Iterator[_BlockRows]:
     num_full, rest = divmod(num_elements, block)
     if num_full:
-        yield _Rows(0, num_full, 0, block)
+        yield _BlockRows(0, num_full, 0, block)
     if rest:
-        yield _Rows(num_full, 1, num_full * block, rest)
+        yield _BlockRows(num_full, 1, num_full * block, rest)
 
 
 class _Sections:
@@ -60,22 +60,22 @@ class _Sections:
         self._head_bytes = head_bytes
         self._at = -(-num_elements // block) * head_bytes
 
-    def head(self, rows: _Rows) -> Tensor:
+    def head(self, rows: _BlockRows) -> Tensor:
         """(blocks, head bytes)"""
         start, size = rows.block * self._head_bytes, rows.num_blocks * self._head_bytes
         return self._payload[start : start + size].view(rows.num_blocks, self._head_bytes)
 
-    def floats(self, rows: _Rows) -> Tensor:
+    def floats(self, rows: _BlockRows) -> Tensor:
         """A copy of the heads as fp32: (blocks, floats in a head)."""
         return self.head(rows).clone().view(torch.float32)
 
-    def body(self, rows: _Rows, row_bytes: int) -> Tensor:
+    def body(self, rows: _BlockRows, row_bytes: int) -> Tensor:
         """(blocks, row_bytes); call once for each part, in order."""
         start = self._at
         self._at += rows.num_blocks * row_bytes
         return self._payload[start : self._at].view(rows.num_blocks, row_bytes)
 
-    def write(self, rows: _Rows, floats: Tensor, body: Tensor) -> None:
+    def write(self, rows: _BlockRows, floats: Tensor, body: Tensor) -> None:
         """Heads (blocks, floats in a head), fp32, and bodies (blocks, bytes), uint8."""
         self.head(rows).copy_(floats.contiguous().view(torch.uint8))
         self.body(rows, body.shape[1]).copy_(body)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torsh_distributed.compress.kernels.choice import kernels_for
+from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 from torsh_distributed.errors import CompressionError
 
 _HEADER = struct.Struct("<4sB3xIQQ")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torsh_distributed.compress.kernels.choice import compiled_module
+from torsh_distributed.compress.kernels.kernel_choice import compiled_module
 from torsh_distributed.errors import CompressionError
 
 _MAX_LOW_BITS = 32

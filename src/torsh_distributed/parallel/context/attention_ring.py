@@ -34,11 +34,11 @@ def ring_attention(
     the output for this rank's positions.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    out: Tensor = _Ring.apply(query, key, value, group, is_causal, factor)  # type: ignore[no-untyped-call]  # untyped
+    out: Tensor = _RingAttention.apply(query, key, value, group, is_causal, factor)  # type: ignore[no-untyped-call]  # untyped
     return out
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     @override
     def forward(

@@ -16,7 +16,7 @@ from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.wrapping import ignored_modules
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import ExpertConfig, Plan
-from torsh_distributed.plan.compatibility.axes import splits_model
+from torsh_distributed.plan.compatibility.axis_rules import splits_model
 
 
 def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:

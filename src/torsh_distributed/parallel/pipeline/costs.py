@@ -35,13 +35,13 @@ def measure_time(model: nn.Module, form: LayerGraph, inputs: tuple[Any, ...], *,
     """Seconds of forward and backward of each layer on `inputs`, minimum of `repeats` runs; gradients are dropped."""
     runs = []
     for _ in range(repeats):
-        timer = _Timer(fx.GraphModule(model, form.graph))
+        timer = _LayerTimer(fx.GraphModule(model, form.graph))
         timer.run(*inputs)
         runs.append([timer.seconds[name] for name in form.layers])
     return [min(times) for times in zip(*runs, strict=True)]
 
 
-class _Timer(fx.Interpreter):
+class _LayerTimer(fx.Interpreter):
     """Runs a graph and times each layer's forward and backward, on inputs detached from earlier layers."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -4,7 +4,7 @@ from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel,
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.tensor_plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 
 __all__ = [
     "ColumnParallelLinear",

@@ -21,9 +21,9 @@ from torsh_distributed.parallel.tensor.layers import (
     keeps_logits_split,
     replicate_param,
 )
-from torsh_distributed.parallel.tensor.plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
-from torsh_distributed.parallel.tensor.rules import is_head
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
+from torsh_distributed.parallel.tensor.structure import is_head
+from torsh_distributed.parallel.tensor.tensor_plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 _OUTPUTS: dict[SplitStyle, Activation] = {

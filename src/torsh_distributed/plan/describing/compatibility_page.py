@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torsh_distributed.plan.compatibility.table import RULES, broken_rules
+from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
 from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 

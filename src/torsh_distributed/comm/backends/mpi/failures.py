@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Failures:
+class MpiFailures:
     """Builds the errors of one rank of one group."""
 
     def __init__(self, mpi: ModuleType, rank: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.datatypes import MpiDatatypes
-from torsh_distributed.comm.backends.mpi.failures import Failures
+from torsh_distributed.comm.backends.mpi.failures import MpiFailures
 from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.waiting import ASKS_PER_REST, Pacer
 from torsh_distributed.comm.backends.wire import Call
@@ -60,7 +60,7 @@ class Transfers:
         comm: MPI.Intracomm,
         datatypes: MpiDatatypes,
         control: ControlChannel,
-        failures: Failures,
+        failures: MpiFailures,
         *,
         max_tag: int,
     ) -> None:

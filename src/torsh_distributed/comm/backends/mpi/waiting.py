@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torsh_distributed.comm.backends.mpi.control import ControlChannel
-from torsh_distributed.comm.backends.mpi.failures import Failures
+from torsh_distributed.comm.backends.mpi.failures import MpiFailures
 from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.wire import Call
 
@@ -66,7 +66,7 @@ class Pacer:
 class RequestWaiter:
     """RequestWaiter of one group for requests of collectives."""
 
-    def __init__(self, library: MpiLibrary, control: ControlChannel, failures: Failures) -> None:
+    def __init__(self, library: MpiLibrary, control: ControlChannel, failures: MpiFailures) -> None:
         self._library = library
         self._control = control
         self._failures = failures

@@ -13,7 +13,7 @@ from typing_extensions import override
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.mpi.control import ControlChannel
 from torsh_distributed.comm.backends.mpi.datatypes import MAX_COUNT, SUPPORTED
-from torsh_distributed.comm.backends.mpi.failures import Failures
+from torsh_distributed.comm.backends.mpi.failures import MpiFailures
 from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.transfers import Transfers
 from torsh_distributed.comm.backends.mpi.waiting import RequestWaiter
@@ -46,7 +46,7 @@ class MpiWire(Wire):
         self._datatypes = library.datatypes
         self._exchange_tag = library.max_tag - 1
         self._num_collectives = 0
-        self._failures = Failures(library.mpi, self.rank)
+        self._failures = MpiFailures(library.mpi, self.rank)
         self._control = ControlChannel(library, comm, tag=library.max_tag, group_id=group_id)
         self._waits = RequestWaiter(library, self._control, self._failures)
         self._transfers = Transfers(

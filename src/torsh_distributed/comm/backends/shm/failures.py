@@ -18,7 +18,7 @@ from torsh_distributed.errors import (
 )
 
 
-class Failures:
+class ShmFailures:
     """Builds the errors of one group."""
 
     def __init__(self, core: Core, rank: int) -> None:

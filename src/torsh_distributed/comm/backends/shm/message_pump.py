@@ -16,7 +16,7 @@ from torch import Tensor
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.shm.codes import Status
 from torsh_distributed.comm.backends.shm.core import Core, Receipt
-from torsh_distributed.comm.backends.shm.failures import Failures
+from torsh_distributed.comm.backends.shm.failures import ShmFailures
 from torsh_distributed.comm.backends.wire import Call
 
 # `progress` returns when a message is done; this only bounds how long it stays when nothing happens.
@@ -34,7 +34,7 @@ class _PendingOrder:
 class MessagePump:
     """Pending sends and receives of one rank, and the thread that moves them when no other thread waits."""
 
-    def __init__(self, core: Core, failures: Failures) -> None:
+    def __init__(self, core: Core, failures: ShmFailures) -> None:
         self._core = core
         self._failures = failures
         self._orders: dict[int, _PendingOrder] = {}

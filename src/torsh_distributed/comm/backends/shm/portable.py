@@ -31,7 +31,7 @@ _OPERATION = {name: code for code, name in OPERATIONS.items()}
 _LINE_BYTES = 128
 
 
-class _Stop(Exception):
+class _CoreStopped(Exception):
     """Carries a status to the end of a call."""
 
     def __init__(self, status: Status, subject: int = -1) -> None:
@@ -101,14 +101,14 @@ class PortableCore:
     def _has_come(self, rank: int) -> bool:
         return semaphores.value(self._view.door(rank, self._rank)) > 0
 
-    def _obstacle(self, rank: int) -> _Stop | None:
+    def _obstacle(self, rank: int) -> _CoreStopped | None:
         if self._view.failure() is not None:
-            return _Stop(Status.POISONED)
+            return _CoreStopped(Status.POISONED)
         if self._view.is_left(rank):
-            return _Stop(Status.LEFT, rank)
+            return _CoreStopped(Status.LEFT, rank)
         if not self._view.is_alive(rank):
-            return _Stop(Status.DEAD, rank)
-        return _Stop(Status.TIMEOUT) if time.monotonic() >= self._deadline else None
+            return _CoreStopped(Status.DEAD, rank)
+        return _CoreStopped(Status.TIMEOUT) if time.monotonic() >= self._deadline else None
 
     def _meet_as(self, name: str, dtype: int, reduction: int, root: int, num_bytes: int) -> None:
         """The first synchronisation of a collective: every rank writes what it was called with, and all compare."""
@@ -120,9 +120,9 @@ class PortableCore:
             if self._view.signature(rank, self._sequence % 2) != mine:
                 raise self._mismatch(rank)
 
-    def _mismatch(self, rank: int) -> _Stop:
+    def _mismatch(self, rank: int) -> _CoreStopped:
         self._view.poison(Status.MISMATCH, rank, "")
-        return _Stop(Status.MISMATCH, rank)
+        return _CoreStopped(Status.MISMATCH, rank)
 
     def _run(self, timeout_ns: int, body: Callable[[], None]) -> int:
         self._deadline = time.monotonic() + timeout_ns / 1e9
@@ -131,7 +131,7 @@ class PortableCore:
             return Status.POISONED
         try:
             body()
-        except _Stop as stop:
+        except _CoreStopped as stop:
             self._subject = stop.subject
             return stop.status
         return Status.OK

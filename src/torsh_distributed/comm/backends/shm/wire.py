@@ -13,7 +13,7 @@ from typing_extensions import override
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.shm.codes import DTYPES, FOLDS, OTHER_DTYPE, Status
 from torsh_distributed.comm.backends.shm.core import Core, NativeCore
-from torsh_distributed.comm.backends.shm.failures import Failures
+from torsh_distributed.comm.backends.shm.failures import ShmFailures
 from torsh_distributed.comm.backends.shm.message_pump import MessagePump
 from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.comm.backends.wire import BufferUse, Call, Folder, Rows, ScatterFolder, SharedBuffer, Wire
@@ -36,7 +36,7 @@ class ShmWire(Wire):
         self._segment = segment
         self._shared = WeakValueDictionary[int, SharedBuffer]()
         self._num_shared = 0
-        self._failures = Failures(core, rank)
+        self._failures = ShmFailures(core, rank)
         self._message_pump = MessagePump(core, self._failures)
 
     @override

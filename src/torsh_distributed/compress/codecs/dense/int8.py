@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
-from torsh_distributed.compress.kernels.choice import kernels_for
+from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 
 
 class Int8Codec(DenseCodec):

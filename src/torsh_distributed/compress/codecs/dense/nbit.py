@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.choice import kernels_for
+from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
 

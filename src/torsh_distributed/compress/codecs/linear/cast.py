@@ -12,7 +12,7 @@ from typing_extensions import override
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
-from torsh_distributed.compress.kernels.choice import compiled_kernels
+from torsh_distributed.compress.kernels.kernel_choice import compiled_kernels
 from torsh_distributed.compress.kernels.native_kernels import NativeKernels
 from torsh_distributed.events import AlertEvent, emit
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torsh_distributed.plan.compatibility.axes import AXES_RULES
-from torsh_distributed.plan.compatibility.batch import BATCH_RULES
-from torsh_distributed.plan.compatibility.experts import EXPERT_RULES
-from torsh_distributed.plan.compatibility.gradients import GRADIENT_RULES
-from torsh_distributed.plan.compatibility.offload import OFFLOAD_RULES
+from torsh_distributed.plan.compatibility.axis_rules import AXES_RULES
+from torsh_distributed.plan.compatibility.batch_rules import BATCH_RULES
+from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
+from torsh_distributed.plan.compatibility.gradient_rules import GRADIENT_RULES
+from torsh_distributed.plan.compatibility.offload_rules import OFFLOAD_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.problems import Problem

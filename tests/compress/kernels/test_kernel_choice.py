@@ -8,8 +8,8 @@ import torch
 from tests.compress.gradients import make_gradient
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
-from torsh_distributed.compress.kernels import choice as kernels_module
-from torsh_distributed.compress.kernels.choice import compiled_kernels, kernels_for
+from torsh_distributed.compress.kernels import kernel_choice as kernels_module
+from torsh_distributed.compress.kernels.kernel_choice import compiled_kernels, kernels_for
 from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torsh_distributed.plan.compatibility.axes import shards_params
+from torsh_distributed.plan.compatibility.axis_rules import shards_params
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.sections.compress import NEEDS_WHOLE_GRADIENTS

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor import rules
+from torsh_distributed.parallel.tensor import structure
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
@@ -145,20 +145,20 @@ def _candidates(
     model: nn.Module, tp: int, config: TensorConfig, wanted: Mapping[str, SplitStyle]
 ) -> Iterator[PlannedModule]:
     modules = dict(model.named_modules())
-    for attention in rules.attentions(model):
+    for attention in structure.attentions(model):
         layers = {attention.fused or attention.out, *attention.split, attention.out}
         if not layers <= wanted.keys():
             yield from _attention_rows(modules, attention, tp)
-    for pair in rules.feed_forwards(model):
+    for pair in structure.feed_forwards(model):
         up = SplitStyle.COLUMN_LOCAL if pair.is_elementwise else SplitStyle.COLUMN
         for name in pair.up:
             yield _planned(name, modules[name], up)
         yield _planned(pair.down, modules[pair.down], SplitStyle.ROW)
     whole = SplitStyle.SEQUENCE if config.sequence_parallel else SplitStyle.REPLICATED
     for name, module in modules.items():
-        if rules.is_head(name, module):
+        if structure.is_head(name, module):
             yield _planned(name, module, SplitStyle.COLUMN if config.loss_parallel else SplitStyle.COLUMN_GATHERED)
-        elif rules.is_position_table(name, module) or rules.is_norm(module):
+        elif structure.is_position_table(name, module) or structure.is_norm(module):
             yield _planned(name, module, whole)
         elif isinstance(module, nn.Embedding):
             yield _planned(name, module, SplitStyle.VOCABULARY)
@@ -166,7 +166,7 @@ def _candidates(
             yield _planned(name, module, SplitStyle.REPLICATED)
 
 
-def _attention_rows(modules: Mapping[str, nn.Module], found: rules.Attention, tp: int) -> Iterator[PlannedModule]:
+def _attention_rows(modules: Mapping[str, nn.Module], found: structure.Attention, tp: int) -> Iterator[PlannedModule]:
     if found.num_heads is None or found.num_key_value_heads is None:
         raise ConfigurationError(
             f"the number of heads of {found.where or 'the model'} is not known, so they cannot be split",

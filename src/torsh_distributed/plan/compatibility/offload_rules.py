@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torsh_distributed.plan.compatibility.gradients import compresses
+from torsh_distributed.plan.compatibility.gradient_rules import compresses
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.plan_sections import PlanSections
 

@@ -17,7 +17,7 @@ from torsh_distributed.parallel.mesh.layout import MeshLayout
 from torsh_distributed.parallel.pipeline.schedule import make_schedule, stages_of_rank
 from torsh_distributed.parallel.sharded.compression import check_method
 from torsh_distributed.plan import PipelineConfig, Plan
-from torsh_distributed.plan.compatibility.table import RULES, broken_rules
+from torsh_distributed.plan.compatibility.rules import RULES, broken_rules
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK
 

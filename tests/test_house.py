@@ -1,0 +1,86 @@
+"""The house: folders stay small, modules have names of their own, and no import goes in a circle."""
+
+from __future__ import annotations
+
+import ast
+import collections
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = SOURCE / "torsh_distributed"
+MOST_MODULES = 12
+
+SAME_IDEA = {
+    "base": "the interface of a family",
+    "registry": "a family by name",
+    "wire": "what carries a backend's bytes",
+    "group": "how a backend makes a group",
+    "failures": "a backend's errors in words",
+    "meeting": "how a backend's ranks meet in the store",
+    "rendezvous": "ranks find each other, by a store or by MPI",
+    "choose": "which strategy a plan means",
+}
+"""Names that several modules share, each because it is the same idea at several places."""
+OF_A_SECTION = {path.stem for path in (PACKAGE / "plan" / "sections").rglob("*.py")}
+"""A section of a plan is called as the part of the library that it configures."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Every module of ours that `path` imports anywhere: in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    known = modules()
+    graph = {name: {other for other in imports(path, known) if other != name} for name, path in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' → '.join(error.args[1])}")
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in() -> None:
+    sizes = collections.Counter(path.parent for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
+
+
+def test_modules_share_a_name_only_where_they_share_an_idea() -> None:
+    seen: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        is_command = ".cli." in name or name == "torsh_distributed.run"  # called as what it runs or shows
+        if path.name != "__init__.py" and not is_command:
+            seen.setdefault(path.stem, []).append(name)
+    twice = {stem: found for stem, found in seen.items() if len(found) > 1}
+    assert {stem: found for stem, found in twice.items() if stem not in SAME_IDEA and stem not in OF_A_SECTION} == {}
+
+
+def test_a_type_name_means_one_thing() -> None:
+    seen: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                seen.setdefault(node.name.lstrip("_"), []).append(name)
+    assert {type_name: homes for type_name, homes in seen.items() if len(homes) > 1} == {}
+
+
+def test_every_package_says_what_lives_in_it() -> None:
+    silent = [name for name, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
