@@ -170,8 +170,8 @@ def _attention_rows(modules: Mapping[str, nn.Module], found: structure.Attention
     if found.num_heads is None or found.num_key_value_heads is None:
         raise ConfigurationError(
             f"the number of heads of {found.where or 'the model'} is not known, so they cannot be split",
-            hint=f"give the module an attribute {rules.HEAD_COUNTS[0]}, or override its layers with 'replicated'",
-            looked_for=rules.HEAD_COUNTS,
+            hint=f"give the module an attribute {structure.HEAD_COUNTS[0]}, or override its layers with 'replicated'",
+            looked_for=structure.HEAD_COUNTS,
         )
     heads, shared = found.num_heads, found.num_key_value_heads
     check_heads(heads, shared, tp, where=found.where or "the model")
