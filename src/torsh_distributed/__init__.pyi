@@ -24,7 +24,6 @@ from torsh_distributed.comm.collectives.point_to_point import irecv as irecv
 from torsh_distributed.comm.collectives.point_to_point import isend as isend
 from torsh_distributed.comm.collectives.point_to_point import recv as recv
 from torsh_distributed.comm.collectives.point_to_point import send as send
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp as ReduceOp
 from torsh_distributed.comm.collectives.reductions import all_reduce as all_reduce
 from torsh_distributed.comm.collectives.reductions import reduce as reduce
 from torsh_distributed.comm.collectives.reductions import reduce_scatter as reduce_scatter
@@ -39,6 +38,7 @@ from torsh_distributed.comm.groups.process_group import local_rank as local_rank
 from torsh_distributed.comm.groups.process_group import rank as rank
 from torsh_distributed.comm.groups.process_group import regroup as regroup
 from torsh_distributed.comm.groups.process_group import world_size as world_size
+from torsh_distributed.comm.reduce_op import ReduceOp as ReduceOp
 from torsh_distributed.comm.store.registry import open_store as open_store
 from torsh_distributed.compress.compressor import GradientCompressor as GradientCompressor
 from torsh_distributed.errors import TorshError as TorshError

@@ -178,7 +178,6 @@ class CheckpointError(TorshError):
 
     retryable = True
     advice = (
-        "run `torsh verify DIR` to see which checkpoints are complete",
         "load the previous checkpoint; one that was being written when the job died never counts as complete",
         "check the free space of the checkpoint directory",
         "check that every rank sees the same directory",

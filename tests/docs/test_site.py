@@ -66,7 +66,7 @@ def test_a_package_without_exports_shows_its_modules(hooks: ModuleType) -> None:
 
 def test_every_command_and_option_is_on_the_command_page(hooks: ModuleType) -> None:
     page = hooks.command_page()
-    for words in ("torsh run", "torsh train", "torsh plan validate"):
+    for words in ("torsh run", "torsh demo", "torsh plan validate"):
         assert f"## {words}\n" in page
     assert "| `--max-restarts` |" in page
     assert "--install-completion" not in page

@@ -135,7 +135,7 @@ import sys
 from contextlib import suppress
 import torsh_distributed.errors
 before = {name for name in sys.modules if name.split(".")[0] == "torch"}
-import torsh_distributed.plan, torsh_distributed.plan.describing.reference
+import torsh_distributed.plan, torsh_distributed.plan.pages.reference
 print(sorted({name for name in sys.modules if name.split(".")[0] == "torch"} - before))
 print(torsh_distributed.plan.Plan(dp=2).hash)
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 _FOLDS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
-from torsh_distributed.compress.averaging.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs.base import Codec, Key
 from torsh_distributed.compress.compressor_state import CompressorState
@@ -26,6 +25,7 @@ from torsh_distributed.compress.messages.compressed_gradient import (
     num_bytes,
 )
 from torsh_distributed.compress.messages.sparse import dense
+from torsh_distributed.compress.named_buffers import FlatEntry, FlatLayout
 from torsh_distributed.errors import CompressionError
 from torsh_distributed.plan import CompressConfig
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.named_buffers import FlatLayout, NamedBuffers, split
 from torsh_distributed.compress.messages.sparse import Vector, add_to
+from torsh_distributed.compress.named_buffers import FlatLayout, NamedBuffers, split
 from torsh_distributed.plan import CompressConfig
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torsh_distributed.launch.entry import check_entry, command_line
-from torsh_distributed.launch.failure_report import LauncherOutput
+from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import SignalInbox

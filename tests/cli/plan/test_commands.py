@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from torsh_distributed.cli.plan.commands import app
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.describing import compatibility_page
-from torsh_distributed.plan.describing.reference import render
+from torsh_distributed.plan.pages import compatibility_page
+from torsh_distributed.plan.pages.reference import render
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples/plans").glob("*.toml"))

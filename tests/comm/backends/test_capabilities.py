@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torsh_distributed.comm.backends.capabilities import BackendType, choose_backend, probe_capabilities
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
 

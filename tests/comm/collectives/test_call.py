@@ -12,7 +12,7 @@ import torsh_distributed as td
 from tests.bed.world import World
 from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.comm.measurement.flight_recorder import recorder
+from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.errors import BackendNotInitialized, OperationTimeout
 
 

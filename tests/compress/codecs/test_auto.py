@@ -10,11 +10,11 @@ from tests.bed.world import World
 from tests.lab.network import Lab
 from torsh_distributed import events
 from torsh_distributed.compress import GradientCompressor
-from torsh_distributed.compress.averaging.named_buffers import FlatEntry
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.auto import _CHANGED, _WINDOW, AutoCodec
 from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.named_buffers import FlatEntry
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan import CompressConfig
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.compress.examples import examples
 from tests.compress.gradients import gradients
 from torsh_distributed.compress.kernels.base import NUM_BINS, Kernels
+from torsh_distributed.compress.kernels.bits import blocks_packed_bytes, trit_bytes
 from torsh_distributed.compress.kernels.kernel_choice import compiled_kernels
 from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
-from torsh_distributed.compress.messages.bits import blocks_packed_bytes, trit_bytes
 
 Encode = Callable[[Kernels, Tensor], None]
 Decode = Callable[[Kernels, Tensor, Tensor, float, bool], bool]

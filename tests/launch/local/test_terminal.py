@@ -5,7 +5,7 @@ import os
 import pty
 import threading
 
-from torsh_distributed.launch.failure_report import LauncherOutput
+from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.terminal import Terminal
 
 

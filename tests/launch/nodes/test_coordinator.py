@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
-from torsh_distributed.launch.nodes.records import End, JobFailure, Stop
+from torsh_distributed.launch.nodes.records import End, Stop
 
 
 def failure(node_rank: int = 0, exit_code: int = 3) -> JobFailure:

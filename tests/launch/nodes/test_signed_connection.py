@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.errors import SerializationError
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.records import (
     End,
     Failed,
     Finished,
     Heartbeat,
-    JobFailure,
     JoinRequest,
     Message,
     Start,

@@ -13,8 +13,8 @@ from torch import nn
 import torsh_distributed as td
 from tests.bed.world import World
 from tests.comm.algorithms.quick import quick_choice
-from torsh_distributed.comm.measurement.communication_stats import CommunicationStats
-from torsh_distributed.comm.measurement.flight_recorder import recorder
+from torsh_distributed.comm.recording.communication_stats import CommunicationStats
+from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.plan.sections.distributed import DistributedConfig

@@ -13,9 +13,9 @@ from tests.bed.world import World
 from tests.parallel.golden import golden
 from tests.parallel.sharded.test_module import shard, train
 from torsh_distributed import events
-from torsh_distributed.compress.averaging.scatter import scattered_mean
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
+from torsh_distributed.compress.exchange.scatter import scattered_mean
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel

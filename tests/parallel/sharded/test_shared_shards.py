@@ -331,7 +331,7 @@ def train_where_memory_fails() -> list[tuple[list[str], Trained]]:
     found = []
     for rank, name, fails in faults:
         lines = Lines()
-        logger = logging.getLogger("torsh_distributed.comm.shared_memory")
+        logger = logging.getLogger("torsh_distributed.comm.shared_memory.buffers")
         logger.addHandler(lines)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == rank:

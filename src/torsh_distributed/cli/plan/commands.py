@@ -88,7 +88,7 @@ def schema() -> None:
 @app.command("reference", hidden=True)
 def reference(output: OutputFile = None) -> None:
     """Print the reference page of all keys, or write it to a file."""
-    from torsh_distributed.plan.describing import reference as plan_reference
+    from torsh_distributed.plan.pages import reference as plan_reference
 
     _put(plan_reference.render(), output)
 
@@ -96,7 +96,7 @@ def reference(output: OutputFile = None) -> None:
 @app.command("compatibility", hidden=True)
 def compatibility(output: OutputFile = None) -> None:
     """Print the page of what goes together in a plan, or write it to a file."""
-    from torsh_distributed.plan.describing import compatibility_page
+    from torsh_distributed.plan.pages import compatibility_page
 
     _put(compatibility_page.render(), output)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from torsh_distributed.comm.algorithms.channel import Channel
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 
 @dataclass(frozen=True)

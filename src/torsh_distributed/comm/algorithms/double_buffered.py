@@ -10,7 +10,7 @@ from typing_extensions import override
 from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
 from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.algorithms.ring import ring_all_reduce
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 
 @dataclass(frozen=True)

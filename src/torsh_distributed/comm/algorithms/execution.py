@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.channel import Channel
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 

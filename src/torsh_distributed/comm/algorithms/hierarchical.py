@@ -12,9 +12,9 @@ from typing_extensions import override
 from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
 from torsh_distributed.comm.algorithms.channel import Channel
 from torsh_distributed.comm.algorithms.ring import ring_all_reduce
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import finish_fold, fold_into
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
 

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
 from torsh_distributed.comm.algorithms.channel import Channel, Transfer
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import finish_fold, fold_into
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
 _CHUNK_BYTES = 512 * 1024

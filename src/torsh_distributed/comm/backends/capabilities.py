@@ -19,7 +19,7 @@ from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.mpi.library import missing_mpi
 from torsh_distributed.comm.backends.reduction_probe import Reductions, gloo_reductions, probe_reductions
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
 

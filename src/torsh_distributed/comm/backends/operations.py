@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torsh_distributed.comm.backends.staging import Staged
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import fold_all
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 Factor = float | Tensor | None
 

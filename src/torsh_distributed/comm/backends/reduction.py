@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
 # By the hash of a torch ReduceOp, which is c10d's number and by far the cheapest way to ask one what it is.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 Reductions = frozenset[tuple[ReduceOp, torch.dtype]]
 

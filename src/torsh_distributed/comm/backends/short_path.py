@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.events import WaitEvent, wanted
 
 _STRIDED = torch.strided

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 # c10d's value for "no timeout given": the group's own then applies.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)

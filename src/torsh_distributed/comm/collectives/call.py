@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.matching import are_checks_enabled, require_agreement
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.work import Work, explain, group_timeout_s
 from torsh_distributed.comm.groups.abort import refuse_if_aborted
-from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,

@@ -11,8 +11,8 @@ import time
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.measurement.flight_recorder import OperationRecord
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord
 from torsh_distributed.errors import OperationTimeout, TensorShapeMismatch
 
 _is_enabled = False

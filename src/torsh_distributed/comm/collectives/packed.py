@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.collectives.call import CallOptions, num_bytes
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
 

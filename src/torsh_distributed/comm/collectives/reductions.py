@@ -25,9 +25,9 @@ from torsh_distributed.comm.collectives.call import (
     run,
 )
 from torsh_distributed.comm.collectives.matching import are_checks_enabled
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.work import Work
-from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import TorshError
 
 

@@ -14,8 +14,8 @@ from torsh_distributed.comm.algorithms.reduce_scatter_all_gather import fold_own
 from torsh_distributed.comm.algorithms.tree import binomial_branch, broadcast_down
 from torsh_distributed.comm.collectives.call import CallOptions, check_member, num_bytes, resolve_group, run
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.work import Work
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import InvalidArgument
 
 

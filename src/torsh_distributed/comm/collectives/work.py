@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
-from torsh_distributed.comm.measurement.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.meeting.roll_call import missing_ranks
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
 
 R = TypeVar("R")

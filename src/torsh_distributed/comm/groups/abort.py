@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from torsh_distributed import events
+from torsh_distributed.comm.backends.gloo.connections import Connections
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
-from torsh_distributed.comm.groups.connections import Connections
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
 
 _connections: dict[str, Connections] = {}

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.backends.gloo.connections import new_connections
+from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
-from torsh_distributed.comm.groups.connections import new_connections
-from torsh_distributed.comm.groups.gloo_threads import patient_threads
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
 from torsh_distributed.errors import (

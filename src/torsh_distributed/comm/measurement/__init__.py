@@ -1,1 +1,1 @@
-"""What communication did and costs: `flight_recorder`, `communication_stats`, `collective_timing`, `network`."""
+"""What communication costs here: timings of collectives (`collective_timing`) and of the network (`network`)."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torsh_distributed.comm.measurement.intervals import covered_s
+from torsh_distributed.comm.recording.intervals import covered_s
 
 _MAX_TRANSFERS = 1000
 

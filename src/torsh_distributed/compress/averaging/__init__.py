@@ -1,1 +1,1 @@
-"""Means over ranks through a codec. Read `named_mean`, then the exchanges below it; `damage` is how all ranks raise."""
+"""Means of named gradients over ranks: `named_mean` through a codec, `background` while backward computes."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.compress.averaging.named_buffers import FlatEntry, FlatLayout, split
 from torsh_distributed.compress.codecs.auto import AutoCodec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.compressor_state import CompressorState
 from torsh_distributed.compress.messages.compressed_gradient import check_dense, is_finite, norm, num_bytes
 from torsh_distributed.compress.messages.sparse import Vector, dense
+from torsh_distributed.compress.named_buffers import FlatEntry, FlatLayout, split
 from torsh_distributed.errors import InvalidArgument
 
 _STEP_MODULUS = 64  # its square, summed over a thousand ranks, is still exact in fp32

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from torsh_distributed.compress.kernels import bits as bitwise
 from torsh_distributed.compress.kernels.base import NUM_BINS, TINY, Histogram, Kernels
 from torsh_distributed.compress.kernels.noise import checksum, noise, uniform
-from torsh_distributed.compress.messages import bits as bitwise
 
 _MANTISSA = 0x7FFFFF
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.kernels import triton_programs as programs
+from torsh_distributed.compress.kernels.bits import packed_bytes, trit_bytes
 from torsh_distributed.compress.kernels.noise import first_bits
 from torsh_distributed.compress.kernels.torch_kernels import TorchKernels
-from torsh_distributed.compress.messages.bits import packed_bytes, trit_bytes
 
 _PROGRAM_ELEMENTS = 4096
 _MAX_BLOCK = 8192  # larger ones do not fit the registers of a program

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.launch.entry import command_line
-from torsh_distributed.launch.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.exit_causes import ExitStatus, OomCounter, OomEvidence, oom_evidence
+from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.output import LinePrefix, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.local.workers import Worker, WorkerExit, Workers
-from torsh_distributed.launch.nodes.records import JobFailure
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.progress import read_progress
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torsh_distributed.launch.nodes.records import End, JobFailure, Stop
+from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.nodes.records import End, Stop
 
 
 class JobPhase(StrEnum):

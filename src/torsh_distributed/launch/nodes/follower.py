@@ -9,7 +9,8 @@ import time
 from typing import Self
 
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
-from torsh_distributed.launch.failure_report import LauncherOutput
+from torsh_distributed.launch.local.failure_report import LauncherOutput
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
@@ -19,7 +20,6 @@ from torsh_distributed.launch.nodes.records import (
     FromNode,
     Heartbeat,
     Interrupted,
-    JobFailure,
     JoinAccepted,
     JoinRefused,
     JoinRequest,

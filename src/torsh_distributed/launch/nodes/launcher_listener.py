@@ -7,7 +7,8 @@ import time
 from functools import partial
 from typing import Self
 
-from torsh_distributed.launch.failure_report import LauncherOutput, join_numbers
+from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
@@ -18,7 +19,6 @@ from torsh_distributed.launch.nodes.records import (
     Finished,
     Heartbeat,
     Interrupted,
-    JobFailure,
     JoinAccepted,
     JoinRefused,
     JoinRequest,

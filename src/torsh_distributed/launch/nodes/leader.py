@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from torsh_distributed.launch.failure_report import join_numbers
 from torsh_distributed.launch.local.exit_causes import peek_status
+from torsh_distributed.launch.local.failure_report import join_numbers
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
@@ -19,7 +20,6 @@ from torsh_distributed.launch.nodes.records import (
     FromLeader,
     FromNode,
     Interrupted,
-    JobFailure,
     Start,
     Stop,
     Stopped,

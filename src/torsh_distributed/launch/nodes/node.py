@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from torsh_distributed.launch.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.attempt import AttemptContext, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
+from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import PASSED_ON
 from torsh_distributed.launch.local.terminal import Terminal
@@ -25,7 +26,6 @@ from torsh_distributed.launch.nodes.records import (
     FromLeader,
     FromNode,
     Interrupted,
-    JobFailure,
     JoinAccepted,
     Start,
     Stop,

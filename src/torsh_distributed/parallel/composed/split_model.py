@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
+from torsh_distributed.parallel.composed.split_state import ModelSplit
 from torsh_distributed.parallel.expert.stacked_experts import spread_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
@@ -21,7 +22,6 @@ from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state import whole_state
-from torsh_distributed.parallel.state.split_state import ModelSplit
 from torsh_distributed.parallel.state.whole_state import named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import param_cuts

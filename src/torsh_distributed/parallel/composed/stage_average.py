@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.ddp import REDUCE_DTYPES, can_divide_last, refuse_what_cannot_be_compressed

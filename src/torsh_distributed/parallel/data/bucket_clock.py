@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torsh_distributed import events
-from torsh_distributed.comm.measurement.intervals import covered_s
+from torsh_distributed.comm.recording.intervals import covered_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.manager import twin_group
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.scheduler import CommunicationScheduler
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.sections.distributed import DistributedConfig

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.comm.measurement.network import NetworkProfiler
-from torsh_distributed.comm.shared_memory import shares_memory
+from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.plan import DdpConfig
 
 _LATENCY_SHARE = 0.1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from torsh_distributed.comm.shared_memory import shares_memory
+from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.parallel.data.ddp import Compression, DistributedDataParallel, ReduceDtype
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm

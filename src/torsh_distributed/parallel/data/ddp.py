@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_clock import OverlapStats

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.wire import SharedBuffer
-from torsh_distributed.comm.shared_memory import share_buffer
+from torsh_distributed.comm.shared_memory.buffers import share_buffer
 
 _WORTH_SHARING_BYTES = 256 * 1024
 _MAX_SHARED = 256

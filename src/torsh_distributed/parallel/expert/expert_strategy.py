@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.comm.measurement.intervals import covered_s
+from torsh_distributed.comm.recording.intervals import covered_s
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel

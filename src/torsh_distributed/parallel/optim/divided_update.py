@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.moves import barrier
-from torsh_distributed.comm.shared_memory import allocate_shared_memory
+from torsh_distributed.comm.shared_memory.buffers import allocate_shared_memory
 from torsh_distributed.errors import InvalidArgument, TorshError
 
 _LINE_BYTES = 64

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.shared_memory import collective_buffer
+from torsh_distributed.comm.shared_memory.buffers import collective_buffer
 
 # torch 2.13 renames them and deprecates the old names. Drop with support for torch < 2.13.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torsh_distributed.comm.collectives.moves import barrier
-from torsh_distributed.comm.shared_memory import allocate_shared_memory
+from torsh_distributed.comm.shared_memory.buffers import allocate_shared_memory
 from torsh_distributed.errors import InvalidArgument
 
 _ALIGNMENT = 64

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from torsh_distributed.comm.shared_memory import collective_buffer
+from torsh_distributed.comm.shared_memory.buffers import collective_buffer
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.data.data_strategy import DataParallel, GradientOptions
 from torsh_distributed.parallel.data.replicated_params import batches

@@ -1,1 +1,1 @@
-"""State of model and optimizer as whole tensors by parameter name: `whole_state`; `split_state` for split models."""
+"""State of model and optimizer as whole tensors by parameter name, whatever the strategy."""

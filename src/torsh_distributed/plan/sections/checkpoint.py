@@ -11,7 +11,7 @@ class CheckpointConfig(Section):
     """Checkpoints written during training."""
 
     enabled: bool = False
-    """Write checkpoints during training. `engine.save` and `engine.load` work either way."""
+    """Write checkpoints during training."""
 
     dir: str = Field(default="./checkpoints", min_length=1)
     """Directory of the checkpoints; all ranks must see it."""

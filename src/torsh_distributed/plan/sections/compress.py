@@ -73,7 +73,8 @@ class CompressConfig(Section):
     single batches. 0 uses every gradient as it is; 0.5 suits sparse methods."""
 
     warmup_steps: int = Field(default=100, ge=0)
-    """First steps whose gradients are sent uncompressed, because early gradients change fast."""
+    """First steps whose gradients are sent uncompressed, so nothing is saved yet: early gradients change fast. A
+    DecisionEvent says when compression sets in."""
 
     period: int = Field(default=1, ge=1)
     """Compress one step out of this many; the others are sent uncompressed."""

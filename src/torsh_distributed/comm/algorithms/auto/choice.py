@@ -22,7 +22,7 @@ from torsh_distributed.comm.algorithms.auto.measured_costs import measure_costs
 from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
 from torsh_distributed.comm.algorithms.execution import check_on_cpu, start_all_reduce
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 _BACKEND = "backend"
 _MAX_TRIED = 4

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_distributed.comm.backends.gloo.connections import new_connections
+from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
 from torsh_distributed.comm.backends.wire import Call
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
 from torsh_distributed.comm.folding import fold_into
-from torsh_distributed.comm.groups.connections import new_connections
-from torsh_distributed.comm.groups.gloo_threads import patient_threads
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
 
 _making = threading.Lock()

@@ -20,7 +20,7 @@ from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGro
 from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
 from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable
 
 # Below this, one message of the leader is faster than several shards.

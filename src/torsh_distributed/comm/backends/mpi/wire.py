@@ -18,7 +18,7 @@ from torsh_distributed.comm.backends.mpi.library import MpiLibrary
 from torsh_distributed.comm.backends.mpi.transfers import Transfers
 from torsh_distributed.comm.backends.mpi.waiting import RequestWaiter
 from torsh_distributed.comm.backends.wire import Call, Wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
     from mpi4py import MPI

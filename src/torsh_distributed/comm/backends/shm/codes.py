@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 
 class Status(IntEnum):

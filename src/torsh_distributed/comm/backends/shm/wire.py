@@ -17,7 +17,7 @@ from torsh_distributed.comm.backends.shm.failures import ShmFailures
 from torsh_distributed.comm.backends.shm.message_pump import MessagePump
 from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.comm.backends.wire import BufferUse, Call, Folder, Rows, ScatterFolder, SharedBuffer, Wire
-from torsh_distributed.comm.collectives.reduce_op import ReduceOp
+from torsh_distributed.comm.reduce_op import ReduceOp
 
 _CLOSE_TIMEOUT_S = 5.0
 _BUFFER_USES: dict[BufferUse, int] = {"shared": 0, "per_rank": 1}

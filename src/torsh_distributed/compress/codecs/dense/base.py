@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging import exchange
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.dense.quantiser import Quantiser
+from torsh_distributed.compress.exchange import dense_exchange
 
 
 class DenseCodec(Quantiser):
@@ -16,4 +16,4 @@ class DenseCodec(Quantiser):
 
     @override
     def average(self, x: Tensor, group: dist.ProcessGroup, key: Key) -> Averaged:
-        return exchange.average(self, x, group, key)
+        return dense_exchange.average(self, x, group, key)

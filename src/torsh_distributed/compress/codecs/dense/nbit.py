@@ -6,8 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.kernels.bits import blocks_packed_bytes
 from torsh_distributed.compress.kernels.kernel_choice import kernels_for
-from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
 
 class NbitCodec(DenseCodec):

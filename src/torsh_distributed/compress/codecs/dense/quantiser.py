@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.codecs.base import Codec, Key
+from torsh_distributed.compress.codecs.payload import require_payload
+from torsh_distributed.compress.exchange.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.messages.envelope import MessageSpec
-from torsh_distributed.compress.messages.payload import require_payload
 from torsh_distributed.errors import CompressionError
 
 ROUNDING = 2.0**-20

@@ -11,9 +11,9 @@ from typing_extensions import override
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
 from torsh_distributed.compress.kernels.base import TINY
+from torsh_distributed.compress.kernels.bits import blocks_packed_bytes
 from torsh_distributed.compress.kernels.kernel_choice import kernels_for
 from torsh_distributed.compress.kernels.noise import noise
-from torsh_distributed.compress.messages.bits import blocks_packed_bytes
 
 
 class SignCodec(DenseCodec):

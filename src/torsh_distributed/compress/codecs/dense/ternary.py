@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.codecs.dense.quantiser import ROUNDING
+from torsh_distributed.compress.kernels.bits import trit_bytes
 from torsh_distributed.compress.kernels.kernel_choice import kernels_for
-from torsh_distributed.compress.messages.bits import trit_bytes
 
 
 def make_ternary(threshold: float) -> DenseCodec:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.checked_sum import CheckedSums
-from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
 from torsh_distributed.compress.codecs.linear.base import all_reduce_bytes
+from torsh_distributed.compress.exchange.checked_sum import CheckedSums
+from torsh_distributed.compress.exchange.message_agreement import AgreementCache, signature_of
 from torsh_distributed.compress.kernels.noise import uniform
 from torsh_distributed.errors import CompressionError, InvalidArgument, TensorShapeMismatch
 

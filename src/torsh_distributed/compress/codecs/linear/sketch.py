@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.checked_sum import CheckedSums
 from torsh_distributed.compress.codecs.base import Averaged, Key
 from torsh_distributed.compress.codecs.linear.base import LinearCodec, all_reduce_bytes, require_floats
 from torsh_distributed.compress.codecs.sparse.draws import pieces_of
 from torsh_distributed.compress.codecs.sparse.selection import largest
+from torsh_distributed.compress.exchange.checked_sum import CheckedSums
 from torsh_distributed.compress.kernels.noise import noise
 from torsh_distributed.errors import InvalidArgument
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from torsh_distributed.compress.averaging.message_agreement import AgreementCache, signature_of
-from torsh_distributed.compress.averaging.sparse_average import SparseFormat, average_sparse
 from torsh_distributed.compress.codecs.base import Averaged, Codec, Key
+from torsh_distributed.compress.exchange.message_agreement import AgreementCache, signature_of
+from torsh_distributed.compress.exchange.sparse_exchange import SparseFormat, average_sparse
 from torsh_distributed.compress.messages.sparse import Sparse, decode_sparse, densify, encode_sparse
 from torsh_distributed.errors import InvalidArgument
 

@@ -17,7 +17,7 @@ from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.point_to_point import recv, send
 from torsh_distributed.comm.collectives.reductions import all_reduce
-from torsh_distributed.comm.measurement.communication_stats import CommunicationStats, DurationSketch, OperationStats
+from torsh_distributed.comm.recording.communication_stats import CommunicationStats, DurationSketch, OperationStats
 
 durations = st.floats(min_value=1e-8, max_value=1e4)
 

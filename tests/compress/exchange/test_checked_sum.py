@@ -16,10 +16,10 @@ from tests.bed.world import World
 from tests.compress.codecs.checks import gradient
 from tests.compress.examples import examples
 from tests.compress.gradients import make_gradient
-from torsh_distributed.compress.averaging import checked_sum
-from torsh_distributed.compress.averaging.checked_sum import SumFacts, find_damage
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Codec, Key
+from torsh_distributed.compress.exchange import checked_sum
+from torsh_distributed.compress.exchange.checked_sum import SumFacts, find_damage
 from torsh_distributed.errors import CompressionError
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.wire import Rows
 from torsh_distributed.comm.collectives.call import num_bytes, run
-from torsh_distributed.comm.shared_memory import collective_buffer
+from torsh_distributed.comm.shared_memory.buffers import collective_buffer
 
 
 def takes_rows(source: Tensor, group: dist.ProcessGroup) -> bool:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.bed.world import World
-from torsh_distributed.compress.averaging import exchange
-from torsh_distributed.compress.averaging.exchange import all_gather_encoded, reduce_scatter_mean, shard_bounds
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
 from torsh_distributed.compress.codecs.dense.int8 import Int8Codec
 from torsh_distributed.compress.codecs.dense.sign import SignCodec
+from torsh_distributed.compress.exchange import dense_exchange
+from torsh_distributed.compress.exchange.dense_exchange import all_gather_encoded, reduce_scatter_mean, shard_bounds
 from torsh_distributed.compress.messages.envelope import HEADER_BYTES
 from torsh_distributed.errors import CompressionError, TensorShapeMismatch
 
@@ -191,7 +191,7 @@ def differ(what: str) -> None:
     if what == "nan" and me:
         x[7] = torch.nan
     if what == "damage" and me:
-        exchange.seal = damaging  # type: ignore[assignment]  # the wire flips a bit after the checksum was taken
+        dense_exchange.seal = damaging  # type: ignore[assignment]  # the wire flips a bit after the checksum was taken
     with pytest.raises(CompressionError) as caught:
         make_codec(methods.get(what, ["int8"] * 2)[me]).average(x, group, Key())
     expected = {"nan": "from_rank=1|of rank 1", "damage": "from_rank=1|of rank 1"}.get(what, "ranks differ")
@@ -203,7 +203,7 @@ def damaging(message: Tensor, *args: Any, **options: Any) -> None:
     message[HEADER_BYTES + 100] ^= 4
 
 
-original = exchange.seal
+original = dense_exchange.seal
 
 
 @pytest.mark.parametrize("what", ["codec", "cast", "parameter", "size", "nan", "damage"])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.bed.world import World
 from tests.compress.codecs.checks import gradient
 from tests.compress.examples import examples
-from torsh_distributed.compress.averaging import sparse_average
-from torsh_distributed.compress.averaging.sparse_average import BlockCyclic
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.sparse.threshold import ThresholdCodec
+from torsh_distributed.compress.exchange import sparse_exchange
+from torsh_distributed.compress.exchange.sparse_exchange import BlockCyclic
 from torsh_distributed.compress.messages.sparse import Sparse
 from torsh_distributed.errors import CompressionError
 
@@ -65,7 +65,7 @@ def test_nothing_is_left_out_where_all_ranks_select_alike(world: World) -> None:
 
 def average_damaged(collective: str) -> tuple[str, dict[str, Any]]:
     """A bit of what rank 1 sends changes on its way; gives the error of this rank."""
-    send = getattr(sparse_average, collective)
+    send = getattr(sparse_exchange, collective)
 
     def damage(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if tensor.dtype == torch.uint8 and dist.get_rank() == 1:
@@ -73,7 +73,7 @@ def average_damaged(collective: str) -> tuple[str, dict[str, Any]]:
             tensor[40] ^= 16  # in the payload of the message to rank 0
         return send(tensor, *args, **options)
 
-    setattr(sparse_average, collective, damage)
+    setattr(sparse_exchange, collective, damage)
     try:
         make_codec("topk:0.1").average(gradient(4000, dist.get_rank()), world_group(), Key())
     except CompressionError as error:

@@ -16,7 +16,7 @@ from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.segment import SharedSegment
 from torsh_distributed.comm.backends.wire import BufferUse
-from torsh_distributed.comm.shared_memory import allocate_shared_memory, collective_buffer
+from torsh_distributed.comm.shared_memory.buffers import allocate_shared_memory, collective_buffer
 from torsh_distributed.errors import BackendError, MemoryAllocationFailed
 from torsh_distributed.parallel.sharded.communication import gather, reduce_scatter
 
@@ -196,7 +196,7 @@ def fail_in_turn() -> list[tuple[bool, list[str]]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[assignment]
-    logging.getLogger("torsh_distributed.comm.shared_memory").addHandler(handler)
+    logging.getLogger("torsh_distributed.comm.shared_memory.buffers").addHandler(handler)
     found = []
     for rank, name, fails, _ in FAULTS:
         records.clear()

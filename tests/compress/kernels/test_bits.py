@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compress.examples import examples
-from torsh_distributed.compress.messages.bits import (
+from torsh_distributed.compress.kernels.bits import (
     blocks_packed_bytes,
     pack,
     pack_trits,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bed.world import World
-from torsh_distributed.comm import shared_memory
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.core import load_native
-from torsh_distributed.comm.shared_memory import share_buffer
+from torsh_distributed.comm.shared_memory.buffers import buffers as shared_memory
+from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.errors import ProcessFailure
 
 pytestmark = pytest.mark.skipif(
@@ -162,7 +162,7 @@ def fail_to_share() -> list[tuple[bool, list[str]]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[assignment]
-    logger = logging.getLogger("torsh_distributed.comm.shared_memory")
+    logger = logging.getLogger("torsh_distributed.comm.shared_memory.buffers")
     logger.addHandler(handler)
     found = []
     faults: list[tuple[object, str, Callable[..., object]]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torsh_distributed import events
-from torsh_distributed.comm.measurement.flight_recorder import FlightRecorder
+from torsh_distributed.comm.recording.flight_recorder import FlightRecorder
 
 
 def test_the_last_operations_are_kept_and_numbered_by_group() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.describing.reference import render
 from torsh_distributed.plan.key_paths import keys_of
+from torsh_distributed.plan.pages.reference import render
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.compress.averaging.named_buffers import FlatEntry, NamedBuffers, split
+from torsh_distributed.compress.named_buffers import FlatEntry, NamedBuffers, split
 from torsh_distributed.errors import TensorShapeMismatch
 
 CPU = torch.device("cpu")

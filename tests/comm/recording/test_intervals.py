@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.comm.measurement.intervals import covered_s
+from torsh_distributed.comm.recording.intervals import covered_s
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (min(pair), max(pair))))
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.terminal import Terminal
-from torsh_distributed.launch.nodes.records import JobFailure
 
 if TYPE_CHECKING:
     from rich.console import Console

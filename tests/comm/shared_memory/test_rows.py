@@ -13,7 +13,7 @@ from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm import ShmOptions
 from torsh_distributed.comm.collectives.moves import all_to_all_single
-from torsh_distributed.comm.collectives.rows import gather_to_all, new_rows, sum_from_all, takes_rows
+from torsh_distributed.comm.shared_memory.rows import gather_to_all, new_rows, sum_from_all, takes_rows
 from torsh_distributed.errors import TensorShapeMismatch
 
 SHAPES = [(1, 1), (7, 3), (40, 33), (300, 512), (64, 4096)]

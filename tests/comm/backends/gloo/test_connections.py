@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from torsh_distributed.comm.groups.connections import new_connections
+from torsh_distributed.comm.backends.gloo.connections import new_connections
 
 
 def test_only_new_connections_are_cut() -> None:

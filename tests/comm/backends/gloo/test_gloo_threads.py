@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
+from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.hierarchical import TorshOptions
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.comm.groups.gloo_threads import patient_threads
 from torsh_distributed.comm.groups.manager import GroupManager, twin_group
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.bed.world import World
 from tests.compress.codecs.checks import gradient
-from torsh_distributed.compress.averaging import exchange, scatter, sparse_average
-from torsh_distributed.compress.averaging.scatter import scattered_mean
 from torsh_distributed.compress.codecs import make_codec
 from torsh_distributed.compress.codecs.base import Key
 from torsh_distributed.compress.codecs.dense.base import DenseCodec
+from torsh_distributed.compress.exchange import dense_exchange, scatter, sparse_exchange
+from torsh_distributed.compress.exchange.scatter import scattered_mean
 from torsh_distributed.errors import CompressionError
 
 NUM_ELEMENTS = 12_000  # a multiple of the ranks
@@ -31,7 +31,7 @@ def whole(method: str, group: dist.ProcessGroup) -> Tensor:
 def gathered(method: str, group: dist.ProcessGroup) -> Tensor:
     codec = make_codec(method)
     assert isinstance(codec, DenseCodec)
-    return exchange.all_gather_encoded(codec, gradient(2000, group.rank()), group, Key())
+    return dense_exchange.all_gather_encoded(codec, gradient(2000, group.rank()), group, Key())
 
 
 def scattered(method: str, group: dist.ProcessGroup) -> Tensor:
@@ -58,13 +58,13 @@ def damage_what_rank_0_receives(module: ModuleType, name: str) -> Callable[[], N
 
 
 CASES: list[tuple[str, Average, ModuleType, str]] = [
-    ("int8", whole, exchange, "all_gather"),
-    ("int8", whole, exchange, "all_to_all"),
-    ("sign", gathered, exchange, "all_gather"),
-    ("int8", scattered, exchange, "all_to_all"),
-    ("topk:0.1", whole, sparse_average, "all_gather"),
-    ("topk:0.1", scattered, scatter, "all_to_all"),
-    ("randomk:0.1", scattered, scatter, "all_to_all"),
+    ("int8", whole, dense_exchange, "all_gather"),
+    ("int8", whole, dense_exchange, "all_to_all_single"),
+    ("sign", gathered, dense_exchange, "all_gather"),
+    ("int8", scattered, dense_exchange, "all_to_all_single"),
+    ("topk:0.1", whole, sparse_exchange, "all_gather"),
+    ("topk:0.1", scattered, scatter, "all_to_all_single"),
+    ("randomk:0.1", scattered, scatter, "all_to_all_single"),
 ]
 
 

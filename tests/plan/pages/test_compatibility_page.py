@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torsh_distributed.plan.compatibility.rules import RULES
-from torsh_distributed.plan.describing.compatibility_page import render
+from torsh_distributed.plan.pages.compatibility_page import render
 
 ROOT = Path(__file__).parents[3]
 

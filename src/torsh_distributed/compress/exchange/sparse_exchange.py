@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
-from torsh_distributed.compress.averaging.damage import DamageReport
 from torsh_distributed.compress.codecs.base import Averaged
 from torsh_distributed.compress.codecs.sparse.selection import largest
+from torsh_distributed.compress.exchange.damage import DamageReport
 from torsh_distributed.compress.messages.envelope import MessageSpec, open_message, seal
 from torsh_distributed.compress.messages.indices import nonzero
 from torsh_distributed.compress.messages.sparse import (

@@ -1,0 +1,1 @@
+"""Memory that the ranks of a node share: `buffers` allocates it, `rows` exchanges rows through it."""
