@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bed.world import World
 from torsh_distributed import events
-from torsh_distributed.comm.recording.flight_recorder import FlightRecorder
+from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.comm.recording.flight_recorder import FlightRecorder, recorder
 
 
 def test_the_last_operations_are_kept_and_numbered_by_group() -> None:
@@ -42,3 +48,41 @@ def test_the_end_of_an_operation_is_an_event() -> None:
     (event,) = seen
     assert isinstance(event, events.CollectiveEvent)
     assert (event.op, event.group, event.num_bytes, event.peer, event.error) == ("recv", "world", 16, 2, None)
+
+
+def call_torch_directly() -> list[tuple[str, int, bool, str | None]]:
+    """Runs on every rank: torch's own functions on one of our groups, one of them asynchronous, one that fails."""
+    before = len(list(recorder))
+    whole = torch.zeros(4 * dist.get_world_size())
+    dist.all_reduce(torch.ones(256))  # looks up the fold; the next one takes the short path
+    dist.all_reduce(torch.ones(256))
+    dist.broadcast(torch.ones(3), src=0)
+    dist.all_gather_into_tensor(whole, torch.ones(4))
+    dist.all_reduce(torch.ones(8), async_op=True).wait()
+    peer = 1 - dist.get_rank()
+    messages = [dist.isend(torch.ones(2), peer), dist.irecv(torch.ones(2), peer)]
+    for message in messages:
+        message.wait()
+    all_reduce(torch.ones(16))
+    all_reduce(torch.ones(16), algorithm="ring")
+    found = list(recorder)[before:]
+    return [(record.op, record.num_bytes, record.end_s is not None, record.call_site) for record in found]
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh"])
+def test_torchs_own_calls_on_our_backends_are_recorded_and_ours_once(world: World, backend: str) -> None:
+    here = Path(__file__).name
+    for found in world.run(call_torch_directly, num_ranks=2, backend=backend):
+        assert [(op, num_bytes) for op, num_bytes, _, _ in found] == [
+            ("all_reduce", 1024),
+            ("all_reduce", 1024),
+            ("broadcast", 12),
+            ("all_gather_single", 32),
+            ("all_reduce", 32),
+            ("send", 8),
+            ("recv", 8),
+            ("all_reduce", 64),
+            ("all_reduce:ring", 64),
+        ]
+        assert all(is_ended for _, _, is_ended, _ in found)
+        assert [call_site for *_, call_site in found if here not in (call_site or "")] == []

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.algorithms.base import Algorithm
 from torsh_distributed.comm.algorithms.channel import Channel
+from torsh_distributed.comm.recording.flight_recorder import in_thread
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
@@ -112,6 +113,7 @@ class _BackgroundWork(dist.Work):
         self._outputs: torch.futures.Future[list[Tensor]] = torch.futures.Future()
 
         def run() -> None:
+            in_thread.is_inside = True  # this thread sends messages of recorded operations only
             body()
             self._outputs.set_result([tensor])
 

@@ -346,7 +346,7 @@ class TorshProcessGroup(ShortPath):
         check_tensor(tensor, self._wire.name, call.operation)
         peer = self._check_rank(dst, call.operation)
         [buffer] = Staged([tensor], is_filled=True).tensors
-        work = self._new_transfer(call, [tensor])
+        work = self._new_transfer(call, [tensor], peer)
         with self._timed(call, [tensor]):
             self._wire.send(buffer, peer, tag, work, call)
         return self._track(work)
@@ -366,15 +366,17 @@ class TorshProcessGroup(ShortPath):
         call = self._new_call("recv")
         check_tensor(tensor, self._wire.name, call.operation)
         staged = Staged([tensor], is_filled=False)
-        work = self._new_transfer(call, [tensor])
+        work = self._new_transfer(call, [tensor], src)
         work.before_completion(staged.give_back)
         with self._timed(call, [tensor]):
             self._wire.receive(staged.tensors[0], src, tag, work, call)
         return self._track(work)
 
-    def _new_transfer(self, call: Call, tensors: list[Tensor]) -> PendingWork:
+    def _new_transfer(self, call: Call, tensors: list[Tensor], peer: int | None) -> PendingWork:
         self._number(call)
-        return self._new_work(call, tensors, self._wire.help_with)
+        work = self._new_work(call, tensors, self._wire.help_with)
+        work.record = self._new_record(call, tensors, peer)
+        return work
 
     # --- checks on this rank ----------------------------------------------------------------------------------
 

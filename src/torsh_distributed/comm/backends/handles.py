@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.errors import OperationTimeout
 
 # c10d passes zero for "as long as the operation itself may take".
@@ -67,6 +68,8 @@ class PendingWork(dist.Work):
     def __init__(self, operation: str, outputs: Sequence[Tensor], help_with: HelpWith) -> None:
         super().__init__()
         self.operation = operation
+        self.record: OperationRecord | None = None
+        """The flight recorder's, where this work is an operation of its own."""
         self._outputs = list(outputs)
         self._help_with = help_with
         self._error: BaseException | None = None
@@ -95,6 +98,8 @@ class PendingWork(dist.Work):
             self._on_error(error)
         if error is None and self._finish is not None:
             self._finish()
+        if self.record is not None:
+            recorder.end_quietly(self.record, error)
         self._error, self._peer = error, peer
         self._finish = self._on_error = None
         with self._guard:

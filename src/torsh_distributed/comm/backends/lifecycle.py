@@ -19,6 +19,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
 from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -165,16 +166,29 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _begin(self, body: Body, call: Call, outputs: Sequence[Tensor], *, is_async: bool) -> dist.Work:
         self._number(call)
+        record = self._new_record(call, outputs)
         if not is_async and self._coalesced is None:
             try:
                 if self._executor.run(body, call):
+                    if record is not None:
+                        recorder.end_quietly(record)
                     return self._finished
             except BaseException as error:
+                if record is not None:
+                    recorder.end_quietly(record, error)
                 self._note_failure(error)
                 raise
         work = self._new_work(call, outputs, self._executor.help_with)
+        work.record = record
         self._executor.submit(body, call, work)
         return self._track(work)
+
+    def _new_record(self, call: Call, tensors: Sequence[Tensor], peer: int | None = None) -> OperationRecord | None:
+        """The record of a call of torch's; None for a message of an operation that has been recorded."""
+        if in_thread.is_inside:
+            return None
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return recorder.begin(call.operation, self._name, num_bytes, peer)
 
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
         """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
+from torsh_distributed.comm.recording.flight_recorder import in_thread, recorder
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.events import WaitEvent, wanted
 
@@ -124,13 +125,20 @@ class ShortPath(GroupLifecycle):
         call.operation = operation
         call.timeout_ns = self._timeout_ns
         call.sequence = self._sequence = self._sequence + 1
+        record = None
+        if opts is not _PLAIN and not in_thread.is_inside:  # else it is part of an operation that is recorded
+            record = recorder.begin(operation, self._name, tensors[0].nbytes)
         try:
             body(*tensors, call)
         except BaseException as error:
+            if record is not None:
+                recorder.end_quietly(record, error)
             self._note_failure(error)
             raise
         finally:
             self._executor.end()
+        if record is not None:
+            recorder.end_quietly(record)
         return True
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torsh_distributed.comm.collectives.matching import are_checks_enabled, require_agreement
 from torsh_distributed.comm.collectives.work import Work, explain, group_timeout_s
 from torsh_distributed.comm.groups.abort import refuse_if_aborted
-from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import (
     BackendNotInitialized,
@@ -67,9 +67,12 @@ def run(
         if same is not None and are_checks_enabled():
             limit_s = group_timeout_s(chosen) if timeout_s is None else timeout_s
             require_agreement(chosen, record, f"{op}{_shown(same)}", limit_s)
+        in_thread.is_inside = True
         pending = start(chosen, async_op or timeout_s is not None)
     except (TorshError, RuntimeError) as error:
         fail(error, chosen, record, timeout_s)
+    finally:
+        in_thread.is_inside = False
     if pending is None and not async_op:  # the short path of a synchronous call without a deadline of its own
         result = finish()
         recorder.end(record)

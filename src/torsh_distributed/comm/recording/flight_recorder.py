@@ -1,12 +1,15 @@
 """The flight recorder: the last thousand operations of this process, cheap enough to be always on.
 
 When a job hangs, the question is which rank is behind, in which call, on which line. The answer must be there already.
+Operations of `td.*` are recorded on every backend, calls of `torch.distributed` on our backends.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -22,14 +25,27 @@ _now_s = time.monotonic
 _OURS = str(Path(__file__).parents[2])
 
 
-class _Ours(dict[str, bool]):
-    """Whether a file is part of this library, by its name."""
+_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+
+
+class _LibraryFiles(dict[str, bool]):
+    """Whether a file, by its name, is part of this library or of torch.distributed, or wraps one that is deprecated."""
 
     def __missing__(self, name: str) -> bool:
-        return self.setdefault(name, name.startswith(_OURS))
+        is_library = name.startswith(_OURS) or _TORCH_DISTRIBUTED in name or name.endswith("typing_extensions.py")
+        return self.setdefault(name, is_library)
 
 
-_is_ours = _Ours()
+_is_library = _LibraryFiles()
+
+
+class _ThreadState(threading.local):
+    """Whether this thread is inside an operation that has been recorded: its messages are part of it."""
+
+    is_inside = False
+
+
+in_thread = _ThreadState()
 
 
 class OperationRecord:
@@ -82,17 +98,22 @@ class FlightRecorder:
     def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> OperationRecord:
         """Record that an operation starts; the caller's file and line are found on the stack."""
         frame = sys._getframe(1)
-        while _is_ours[frame.f_code.co_filename] and frame.f_back is not None:
+        while _is_library[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
         record = OperationRecord(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
         self._ring.append(record)
         return record
 
-    def end(self, record: OperationRecord, error: BaseException | None = None) -> None:
-        """Record that it ended, and emit a CollectiveEvent if anything subscribes to it."""
+    def end_quietly(self, record: OperationRecord, error: BaseException | None = None) -> None:
+        """Record that it ended, without an event: calls of torch's own functions are in no statistics."""
         record.end_s = _now_s()
         if error is not None:
             record.error = f"{type(error).__name__}: {error}"
+
+    def end(self, record: OperationRecord, error: BaseException | None = None) -> None:
+        """Record that it ended, and emit a CollectiveEvent if anything subscribes to it."""
+        self.end_quietly(record, error)
+        assert record.end_s is not None, "it has just ended"
         if events.wanted(events.CollectiveEvent):
             events.emit(
                 events.CollectiveEvent(

@@ -22,6 +22,7 @@ from torsh_distributed.comm.algorithms.auto.measured_costs import measure_costs
 from torsh_distributed.comm.algorithms.base import Algorithm, MeasuredCosts
 from torsh_distributed.comm.algorithms.execution import check_on_cpu, start_all_reduce
 from torsh_distributed.comm.algorithms.registry import ALGORITHMS, AUTO, DETERMINISTIC, check_order, find_algorithm
+from torsh_distributed.comm.recording.flight_recorder import in_thread
 from torsh_distributed.comm.reduce_op import ReduceOp
 
 _BACKEND = "backend"
@@ -64,7 +65,11 @@ class AlgorithmChooser:
         tried_bytes = min(max(num_bytes, _LATENCY_BYTES), _LARGEST_TRIED_BYTES) if num_bytes else 0
         key = (tried_bytes.bit_length(), deterministic)
         if key not in self._chosen:
-            self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
+            in_thread.is_inside = True  # thousands of trials would fill the flight recorder
+            try:
+                self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
+            finally:
+                in_thread.is_inside = False
         return self._chosen[key]
 
     def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
