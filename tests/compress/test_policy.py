@@ -12,7 +12,7 @@ from torsh_distributed.plan import CompressConfig
     ("settings", "expected"),
     [
         ({"method": "int8", "warmup_steps": 2}, "ddcccc"),
-        ({"method": "int8", "warmup_steps": 1, "compression_period": 2}, "dcdcdc"),
+        ({"method": "int8", "warmup_steps": 1, "period": 2}, "dcdcdc"),
         ({"method": "none", "warmup_steps": 0}, "dddddd"),
     ],
     ids=["warm-up", "period after warm-up", "no method"],

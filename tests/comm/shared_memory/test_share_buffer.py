@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.bed.world import World
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.shm.core import load_native
-from torsh_distributed.comm.shared_memory.buffers import buffers as shared_memory
+from torsh_distributed.comm.shared_memory import buffers
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.errors import ProcessFailure
 
@@ -167,8 +167,8 @@ def fail_to_share() -> list[tuple[bool, list[str]]]:
     found = []
     faults: list[tuple[object, str, Callable[..., object]]] = [
         (torch.UntypedStorage, "_share_fd_cpu_", no_sharing_by_torch),
-        (shared_memory, "_mapped", no_files),
-        (shared_memory, "_has_room", lambda _: False),
+        (buffers, "_mapped", no_files),
+        (buffers, "_has_room", lambda _: False),
     ]
     for target, name, fails in faults:
         records.clear()

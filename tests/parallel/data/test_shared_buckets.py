@@ -141,7 +141,7 @@ def kinds_of_travel() -> list[list[bool]]:
         {"distributed": DistributedConfig(algorithm="ring")},
         {"reduce_dtype": "bf16"},
         {"compression": "fp16"},
-        {"bucket": BUCKETS.model_copy(update={"enabled": False})},
+        {"bucket": BUCKETS.model_copy(update={"bucketing": False})},
     ):
         bucket = options.pop("bucket", BUCKETS)
         ddp = DistributedDataParallel(model(), bucket, **options)  # type: ignore[arg-type]  # each as it is named

@@ -210,7 +210,7 @@ REFUSALS = {
     "mesh": "there is nothing to shard over: dp 3",
     "norm": "the batch norm 1 computes in bf16 with running means in torch.float32",
     "pattern": "fsdp.wrap_classes: no module is a Layer",
-    "algorithm": "distributed.algorithm has no effect on sharded parameters",
+    "algorithm": "distributed.algorithm = ring does not go together with mesh.shard = 3",
 }
 
 
