@@ -23,6 +23,7 @@ from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.events import WaitEvent, wanted
 
 _STRIDED = torch.strided
+_note_briefly = recorder.note_briefly
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -125,20 +126,15 @@ class ShortPath(GroupLifecycle):
         call.operation = operation
         call.timeout_ns = self._timeout_ns
         call.sequence = self._sequence = self._sequence + 1
-        record = None
-        if opts is not _PLAIN and not in_thread.is_inside:  # else it is part of an operation that is recorded
-            record = recorder.begin(operation, self._name, tensors[0].nbytes)
+        if opts is not _PLAIN and not in_thread.is_inside:  # else part of an operation that is recorded
+            _note_briefly((operation, self._name, self._sequence, tensors[0].nbytes))
         try:
             body(*tensors, call)
         except BaseException as error:
-            if record is not None:
-                recorder.end_quietly(record, error)
             self._note_failure(error)
             raise
         finally:
             self._executor.end()
-        if record is not None:
-            recorder.end_quietly(record)
         return True
 
 
