@@ -181,6 +181,7 @@ class CheckpointError(TorshError):
         "load the previous checkpoint; one that was being written when the job died never counts as complete",
         "check the free space of the checkpoint directory",
         "check that every rank sees the same directory",
+        "check that the plan and the model are those that wrote it",
     )
 
 

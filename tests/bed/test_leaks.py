@@ -10,6 +10,8 @@ import pytest
 
 from tests.bed import leaks
 
+pytestmark = pytest.mark.ranks
+
 pytest_plugins = ["pytester"]
 
 

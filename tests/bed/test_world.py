@@ -17,6 +17,8 @@ import torch.distributed as dist
 from tests.bed.world import ROOT, World, WorldError
 from tests.chaos.faults import process_state
 
+pytestmark = pytest.mark.ranks
+
 
 def sum_of_ranks() -> float:
     value = torch.tensor(float(dist.get_rank()))

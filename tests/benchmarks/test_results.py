@@ -22,6 +22,8 @@ from benchmarks.plot import fingerprint, save_plot
 from benchmarks.result import RESULTS, Result, load_result, load_results, run_case, save_result
 from benchmarks.table import table_of
 
+pytestmark = pytest.mark.ranks
+
 
 def measured(median: float) -> Measurement:
     return Measurement(median=median, low=median * 0.9, high=median * 1.2, num_samples=3)

@@ -26,6 +26,8 @@ from torsh_distributed.errors import (
     TensorShapeMismatch,
 )
 
+pytestmark = pytest.mark.ranks
+
 COLLECTIVES: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.ones(10)),
     "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),

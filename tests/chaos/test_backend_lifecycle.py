@@ -28,6 +28,8 @@ from torsh_distributed.errors import (
     OperationTimeout,
 )
 
+pytestmark = pytest.mark.ranks
+
 # ---- abort --------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ from tests.chaos.faults import (
     wait_for_mark,
 )
 
+pytestmark = pytest.mark.ranks
+
 DURATIONS = st.integers(0, 10**6).map(lambda thousandths: thousandths / 1000)
 
 

@@ -14,6 +14,8 @@ from tests.bed.world import World
 from tests.launch.jobs import be_launcher, launch, write_script
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 
+pytestmark = pytest.mark.ranks
+
 # Every rank has a child in its session and one that left it; all wait for ever once everybody is there.
 WITH_CHILDREN = """
 for number in range(2):

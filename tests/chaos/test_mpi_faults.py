@@ -21,7 +21,7 @@ from torsh_distributed.comm.backends.mpi import MpiWire
 from torsh_distributed.comm.backends.mpi.library import library
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TensorShapeMismatch
 
-pytestmark = pytest.mark.needs_mpi
+pytestmark = [pytest.mark.needs_mpi, pytest.mark.ranks]
 
 
 def the_wire() -> MpiWire:

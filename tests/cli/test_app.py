@@ -10,6 +10,8 @@ import pytest
 
 from torsh_distributed.errors import error_codes
 
+pytestmark = pytest.mark.ranks
+
 
 def torsh(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -14,6 +14,8 @@ from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, In
 from torsh_distributed.launch import job
 from torsh_distributed.launch.spec import EntryKind, JobSpec
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture
 def specs(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:

@@ -14,6 +14,8 @@ import pytest
 from torsh_distributed.comm.store import open_store
 from torsh_distributed.errors import InvalidArgument
 
+pytestmark = pytest.mark.ranks
+
 
 @contextmanager
 def serving(*options: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:

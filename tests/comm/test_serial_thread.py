@@ -70,6 +70,7 @@ if child:
 """
 
 
+@pytest.mark.ranks
 def test_a_forked_child_starts_a_thread_of_its_own() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
@@ -77,6 +78,7 @@ def test_a_forked_child_starts_a_thread_of_its_own() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.ranks
 def test_what_was_submitted_is_done_before_the_process_exits() -> None:
     script = "from torsh_distributed.comm.serial_thread import SerialThread as T; t = T('t'); t.submit(print, 'done')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

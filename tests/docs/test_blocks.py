@@ -13,6 +13,8 @@ import typer
 from tests.docs.blocks import ROOT, Block, blocks_of, pages, programs, torsh_commands
 from torsh_distributed.cli.app import app
 
+pytestmark = pytest.mark.ranks
+
 PAGES_WITH_CODE = [page for page in pages() if programs(list(blocks_of(page)))]
 COMMANDS = [
     pytest.param(words, id=f"{block.place} torsh {' '.join(words[:3])}")

@@ -14,6 +14,8 @@ import pytest
 
 from tests.lab.network import MAX_HOSTS, Host, Lab, LabError, leftovers, remove_leftovers
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 
 # Listens, says so, then reads one connection to its end and reports how many bytes arrived in which time.

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.bed.world import World
 from tests.lab.network import Lab
 
+pytestmark = pytest.mark.ranks
+
 
 def where_am_i() -> tuple[str, str, str, str]:
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

@@ -12,6 +12,8 @@ from torsh_distributed.errors import CommunicationError, InvalidArgument, IoErro
 from torsh_distributed.launch.job import describe_job, launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
+pytestmark = pytest.mark.ranks
+
 
 def test_every_worker_runs_with_its_rank_in_front_of_its_lines(world: World, tmp_path: Path) -> None:
     script = write_script(

@@ -11,6 +11,8 @@ import pytest
 from torsh_distributed.errors import ProcessFailure, SerializationError
 from torsh_distributed.launch.spawn import spawn
 
+pytestmark = pytest.mark.ranks
+
 
 def where(offset: int) -> tuple[int, str]:
     return int(os.environ["RANK"]) + offset, os.environ["WORLD_SIZE"]

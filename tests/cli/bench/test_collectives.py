@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.app import app
+
+pytestmark = pytest.mark.ranks
 
 
 def test_collectives_are_measured_on_every_backend_and_compared_with_the_last(tmp_path: Path) -> None:

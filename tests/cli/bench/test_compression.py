@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from torsh_distributed.cli.app import app
 from torsh_distributed.errors import TorshError
 
+pytestmark = pytest.mark.ranks
+
 
 def test_compression_is_measured_on_local_ranks(tmp_path: Path) -> None:
     out = tmp_path / "timings.json"

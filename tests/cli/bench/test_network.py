@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.app import app
 from torsh_distributed.errors import TorshError
+
+pytestmark = pytest.mark.ranks
 
 
 def test_the_network_is_measured_look_by_look(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.test_app import torsh
 
+pytestmark = pytest.mark.ranks
+
 
 def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
     done = torsh("demo", "mlp", "--steps", "60", "--out", str(tmp_path))

@@ -13,6 +13,8 @@ import pytest
 
 from torsh_distributed.comm.meeting.node_identity import node_identity
 
+pytestmark = pytest.mark.ranks
+
 _JOIN = """
 import json
 import torch

@@ -224,6 +224,7 @@ if {is_waited}:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("is_waited", [True, False])
 def test_a_process_ends_well_with_tasks_under_way(is_waited: bool) -> None:
     """Threads of a scheduler that was not closed neither delay the end nor crash the process."""

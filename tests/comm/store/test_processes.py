@@ -16,6 +16,8 @@ from tests.bed.zygote import free_port
 from tests.comm.store.conftest import Place
 from torsh_distributed.comm.store import open_store
 
+pytestmark = pytest.mark.ranks
+
 NUM_ROUNDS = 50
 
 

@@ -256,6 +256,7 @@ def test_a_new_server_at_the_address_is_found_by_the_next_call() -> None:
             assert store.get("key") == b"2"
 
 
+@pytest.mark.ranks
 def test_a_stopped_server_ends_in_a_timeout() -> None:
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as server:

@@ -13,6 +13,8 @@ import pytest
 
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE, Guardian, find_members, kill_members
 
+pytestmark = pytest.mark.ranks
+
 # Prints the pid of a grandchild, then both wait for ever.
 FAMILY = """
 import os, signal, sys

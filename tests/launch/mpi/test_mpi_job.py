@@ -18,7 +18,7 @@ from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.mpi.mpi_job import mpi_job
 from torsh_distributed.launch.spec import Entry, JobSpec
 
-pytestmark = pytest.mark.needs_mpi
+pytestmark = [pytest.mark.needs_mpi, pytest.mark.ranks]
 
 
 def be_launcher(script: str, changes: dict[str, Any]) -> int:

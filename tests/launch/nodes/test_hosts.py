@@ -12,7 +12,7 @@ from tests.bed.world import World
 from tests.lab.network import Host, Lab
 from tests.launch.jobs import launch, write_script
 
-pytestmark = pytest.mark.needs_netns
+pytestmark = [pytest.mark.needs_netns, pytest.mark.ranks]
 
 PLAIN_TORCH = """
 import torch

@@ -13,6 +13,8 @@ from torsh_distributed.errors import CommunicationError, ConfigurationError, Ope
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
+pytestmark = pytest.mark.ranks
+
 
 def test_the_nodes_start_together_and_end_together(world: World, tmp_path: Path) -> None:
     script = write_script(

@@ -20,6 +20,8 @@ from tests.bed.zygote import free_port
 from tests.launch.jobs import launch, write_script
 from torsh_distributed.launch.nodes.store_process import StoreProcess
 
+pytestmark = pytest.mark.ranks
+
 FIND_STORE = """
 def store_pid():
     children = open(f"/proc/{launcher}/task/{launcher}/children").read().split()

@@ -19,6 +19,8 @@ from tests.bed.zygote import free_port
 from torsh_distributed.comm.collectives.matching import are_checks_enabled
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, OperationTimeout
 
+pytestmark = pytest.mark.ranks
+
 MEET = """
 import os, torch, torch.distributed as dist, torsh_distributed as td
 found = td.init(timeout_s=60)

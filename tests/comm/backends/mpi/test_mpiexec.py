@@ -13,7 +13,7 @@ import pytest
 
 from tests.bed.needs import mpiexec
 
-pytestmark = [pytest.mark.needs_mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.needs_mpi, pytest.mark.slow, pytest.mark.ranks]
 
 PLAIN = """
     import sys

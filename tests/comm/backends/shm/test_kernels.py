@@ -76,6 +76,7 @@ def test_floats_round_to_half_as_torch_rounds_them(probe: ctypes.CDLL) -> None:
     assert_same_values(convert(probe.narrow_bf, floats, torch.bfloat16), floats.bfloat16())
 
 
+@pytest.mark.slow
 def test_the_core_is_rebuilt_when_its_sources_change(tmp_path: Path) -> None:
     for path in SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

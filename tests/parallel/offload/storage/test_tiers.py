@@ -94,6 +94,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.ranks
 def test_a_killed_process_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
