@@ -18,6 +18,8 @@ from tests.comm.store.conftest import Place
 from torsh_distributed.comm.store import MAX_VALUE_BYTES, Store, StoreTimeout, Swap, file, redis
 from torsh_distributed.errors import InvalidArgument, OperationTimeout
 
+pytestmark = pytest.mark.ranks
+
 TTL_S = 0.25
 # Redis counts in whole milliseconds.
 CLOCK_STEP_S = 0.01
