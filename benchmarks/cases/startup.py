@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.harness import Budget, Case, Measurement, Row, Unit
 
 _PLAN = Path(__file__).parents[2] / "examples" / "plans" / "zero3.toml"
-_TORSH = [sys.executable, "-m", "torsh_distributed.cli.app"]
+_TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _HELLO = "print('hello', flush=True)\n"
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 def torsh(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torsh_distributed.cli.app", *args],
+        [sys.executable, "-m", "torsh_distributed.cli.entry_point", *args],
         capture_output=True,
         text=True,
         timeout=100,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 @contextmanager
 def serving(*options: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command and the address it printed."""
-    command = [sys.executable, "-m", "torsh_distributed.cli.app", "store", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "store", "serve", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as server:
         assert server.stdout is not None
         try:
@@ -55,7 +55,7 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_a_port_in_use_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "torsh_distributed.cli.app", "store", "serve", "--port", port]
+        command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "store", "serve", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

@@ -6,6 +6,7 @@ module's name; a test keeps it equal to the command's own.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -61,6 +62,9 @@ class _LoadedOnAccess(MutableMapping[str, Any]):
         if name not in self._loaded:
             app = importlib.import_module(self._modules[name]).app
             self._loaded[name] = typer.main.get_command(app)
+            if not gc.isenabled():  # turned off by `entry_point` for the imports, whose objects all stay
+                gc.freeze()
+                gc.enable()
         return self._loaded[name]
 
     @override
