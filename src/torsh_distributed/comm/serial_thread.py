@@ -48,6 +48,8 @@ class SerialThread:
         future: Future[R] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = call(*args, **kwargs)
             except BaseException as error:  # raised where the future is waited for

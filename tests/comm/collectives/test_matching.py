@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -90,3 +91,16 @@ def test_a_rank_that_is_behind_is_named(world: World) -> None:
     assert isinstance(first.error, OperationTimeout)
     assert first.error.context["missing_ranks"] == [1]
     assert "rank 1 did not announce operation number 1" in str(first.error)
+
+
+def come_late() -> float:
+    """Runs on every rank: rank 1 is late at the first compared operation, within the group's deadline."""
+    enable_checks(True)
+    if dist.get_rank() == 1:
+        time.sleep(0.3)  # lateness itself is what is tested
+    return float(all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("backend", ["shm", "torsh", "gloo"])
+def test_a_late_rank_is_waited_for_as_long_as_the_group_allows(world: World, backend: str) -> None:
+    assert world.run(come_late, num_ranks=2, backend=backend) == [2.0, 2.0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from torsh_distributed import events
+from torsh_distributed.comm.collectives.matching import enable_checks
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.recording.flight_recorder import FlightRecorder, recorder
 
@@ -87,3 +88,20 @@ def test_torchs_own_calls_on_our_backends_are_recorded_and_ours_once(world: Worl
         assert all(is_ended for _, _, is_ended, _ in found)
         # Two took the short path, on which call sites are not looked up.
         assert [here in call_site for *_, call_site in found if call_site is not None] == [True] * (len(found) - 2)
+
+
+def take_different_paths() -> tuple[list[int], float]:
+    """Runs on every rank: a strided tensor keeps rank 0 off the short path; then td's operations compare numbers."""
+    enable_checks(True)
+    first = len(list(recorder))
+    for _ in range(3):
+        tensor = torch.ones(4, 2)[:, 0] if dist.get_rank() == 0 else torch.ones(4)
+        dist.all_reduce(tensor)
+    total = all_reduce(torch.ones(1), timeout_s=20)
+    return [record.sequence for record in list(recorder)[first:]], float(total)
+
+
+def test_the_numbers_of_our_operations_do_not_depend_on_the_path_of_torchs_calls(world: World) -> None:
+    numbers = world.run(take_different_paths, num_ranks=2, backend="shm")
+    assert [total for _, total in numbers] == [2.0, 2.0]
+    assert numbers[0][0] == numbers[1][0]

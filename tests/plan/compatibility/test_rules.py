@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         2,
     ),
     "capacity-with-context": (
-        {"mesh": {"ep": 2, "cp": 2}, "expert": {"overflow": "drop"}},
+        {"mesh": {"ep": 2, "cp": 2}, "expert": {"overflow": "reroute"}},
         {"expert": {"overflow": "none"}},
         4,
     ),
@@ -236,6 +236,31 @@ def test_a_plan_that_validates_is_not_refused_when_the_strategy_is_chosen(plan: 
         build_schedule(resolved.pipeline, resolved.mesh.pp)
     if kind == "sharded" and resolved.compress.method != "none":
         check_method(resolved.compress, has_replicas=resolved.mesh.dp > 1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, pipeline=PipelineConfig(num_microbatches=5)),
+        Plan(dp=64),
+        Plan(dp=1, ep=2, cp=2),
+        Plan(shard=-1),
+    ],
+    ids=["microbatches of a default batch", "more ranks than a default batch", "default overflow", "open degree"],
+)
+def test_a_saved_plan_is_judged_as_the_plan_it_was(plan: Plan) -> None:
+    again = Plan.from_dict(plan.to_dict())
+    assert again == plan
+    assert [rule.name for rule in broken_rules(again)] == [rule.name for rule in broken_rules(plan)]
+
+
+def test_what_is_refused_without_a_world_is_refused_in_every_world() -> None:
+    sections = {"compress": {"method": "int8"}, "precision": {"reduce_dtype": "bf16"}}
+    open_degree = Plan.from_dict({"mesh": {"shard": -1}, **sections})
+    open_degree.validate()
+    open_degree.validate(2)
+    with pytest.raises(ConfigurationError, match="the codec decides"):
+        Plan.from_dict({"mesh": {"dp": 2}, **sections}).validate()
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])

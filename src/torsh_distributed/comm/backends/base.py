@@ -9,7 +9,8 @@ the short path.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -34,6 +35,7 @@ from torsh_distributed.comm.backends.staging import (
     check_tensor,
 )
 from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
+from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
 _Options = TypeVar("_Options")
@@ -347,7 +349,7 @@ class TorshProcessGroup(ShortPath):
         peer = self._check_rank(dst, call.operation)
         [buffer] = Staged([tensor], is_filled=True).tensors
         work = self._new_transfer(call, [tensor], peer)
-        with self._timed(call, [tensor]):
+        with self._timed(call, [tensor]), _ending(work):
             self._wire.send(buffer, peer, tag, work, call)
         return self._track(work)
 
@@ -368,7 +370,7 @@ class TorshProcessGroup(ShortPath):
         staged = Staged([tensor], is_filled=False)
         work = self._new_transfer(call, [tensor], src)
         work.before_completion(staged.give_back)
-        with self._timed(call, [tensor]):
+        with self._timed(call, [tensor]), _ending(work):
             self._wire.receive(staged.tensors[0], src, tag, work, call)
         return self._track(work)
 
@@ -410,6 +412,17 @@ class TorshProcessGroup(ShortPath):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+
+@contextmanager
+def _ending(work: PendingWork) -> Iterator[None]:
+    """Around the start of a transfer: one that cannot start has ended, for the flight recorder too."""
+    try:
+        yield
+    except BaseException as error:
+        if work.record is not None:
+            recorder.end_quietly(work.record, error)
+        raise
 
 
 def _one_by_one(bodies: Sequence[partial[None]], call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
@@ -144,6 +145,11 @@ class GroupLifecycle(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of a call that has none of its own."""
+        return self._timeout_ns / 1e9
+
     # --- running ----------------------------------------------------------------------------------------------
 
     def _new_call(self, operation: str, timeout: timedelta = UNSET_TIMEOUT) -> Call:
@@ -188,7 +194,10 @@ class GroupLifecycle(dist.ProcessGroup):
         if in_thread.is_inside:
             return None
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return recorder.begin(call.operation, self._name, num_bytes, peer)
+        if peer is not None:
+            with contextlib.suppress(ValueError):  # a group made without torch has no ranks of a world
+                peer = dist.get_global_rank(self, peer)
+        return recorder.begin(call.operation, self._name, num_bytes, peer, sequence=call.sequence)
 
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
         """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""

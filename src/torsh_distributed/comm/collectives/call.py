@@ -62,6 +62,7 @@ def run(
     """
     chosen = resolve_group(group)
     record = record or recorder.begin(op, chosen.group_name, size_bytes, peer)
+    was_inside = in_thread.is_inside
     try:
         refuse_if_aborted(chosen, op)
         if same is not None and are_checks_enabled():
@@ -72,7 +73,7 @@ def run(
     except (TorshError, RuntimeError) as error:
         fail(error, chosen, record, timeout_s)
     finally:
-        in_thread.is_inside = False
+        in_thread.is_inside = was_inside
     if pending is None and not async_op:  # the short path of a synchronous call without a deadline of its own
         result = finish()
         recorder.end(record)

@@ -205,6 +205,13 @@ def all_to_all(
         shapes = _exchange_shapes(tensors, **options)
     else:
         check_one_per_rank(outputs, world.size(), "all_to_all")
+        if (outputs[0].dtype, outputs[0].device) != (tensors[0].dtype, tensors[0].device):
+            raise InvalidArgument(
+                "all_to_all needs outputs of the tensors' dtype, on their device",
+                hint="make them with torch.empty_like, or leave outputs out",
+                tensors=f"{tensors[0].dtype} on {tensors[0].device}",
+                outputs=f"{outputs[0].dtype} on {outputs[0].device}",
+            )
         shapes = [output.shape for output in outputs]
     # gloo exchanges lists of equal sizes only; as rows of one tensor with splits every backend takes them.
     source = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import aborted, is_aborted
 from torsh_distributed.comm.meeting.roll_call import missing_ranks
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
@@ -150,7 +152,8 @@ def explain(
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """The deadline torch gave the group at its creation; 0 where it cannot be known."""
-    backends = (group._get_backend(device) for device in group._device_types)
-    timeouts = [backend.options._timeout.total_seconds() for backend in backends if hasattr(backend, "options")]
-    return max(timeouts, default=0.0)
+    """The deadline the group was created with; torch's default where it cannot be known."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    timeouts = [backend.timeout_s for backend in backends if isinstance(backend, GroupLifecycle)]
+    timeouts += [backend.options._timeout.total_seconds() for backend in backends if hasattr(backend, "options")]
+    return max(timeouts, default=default_pg_timeout.total_seconds())

@@ -120,12 +120,19 @@ class FlightRecorder:
         self._sequences: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
         self.note_briefly: Callable[[BriefRecord], None] = self._ring.append
 
-    def begin(self, op: str, group: str, num_bytes: int, peer: int | None = None) -> OperationRecord:
-        """Record that an operation starts; the caller's file and line are found on the stack."""
+    def begin(
+        self, op: str, group: str, num_bytes: int, peer: int | None = None, *, sequence: int | None = None
+    ) -> OperationRecord:
+        """Record that an operation starts; the caller's file and line are found on the stack.
+
+        `sequence` is the number of a call that its group has numbered. Operations of `td.*` are numbered here, equally
+        on all ranks, because these numbers are compared between ranks.
+        """
         frame = sys._getframe(1)
         while _is_library[frame.f_code.co_filename] and frame.f_back is not None:
             frame = frame.f_back
-        record = OperationRecord(op, group, next(self._sequences[group]), num_bytes, peer, frame.f_code, frame.f_lasti)
+        number = next(self._sequences[group]) if sequence is None else sequence
+        record = OperationRecord(op, group, number, num_bytes, peer, frame.f_code, frame.f_lasti)
         self._ring.append(record)
         return record
 

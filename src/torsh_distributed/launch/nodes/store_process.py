@@ -25,12 +25,21 @@ class StoreProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A session of its own: Ctrl-C is for the workers, which may still need the store to end well.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", __file__],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                from torsh_distributed.errors import IoError
+
+                raise IoError(
+                    f"the process of the workers' store could not be started: {error.strerror or error}",
+                    hint="check the limits of processes and memory (`ulimit -u`, `free`)",
+                ) from error
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
 
@@ -48,9 +57,11 @@ class StoreProcess:
     def close(self) -> None:
         """End the child; the keys are gone."""
         self._control.close()
-        self._process.kill()
-        self._process.wait(timeout=_EXIT_WAIT_S)
-        os.close(self.pidfd)
+        try:
+            self._process.kill()
+            self._process.wait(timeout=_EXIT_WAIT_S)
+        finally:
+            os.close(self.pidfd)
 
 
 def main() -> None:

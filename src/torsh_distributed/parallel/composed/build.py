@@ -41,7 +41,8 @@ from torsh_distributed.plan import Plan
 def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
-    Everything that can be refused is refused first, equally on every rank, before anything is changed or sent.
+    The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
+    anything is changed or sent.
     `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`.
     """
     check_experts(model, plan)

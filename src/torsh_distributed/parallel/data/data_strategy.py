@@ -57,7 +57,11 @@ class DataParallel(Strategy):
         self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
         self._group = self._ddp.process_group
         self._device = self._ddp.device
-        self._shares_memory = self._device.type == "cpu" and shares_memory(self._group)
+        # Decided by the model, not by the gradients of a step: all ranks must take the same way.
+        num_trained = sum(param.numel() for param in self._ddp.parameters() if param.requires_grad)
+        self._divides_norm = (
+            self._device.type == "cpu" and shares_memory(self._group) and num_trained >= _NUMEL_TO_DIVIDE
+        )
 
     @property
     @override
@@ -96,7 +100,7 @@ class DataParallel(Strategy):
 
     def _equal_on_all_ranks(self, grads: Sequence[Tensor]) -> HeldGradients:
         """Averaged gradients: each rank reads a part, if the sum over the ranks costs less than reading all of them."""
-        if not self._shares_memory or sum(grad.numel() for grad in grads) < _NUMEL_TO_DIVIDE:
+        if not self._divides_norm:
             return HeldGradients(grads)
         num_ranks, rank = self._group.size(), self._group.rank()
         parts = (grad.chunk(num_ranks) if grad.dim() and not grad.is_sparse else (grad,) for grad in grads)

@@ -6,12 +6,13 @@ They apply where the plan says how large a batch is; otherwise the loader decide
 from __future__ import annotations
 
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
-from torsh_distributed.plan.plan_sections import PlanSections
+from torsh_distributed.plan.plan_sections import DEFAULTS, PlanSections
 
 
 def _num_passes(plan: PlanSections) -> int:
     """Passes of all ranks together in one step; 0 where the batch or the mesh is not known."""
-    is_known = "batch_size" in plan.training.model_fields_set and plan.mesh.data_degree > 0
+    # At its default the size asks for nothing: a saved plan writes it too, and must be judged as the plan it was.
+    is_known = plan.training.batch_size != DEFAULTS.training.batch_size and plan.mesh.data_degree > 0
     return plan.mesh.data_degree * plan.training.gradient_accumulation if is_known else 0
 
 

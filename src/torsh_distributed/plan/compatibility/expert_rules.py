@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torsh_distributed.plan.compatibility.gradient_rules import compresses
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
-from torsh_distributed.plan.plan_sections import PlanSections
+from torsh_distributed.plan.plan_sections import DEFAULTS, PlanSections
 
 RANDOM_KEYS = ("expert.router_jitter", "expert.gate_dropout", "expert.dropout")
 
@@ -64,9 +64,8 @@ EXPERT_RULES = (
         clashes=lambda plan: (
             plan.mesh.ep > 1
             and plan.mesh.cp > 1
-            # By default the layer decides.
-            and "overflow" in plan.expert.model_fields_set
-            and plan.expert.overflow != "none"
+            # At its default the layer decides.
+            and plan.expert.overflow not in (DEFAULTS.expert.overflow, "none")
         ),
         reason="capacity is given in the order of tokens, and no rank has them in the order of the batch",
         way_out='set expert.overflow = "none"',

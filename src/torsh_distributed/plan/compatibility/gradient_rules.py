@@ -49,7 +49,11 @@ GRADIENT_RULES = (
     CompatibilityRule(
         name="two-formats-for-gradients",
         keys=("compress.method", "precision.reduce_dtype"),
-        clashes=lambda plan: compresses(plan) and plan.precision.reduce_dtype != "same" and not shards_params(plan),
+        clashes=lambda plan: (
+            compresses(plan)
+            and plan.precision.reduce_dtype != "same"
+            and (plan.mesh.shard == 1 or plan.fsdp.strategy in ("shard_optimizer", "no_shard"))
+        ),
         reason="the codec decides in which format gradients travel",
         way_out='use compress.method = "fp16" or "bf16", or leave precision.reduce_dtype at "same"',
     ),

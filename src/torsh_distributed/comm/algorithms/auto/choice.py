@@ -65,11 +65,14 @@ class AlgorithmChooser:
         tried_bytes = min(max(num_bytes, _LATENCY_BYTES), _LARGEST_TRIED_BYTES) if num_bytes else 0
         key = (tried_bytes.bit_length(), deterministic)
         if key not in self._chosen:
-            in_thread.is_inside = True  # thousands of trials would fill the flight recorder
+            was_inside, in_thread.is_inside = (
+                in_thread.is_inside,
+                True,
+            )  # thousands of trials would fill the flight recorder
             try:
                 self._chosen[key] = self._decide(tried_bytes, group, deterministic=deterministic)
             finally:
-                in_thread.is_inside = False
+                in_thread.is_inside = was_inside
         return self._chosen[key]
 
     def _decide(self, num_bytes: int, group: dist.ProcessGroup, *, deterministic: bool) -> Algorithm | None:
