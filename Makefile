@@ -38,7 +38,7 @@ test: $(READY) ## set up and run every test this machine can run
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 unit: $(READY) ## the quick tests that start no ranks, jobs or servers: under 90 seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not ranks and not slow and not matrix' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not ranks and not slow and not matrix' $(PYTEST_ARGS)
 
 matrix: $(READY) ## the long form of the tables of combinations, which `make test` has in short
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(PYTEST_ARGS)

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld
 from tests.lab.network import Lab
+
+# The suite runs a process per core: more threads in each only wait for one another.
+torch.set_num_threads(1)
 
 pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
 
