@@ -75,3 +75,24 @@ def test_a_store_that_goes_away_is_said() -> None:
     del host
     with pytest.raises(CommunicationError, match="the store went away while the ranks were meeting"):
         here.exchange("record", None)
+
+
+def test_who_leaves_waits_until_all_have_read() -> None:
+    store, left = dist.HashStore(), threading.Event()
+
+    def leave() -> None:
+        meeting(store, 0).leave()
+        left.set()
+
+    first = threading.Thread(target=leave)
+    first.start()
+    assert not left.wait(0.2)
+    meeting(store, 1).leave()
+    first.join(timeout=10)
+    assert left.is_set()
+
+
+def test_a_rank_that_does_not_leave_keeps_nobody_for_long() -> None:
+    started = time.monotonic()
+    meeting(dist.HashStore(), 0, timeout_s=0.2).leave()
+    assert time.monotonic() - started < 5

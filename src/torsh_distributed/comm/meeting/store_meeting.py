@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.errors import CommunicationError, OperationTimeout
 
+_LEAVE_S = 5.0
+
 
 class StoreMeeting:
     """One rank's side of a meeting; all its waits share one deadline.
@@ -64,6 +66,19 @@ class StoreMeeting:
             if wait_for_keys(self._store, keys, self.remaining_s):
                 return []
             return [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+
+    def leave(self) -> None:
+        """Stay until every rank has read what it came for, some seconds at most; all call it before they all raise.
+
+        One of them may host the store, and the others would read of a lost store instead of what is wrong.
+        """
+        try:
+            self._store.set(_key("left", self._rank), "")
+            # A rank that died cannot say that it has read, so the result does not matter.
+            wait_for_keys(self._store, [_key("left", rank) for rank in self._ranks], min(self.remaining_s, _LEAVE_S))
+        except dist.DistNetworkError:
+            # The host has left, which it does only when this rank was done or the time was over.
+            return
 
     def _read(self, name: str, ranks: Sequence[int]) -> list[Any]:
         with self._store_errors():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.mpi.library import MpiLibrary, library, missing_mpi
-from torsh_distributed.comm.backends.mpi.meeting import MpiMeeting, MpiProcess, check_processes
+from torsh_distributed.comm.backends.mpi.meeting import MpiMeeting, MpiProcess
 from torsh_distributed.comm.backends.mpi.wire import MpiWire
 from torsh_distributed.errors import OperationTimeout
 
@@ -66,7 +66,7 @@ def create_mpi_wire(
         )
     )
     ours.forget_segment_names()
-    check_processes(processes)
+    meeting.check(processes)
     comm = _communicator(ours, [process.mpi_rank for process in processes], name, meeting.remaining_s)
     return MpiWire(ours, comm, group_id=processes[0].group_id, timeout_s=timeout_s)
 

@@ -50,7 +50,10 @@ class MpiMeeting:
         """Say that this rank is here, or why it cannot use MPI; raises on the others if a rank has a problem."""
         problems = self._meeting.exchange("here", problem)
         first = next((rank for rank, text in enumerate(problems) if text), None)
-        if first is not None and not problem:
+        if first is None:
+            return
+        self._meeting.leave()
+        if not problem:
             raise BackendError(
                 f"rank {first} cannot use MPI: {problems[first]}",
                 hint="install the same MPI on every node; look at that rank's error",
@@ -59,8 +62,16 @@ class MpiMeeting:
             )
 
     def exchange(self, process: MpiProcess) -> list[MpiProcess]:
-        """Every rank's process in the MPI job; `check_processes` says whether they fit together."""
+        """Every rank's process in the MPI job; `check` says whether they fit together."""
         return [MpiProcess(**entry) for entry in self._meeting.exchange("process", asdict(process))]
+
+    def check(self, processes: Sequence[MpiProcess]) -> None:
+        """Raise ConfigurationError on every rank if the processes do not fit together."""
+        try:
+            check_processes(processes)
+        except ConfigurationError:
+            self._meeting.leave()
+            raise
 
 
 def check_processes(processes: Sequence[MpiProcess]) -> None:

@@ -55,6 +55,7 @@ class ShmMeeting:
         members = [ShmMember(**entry) for entry in self._meeting.exchange("member", asdict(me))]
         apart = [rank for rank, member in enumerate(members) if member.node != members[0].node]
         if apart:
+            self._meeting.leave()
             raise InvalidArgument(
                 "the shm backend joins ranks of one node that see each other's processes, and some are elsewhere",
                 hint="use backend='torsh' (memory where ranks share it, gloo elsewhere) or 'gloo'",
@@ -74,6 +75,8 @@ class ShmMeeting:
         except TorshError as raised:
             error = raised
         errors = self._meeting.exchange("mapped", str(error) if error else None)
+        if any(errors):
+            self._meeting.leave()
         if error is not None or segment is None:
             raise error if error is not None else AssertionError("a segment or an error")
         failed = [rank for rank, text in enumerate(errors) if text]
