@@ -23,6 +23,7 @@ from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
 from torsh_distributed.errors import (
     BackendNotInitialized,
@@ -46,6 +47,8 @@ class _World:
     backend: str
     timeout_s: float
     master_port: int
+    told: tuple[str, ...]
+    """Environment variables that name the network interface to torch's backends, set while the world is up."""
     generation: int = 0
 
 
@@ -82,14 +85,24 @@ def start_world(
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
-    _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
-    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port)
+    told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
+    try:
+        _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
+    except BaseException:
+        _withdraw(told)
+        raise
+    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port, told)
     events.set_rank(rank)
     if backend == "auto":
         reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _withdraw(told: Sequence[str]) -> None:
+    for name in told:
+        os.environ.pop(name, None)
 
 
 def _bring_up(
@@ -206,6 +219,8 @@ def destroy_process_group() -> None:
         size = dist.get_world_size()
         _take_down()
         events.emit(events.MembershipEvent(action="left", world_size=size))
+    if _world is not None:
+        _withdraw(_world.told)
     _world = None
 
 

@@ -165,6 +165,8 @@ class LocalAttempt:
         if not self._workers.running:
             self._context.loop.call_later(0, then)
         elif is_first:
+            if number == signal.SIGINT:
+                self._pump.hide_interrupts()
             self._workers.send_signal(number)
             self._timers.append(self._context.loop.call_later(grace_s, self.kill))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.launch.local.attempt import AttemptContext, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -88,7 +89,12 @@ class Node:
         self._attempt_number = message.attempt
         self._attempt = LocalAttempt(
             self._context,
-            AttemptEndpoint(attempt=message.attempt, master_addr=message.master_addr, master_port=message.master_port),
+            AttemptEndpoint(
+                attempt=message.attempt,
+                master_addr=message.master_addr,
+                master_port=message.master_port,
+                interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
+            ),
             log_dir=self._log_dir(message.attempt),
             on_failed=lambda failure: self.report(Failed(attempt=message.attempt, failure=failure)),
             on_finished=lambda: self.report(Finished(attempt=message.attempt)),
@@ -135,7 +141,7 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
-        if exit_code:
+        if exit_code and not self._is_interrupted:  # else the line about the signal said so
             attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
             self._output.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from torsh_distributed.errors import IoError
+from torsh_distributed.private_files import open_private
 
 if TYPE_CHECKING:
     from torsh_distributed.events import Event
@@ -62,7 +63,7 @@ class ProgressWriter:
 
         self.progress = Progress()
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_private(path, os.O_WRONLY)
         except OSError as error:
             raise IoError(
                 "the progress file cannot be written",
