@@ -17,6 +17,7 @@ from torsh_distributed.comm.groups.process_group import destroy_process_group, s
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
 from torsh_distributed.launch.worker.event_recording import record_events
+from torsh_distributed.launch.worker.launcher_line import join_late
 from torsh_distributed.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ def init_process_group(
 
 
 def _observe(events_dir: str | None) -> None:
-    """Follow TORSH_EVENTS_DIR, TORSH_PROGRESS_FILE and TORSH_DEBUG; the first wins over `events_dir`."""
+    """Speak to the launcher; follow TORSH_EVENTS_DIR (over `events_dir`), TORSH_PROGRESS_FILE and TORSH_DEBUG."""
+    join_late()
     record_events(directory=events_dir)
     enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
 
