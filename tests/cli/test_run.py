@@ -14,6 +14,7 @@ from torsh_distributed.cli.run import app
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch import job
 from torsh_distributed.launch.spec import EntryKind, JobSpec
+from torsh_distributed.launch.worker import worker_start
 
 pytestmark = pytest.mark.ranks
 
@@ -174,7 +175,7 @@ def test_a_dry_run_starts_nothing_and_shows_every_worker(specs: list[JobSpec], t
     args = ["--dry-run", "--nproc-per-node", "2", str(script), "--lr", "1"]
     result = CliRunner().invoke(app, args, env={"TORSH_JOB_TOKEN": "very-secret"}, catch_exceptions=False)
     assert result.exit_code == 0
-    assert f"rank 1: {sys.executable} -u {script} --lr 1" in result.output
+    assert f"rank 1: {sys.executable} -u {worker_start.__file__} {script} --lr 1" in result.output
     assert "MASTER_PORT='a free port'" in result.output
     assert "very-secret" not in result.output
     assert specs == []

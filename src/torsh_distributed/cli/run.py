@@ -113,6 +113,13 @@ LocalRanksFilter = Annotated[
         help="Show only these local ranks, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show every rank's traceback, not the cause alone.", rich_help_panel=_OUTPUT),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
 ]
@@ -163,6 +170,8 @@ def run(
     token_file: TokenFile = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
+    verbose: Verbose = False,
+    json: Json = False,
     dry_run: DryRun = False,
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
@@ -190,6 +199,8 @@ def run(
         role=role,
         log_dir=log_dir,
         shown_ranks=_parse_ranks(local_ranks_filter),
+        is_verbose=verbose,
+        is_json=json,
         token=_read_token(token_file),
         env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
         shutdown_timeout_s=shutdown_timeout,

@@ -45,13 +45,13 @@ def launch_job(spec: JobSpec) -> int:
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
-        output = LauncherOutput(terminal)
+        output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = stack.enter_context(Leader(spec, loop))
+            leader = stack.enter_context(Leader(spec, loop, output))
             if spec.nnodes > 1:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 

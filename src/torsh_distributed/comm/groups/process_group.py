@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -217,6 +218,10 @@ def destroy_process_group() -> None:
         return
     if dist.is_initialized():
         size = dist.get_world_size()
+        error = sys.exception()
+        if error is not None:
+            # Before the others see this rank leave: whoever supervises them can then tell cause from consequence.
+            events.emit(events.MembershipEvent(action="leaving", world_size=size, detail=type(error).__name__))
         _take_down()
         events.emit(events.MembershipEvent(action="left", world_size=size))
     if _world is not None:

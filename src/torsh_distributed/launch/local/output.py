@@ -163,6 +163,8 @@ class OutputPump:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._changed = threading.Condition()
         self._incoming: list[_WorkerStream] = []
+        self._notes: list[tuple[int, str, bool]] = []
+        self._errors: dict[int, _WorkerStream] = {}
         self._open: dict[int, set[StreamName]] = {}
         self._tails: dict[int, deque[str]] = {}
         self._is_closing = False
@@ -176,6 +178,12 @@ class OutputPump:
             self._incoming.append(_WorkerStream(rank, name, fd, prefix, log))
             self._open.setdefault(rank, set()).add(name)
             self._tails[rank] = deque(maxlen=_TAIL_LINES)
+        os.write(self._wake_write, b"+")
+
+    def note(self, rank: int, text: str, *, is_shown: bool) -> None:
+        """Add a text to the rank's stderr that it left to the launcher to print; to its log in any case."""
+        with self._changed:
+            self._notes.append((rank, text, is_shown))
         os.write(self._wake_write, b"+")
 
     def wait_ended(self, ranks: set[int], *, timeout_s: float) -> bool:
@@ -225,8 +233,28 @@ class OutputPump:
         os.read(self._wake_read, 4096)
         with self._changed:
             streams, self._incoming = self._incoming, []
+            notes, self._notes = self._notes, []
         for stream in streams:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+            if stream.name == "stderr":
+                self._errors[stream.rank] = stream
+        for rank, text, is_shown in notes:
+            self._add_note(self._errors[rank], text, is_shown=is_shown)
+
+    def _add_note(self, stream: _WorkerStream, text: str, *, is_shown: bool) -> None:
+        has_ended = stream.log is not None and stream.log.closed
+        if stream.log is not None and has_ended:
+            try:
+                stream.log = io.FileIO(stream.log.name, "ab")
+            except OSError as error:
+                self._warn(f"{stream.log.name} is incomplete from here: {error.strerror}")
+                stream.log = None
+        self._keep(stream, text.encode(errors="replace"))
+        if stream.log is not None and has_ended:
+            stream.log.close()
+        if is_shown and stream.prefix is not None:
+            lines = [line.encode(errors="replace") for line in text.splitlines()]
+            self._terminal.write("stderr", b"".join(map(stream.prefix.apply, lines)))
 
     def _read(self, stream: _WorkerStream) -> None:
         data = os.read(stream.fd, _READ_BYTES)
@@ -264,7 +292,7 @@ class OutputPump:
         self._write(stream, stream.interrupts.finish())
         self._selector.unregister(stream.fd)
         os.close(stream.fd)
-        if stream.log is not None:
+        if stream.log is not None and not stream.log.closed:
             stream.log.close()
         with self._changed:
             self._open[stream.rank].discard(stream.name)
