@@ -271,7 +271,7 @@ class Host:
         _ip_batch(
             self.namespace,
             f"address flush dev {self.interface}",
-            f"-6 address add {self.address}/64 dev {self.interface} nodad",
+            f"address add {self.address}/64 dev {self.interface} nodad",
         )
         for index in range(MAX_HOSTS):
             self.name_means(f"fd00:111::{index + 1}", f"node{index}")

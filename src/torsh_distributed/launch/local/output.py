@@ -84,11 +84,12 @@ class InterruptFilter:
     """Takes the tracebacks of KeyboardInterrupt out of a stream of lines, and leaves everything else as it is.
 
     Why: after Ctrl-C every worker prints one, from wherever it was; nobody reads them. A traceback is held back until
-    its end shows whether it is one, chained exceptions included.
+    its end shows whether it is one, chained exceptions included. An import that was interrupted may end as ImportError.
     """
 
     _STARTS = (b"Traceback (most recent call last):", b"Exception ignored in", b"Fatal Python error: init_")
     _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
+    _CAUSED = (b"KeyboardInterrupt", b"ImportError")
     _INSIDE = (b" ", b"Python runtime state:", b"Current thread", b"<no Python frame>")
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class InterruptFilter:
         if not self._has_ended:
             # The first line that is not indented names the exception.
             self._has_ended = True
-            self._is_interrupt = self._is_interrupt or line.startswith(b"KeyboardInterrupt")
+            self._is_interrupt = self._is_interrupt or line.startswith(self._CAUSED)
             self._held.append(line)
             return []
         return [*self.finish(), *self.feed(line)]
