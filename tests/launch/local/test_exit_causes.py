@@ -108,7 +108,7 @@ def test_without_a_group_of_its_own_the_whole_machine_is_the_witness(tmp_path: P
     counter = find_oom_counter(*files, vmstat)
     assert counter is not None
     assert counter.read() == 3
-    assert find_oom_counter(tmp_path / "absent", tmp_path / "absent") is None
+    assert find_oom_counter(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") is None
     assert oom_evidence(None, 0) is None
 
 

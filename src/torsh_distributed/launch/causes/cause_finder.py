@@ -9,6 +9,8 @@ from torsh_distributed.launch.causes.waits import WaitFinding, explain_waits, fi
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.worker.rank_status import RankStatus
 
+_GLOO_MISMATCH = "Received data size doesn't match expected size"
+
 
 class CauseFinder:
     """What is known of one attempt's ranks, and the judgement on it."""
@@ -77,12 +79,36 @@ class CauseFinder:
 
     def _of_disagreement(self, primary: JobFailure) -> JobFailure | None:
         """A backend noticed that ranks call different things: the rank that left the common way is the cause."""
-        if primary.raised is None or primary.raised.kind != "TensorShapeMismatch":
+        raised = primary.raised
+        if raised is None and any(_GLOO_MISMATCH in line for line in primary.last_lines):
+            found = find_difference(self._statuses_with(primary))
+        elif raised is not None and raised.kind == "TensorShapeMismatch":
+            found = find_difference(self.statuses)
+        else:
             return None
-        found = find_difference(self.statuses)
         if found is None or found.rank is None:
             return None
-        return dataclasses.replace(self._about(found.rank), cause=found.text, raised=primary.raised)
+        return dataclasses.replace(self._about(found.rank), cause=found.text, raised=raised, where=None, last_lines=())
+
+    def _statuses_with(self, dead: JobFailure) -> dict[int, RankStatus]:
+        """The statuses, with what is known of a rank that died in a call: the call, and that it was the others' next.
+
+        It took its records along, but up to that call they were those of the others.
+        """
+        statuses = dict(self.statuses)
+        others = [status for rank, status in sorted(statuses.items()) if rank != dead.rank and status.groups]
+        if dead.rank is None or dead.call is None or not others:
+            return statuses
+        name, history = max(
+            ((name, one) for name, one in others[0].groups.items() if one.operations),
+            key=lambda item: item[1].operations[-1].sequence,
+        )
+        last = history.operations[-1]
+        place = dead.where.partition(" in ")[0] if dead.where else None
+        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=place)
+        known = dataclasses.replace(history, operations=(*history.operations[:-1], other))
+        statuses[dead.rank] = RankStatus(rank=dead.rank, groups={name: known})
+        return statuses
 
     def _of_ended(self) -> JobFailure | None:
         """A rank that ended normally while others needed it."""

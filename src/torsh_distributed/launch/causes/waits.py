@@ -211,7 +211,7 @@ def _difference_finding(
     for ranks in sorted(sides.values(), key=lambda ranks: (ranks[0] not in odd, ranks)):
         one = here[ranks[0]]
         calls = "calls" if len(ranks) == 1 else "call"
-        size = f" of {one.num_bytes} bytes" if one.num_bytes else ""
+        size = f" of {one.num_bytes} bytes" if one.num_bytes > 0 else ""
         place = f" at {one.at}" if one.at else ""
         parts.append(f"{ranks_text(ranks)} {calls} {one.op}{size}{place}")
     on_group = "" if is_world else f" on group {name}"

@@ -16,6 +16,7 @@ from typing import Any
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.local.exit_causes import (
     ExitStatus,
+    FatalStack,
     OomCounter,
     OomEvidence,
     fatal_stack,
@@ -231,12 +232,12 @@ class LocalAttempt:
         exit_line = None
         if raised is not None and raised.kind == "SystemExit":
             exit_line, raised = raised.where, None  # sys.exit: the exit code says it all
-        if raised is None:
+        if raised is None and worker_exit is not None:
             self._pump.wait_ended({rank}, timeout_s=_STDERR_WAIT_S)
         tail = tuple(line[:_MAX_LINE_CHARS] for line in self._pump.tail(rank))
         progress = read_progress(worker.progress_file)
         now_s = worker_exit.at_s if worker_exit is not None else time.monotonic()
-        stack, where = fatal_stack(worker.progress_file) if by_signal else ((), exit_line)
+        fatal = fatal_stack(worker.progress_file) if by_signal else FatalStack(where=exit_line)
         evidence = oom_evidence(self._context.oom_counter, self._oom_before)
         if status is not None and (raised is None or raised.how == "exit"):
             cause = status.describe()
@@ -257,8 +258,9 @@ class LocalAttempt:
             step=progress.step,
             checkpoint_step=progress.checkpoint_step,
             last_lines=tail,
-            stack=stack,
-            where=where,
+            stack=fatal.lines,
+            where=fatal.where,
+            call=fatal.call,
             log=str(self._log_dir / f"rank-{rank}.stderr.log") if self._log_dir is not None else None,
             finished_before=tuple(
                 (other.place.rank, now_s - other.exit.at_s)

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_distributed.launch.worker.raised_error import folded, is_start, is_transport_text, own_line
+from torsh_distributed.launch.worker.raised_error import (
+    communication_call,
+    folded,
+    is_start,
+    is_transport_text,
+    own_line,
+)
 
 _WORDS = {
     signal.SIGKILL: "killed",
@@ -71,15 +77,34 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _MAX_STACK_BYTES = 1 << 16
 
 
-def fatal_stack(progress_file: Path) -> tuple[tuple[str, ...], str | None]:
-    """The Python stack that a worker left when a signal such as SIGSEGV ended it, folded, and the user's own line."""
+@dataclass(frozen=True, slots=True)
+class FatalStack:
+    """Where a worker was when a signal such as SIGSEGV ended it."""
+
+    lines: tuple[str, ...] = ()
+    """Outermost first, library frames folded."""
+    where: str | None = None
+    """The user's own line."""
+    call: str | None = None
+    """The communication call it was in."""
+
+
+def fatal_stack(progress_file: Path) -> FatalStack:
+    """What Python's fault handler wrote beside the progress file: of all its threads, the one that was to blame.
+
+    A fault in a thread of C++ has no Python stack of its own; then the main thread's, which is written last.
+    """
     try:
         with open(f"{progress_file}.stack", "rb") as file:  # noqa: PTH123 - a name beside the progress file's
             text = file.read(_MAX_STACK_BYTES).decode(errors="replace")
     except OSError:
-        return (), None
-    places = [(file, int(line), function) for file, line, function in _FRAME.findall(text) if not is_start(file)]
-    return tuple(folded(places[::-1])), own_line(places[::-1])
+        return FatalStack()
+    threads = re.split(r"^(?=Current thread|Thread) ?", text, flags=re.MULTILINE)[1:]
+    current = next((part for part in threads if part.startswith("Current")), "")
+    chosen = current if _FRAME.search(current) else threads[-1] if threads else ""
+    found = [(file, int(line), function) for file, line, function in _FRAME.findall(chosen) if not is_start(file)]
+    places = found[::-1]
+    return FatalStack(lines=tuple(folded(places)), where=own_line(places), call=communication_call(places))
 
 
 def is_transport_abort(status: ExitStatus | None, last_lines: Sequence[str]) -> bool:

@@ -35,6 +35,8 @@ class JobFailure:
     """Where the worker was, if it raised nothing: outermost first, library frames folded."""
     where: Text | None = None
     """The user's own line in `stack`."""
+    call: Text | None = None
+    """The communication call at the end of `stack`."""
     consequences: tuple[Text, ...] = ()
     """What the other ranks did meanwhile."""
     log: Text | None = None

@@ -228,6 +228,14 @@ def is_library(file: str) -> bool:
     return file.startswith(_STANDARD + os.sep) or any(part in file for part in _INSTALLED)
 
 
+def communication_call(places: Iterable[Place]) -> str | None:
+    """The outermost call of a stack into this library's communication or torch's."""
+    comm = os.path.join(_OURS, "comm") + os.sep  # noqa: PTH118
+    torch = f"{os.sep}torch{os.sep}distributed{os.sep}"
+    names = (name for file, _, name in places if file.startswith(comm) or torch in file)
+    return next((name for name in names if name != "wrapper"), None)
+
+
 def is_start(file: str) -> bool:
     """Whether a file is the one that starts the script: its frames are no part of the user's program."""
     return file == os.path.join(_OURS, "launch", "worker", "worker_start.py") or file == "<frozen runpy>"  # noqa: PTH118

@@ -221,15 +221,18 @@ def _groups() -> list[Any]:
         return []
 
 
+# Kept for groups that were destroyed: their last operations are what a report is about.
+_known: dict[str, tuple[list[int] | None, bool]] = {}
+
+
 def _members(name: str) -> tuple[list[int] | None, bool]:
     """The ranks of the world in the group of that name, and whether it is the world itself."""
     world = getattr(sys.modules.get(_C10D), "_world", None)
-    if world is None:
-        return None, False
     for group in _groups():
-        if world.pg_names.get(group) == name:
-            return sorted(world.pg_group_ranks.get(group, {})), group is world.default_pg
-    return None, False
+        known = world.pg_names.get(group) if world is not None else None
+        if world is not None and known is not None:
+            _known[known] = sorted(world.pg_group_ranks.get(group, {})), group is world.default_pg
+    return _known.get(name, (None, False))
 
 
 def _latest_operations() -> dict[str, Any]:

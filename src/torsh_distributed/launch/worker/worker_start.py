@@ -61,7 +61,7 @@ def _keep_fatal_stacks() -> None:
         fd = os.open(f"{path}.stack", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return
-    faulthandler.enable(fd, all_threads=False)
+    faulthandler.enable(fd)
 
 
 def _run_script(path: str, args: list[str]) -> None:
