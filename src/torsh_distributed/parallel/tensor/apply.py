@@ -11,6 +11,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.models.structure import is_head
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
 from torsh_distributed.parallel.tensor.layers import (
@@ -22,7 +23,6 @@ from torsh_distributed.parallel.tensor.layers import (
     replicate_param,
 )
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
-from torsh_distributed.parallel.tensor.structure import is_head
 from torsh_distributed.parallel.tensor.tensor_plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 

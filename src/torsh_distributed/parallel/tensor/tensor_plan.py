@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor import structure
+from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig

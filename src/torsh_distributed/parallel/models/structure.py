@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 FUSED_QKV = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "wqkv", "to_qkv", "attn_qkv"})
 QUERY = frozenset({"q", "q_proj", "query", "wq", "to_q", "query_proj"})
@@ -27,6 +27,8 @@ POSITIONS = frozenset(
     | {"positional_embedding", "embed_positions", "pos_embedding"}
 )
 HEAD = frozenset({"head", "lm_head", "output", "output_projection", "unembed", "embed_out", "decoder", "to_logits"})
+
+LATENT = frozenset({"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"})
 
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -51,6 +53,7 @@ class Attention:
 class FeedForward:
     """The layers of one feed-forward module: those that widen, and the one that narrows again."""
 
+    where: str
     up: tuple[str, ...]
     down: str
     is_elementwise: bool
@@ -84,7 +87,46 @@ def feed_forwards(model: nn.Module) -> Iterator[FeedForward]:
         found = _sequential(linears, parent) if isinstance(parent, nn.Sequential) else _named(linears, parent)
         if found is not None:
             up, down, is_elementwise = found
-            yield FeedForward(tuple(_join(where, name) for name in up), _join(where, down), is_elementwise)
+            yield FeedForward(where, tuple(_join(where, name) for name in up), _join(where, down), is_elementwise)
+
+
+def attention_modules(model: nn.Module) -> Iterator[str]:
+    """Every module that projects to queries: separately, fused with keys and values, or through a latent."""
+    for where, module in model.named_modules():
+        names = {name.lower() for name, child in module.named_children() if widths(child) is not None}
+        if isinstance(module, nn.MultiheadAttention) or names & (FUSED_QKV | QUERY | LATENT):
+            yield where
+
+
+def expert_modules(model: nn.Module) -> Iterator[str]:
+    """Every module whose parameters have an entry for each expert, and every list of whole experts."""
+    for where, module in model.named_modules():
+        stacks = [param.shape[0] for param in module.parameters(recurse=False) if param.dim() == 3]
+        num_experts = getattr(module, "num_experts", None)
+        is_stacked = len(set(stacks)) == 1 and stacks[0] > 1 and (len(stacks) > 1 or stacks[0] == num_experts)
+        if is_stacked or (isinstance(module, nn.ModuleList) and where.rpartition(".")[2] == "experts"):
+            yield where
+
+
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output features of a linear layer; None for another module.
+
+    Some models keep the matrix transposed: (in, out), with `nx` and `nf` features (Conv1D of GPT-2).
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if is_transposed(module):
+        weight = module.weight
+        assert isinstance(weight, Tensor), "is_transposed looks at it"
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that keeps its matrix as (in, out)."""
+    weight = getattr(module, "weight", None)
+    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and isinstance(nf, int) and nx is not None
 
 
 def _sequential(linears: Mapping[str, nn.Linear], parent: nn.Sequential) -> tuple[tuple[str, ...], str, bool] | None:
