@@ -16,6 +16,7 @@ from torch import nn
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.models.blocks import block_lists
+from torsh_distributed.parallel.models.structural_plan import structural_plan
 from torsh_distributed.plan.problems import did_you_mean
 
 Flows = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -135,10 +136,15 @@ def _from_transformers(model: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     said["flows"] = {name: flow for name, flow in flows.items() if name in names.values()}
     said["expert_plan"] = dict(getattr(model, "ep_plan", None) or {})
     said["is_encoder_decoder"] = bool(getattr(model.config, "is_encoder_decoder", False))
-    if tensor_plan or said["flows"]:
+    if _names_blocks(tensor_plan) or said["flows"]:
         said["source"] = DECLARED_BY_TRANSFORMERS
-    said["tensor_plan"] = tensor_plan
+    said["tensor_plan"] = tensor_plan if _names_blocks(tensor_plan) else structural_plan(model)
     return said
+
+
+def _names_blocks(plan: Mapping[str, str]) -> bool:
+    """Whether a tensor plan says something about blocks, not only about the head."""
+    return any("*" in pattern for pattern in plan)
 
 
 def _asked(model: Any, method: str) -> Any:
@@ -218,7 +224,8 @@ def _embeddings(
     for name, module in outside.items():
         if _is_below(name, lists) or name == first:
             break
-        if next(module.parameters(recurse=False), None) is not None:
+        is_around = any(one.startswith(f"{name}.") for one in lists)
+        if next(module.parameters(recurse=False), None) is not None and not is_around:
             before.append(name)
     return tuple(before)
 

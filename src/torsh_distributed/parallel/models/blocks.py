@@ -46,15 +46,16 @@ def _by_repetition(model: nn.Module) -> BlockLists:
     for path, module in model.named_modules():
         if not isinstance(module, CONTAINERS) or _is_inside(path, found):
             continue
-        blocks = {_join(path, name): child for name, child in _repeated(module).items() if not _holds_blocks(child)}
+        blocks = {_join(path, name): child for name, child in _repeated(module).items()}
         if blocks:
             found[path] = blocks
     return found
 
 
 def _repeated(container: nn.Module) -> dict[str, nn.Module]:
-    """The members that have parameters and share their class with another one."""
-    children = {name: child for name, child in container.named_children() if has_params(child)}
+    """The members that have parameters, are no stages themselves, and share their class with another one."""
+    members = container.named_children()
+    children = {name: child for name, child in members if has_params(child) and not _holds_blocks(child)}
     counts = Counter(type(child) for child in children.values())
     return {
         name: child

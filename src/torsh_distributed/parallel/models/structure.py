@@ -67,17 +67,23 @@ def attentions(model: nn.Module) -> Iterator[Attention]:
         fused = next((name for name in linears if name.lower() in FUSED_QKV), None)
         split = tuple(name for name in linears if name.lower() in QUERY | KEY_VALUE)
         out = next((name for name in linears if name.lower() in ATTENTION_OUT), None)
-        if out is None or (fused is None and len(split) != 3):
+        if out is None or (fused is None and len(split) != 3) or uses_weights(parent):
             continue
-        heads = _count(parent, HEAD_COUNTS)
+        heads = head_count(parent)
         yield Attention(
             where,
             None if fused is None else _join(where, fused),
             () if fused is not None else tuple(_join(where, name) for name in split),
             _join(where, out),
             heads,
-            _count(parent, KEY_VALUE_COUNTS) or heads,
+            key_value_head_count(parent) or heads,
         )
+
+
+def uses_weights(module: nn.Module) -> bool:
+    """Whether the code of a module takes the weights of its layers instead of calling them, as torchvision's Swin."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "weight" in code.co_names
 
 
 def feed_forwards(model: nn.Module) -> Iterator[FeedForward]:
@@ -130,12 +136,25 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _sequential(linears: Mapping[str, nn.Linear], parent: nn.Sequential) -> tuple[tuple[str, ...], str, bool] | None:
-    between = [child for child in parent.children() if not isinstance(child, nn.Linear)]
-    if len(linears) != 2 or not all(isinstance(child, _HARMLESS) for child in between):
+    """The only two neighbours that widen and narrow again, with element-wise modules between them."""
+    members = list(parent.named_children())
+    found: list[tuple[str, str]] = []
+    last: str | None = None
+    for name, child in members:
+        if name in linears:
+            if last is not None and _is_pair(linears[last], linears[name]):
+                found.append((last, name))
+            last = name
+        elif not isinstance(child, _HARMLESS):
+            last = None
+    if len(found) != 1:
         return None
-    (first, up), (last, down) = linears.items()
-    is_pair = up.out_features == down.in_features and up.in_features == down.out_features
-    return ((first,), last, True) if is_pair else None
+    ((first, second),) = found
+    return (first,), second, True
+
+
+def _is_pair(up: nn.Linear, down: nn.Linear) -> bool:
+    return up.out_features == down.in_features and up.in_features == down.out_features
 
 
 def _named(linears: Mapping[str, nn.Linear], parent: nn.Module) -> tuple[tuple[str, ...], str, bool] | None:
@@ -164,6 +183,16 @@ def is_head(name: str, module: nn.Module) -> bool:
 
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
     return {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+
+
+def head_count(attention: nn.Module) -> int | None:
+    """The number of heads that a module or its configuration names."""
+    return _count(attention, HEAD_COUNTS)
+
+
+def key_value_head_count(attention: nn.Module) -> int | None:
+    """The number of key-value heads that a module or its configuration names."""
+    return _count(attention, KEY_VALUE_COUNTS)
 
 
 def _count(parent: nn.Module, names: tuple[str, ...]) -> int | None:
