@@ -1,17 +1,16 @@
-"""Trains a model of the zoo on an axis and compares its losses with one process; prints the table of the guide.
+"""Trains a model of the zoo on an axis and compares its losses with one process; makes the table of the guide.
 
-`python -m tests.parallel.models.model_matrix --write` runs every cell and writes the table into the guide.
-A further axis is one entry in AXES.
+`python -m tests.parallel.models --write` runs every cell and writes the table. A further axis is one entry in AXES.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.parallel.models.zoo import BATCH, SPECIMENS, Batch, Specimen
@@ -103,7 +102,7 @@ def train_on(name: str, plan: Plan) -> Cell:
 
 def train_cell(name: str, axis: str) -> Cell:
     """One cell on the ranks of this world; an error that is not ours is a failure, on all ranks or none."""
-    plan = AXES[axis].plan(torch.distributed.get_world_size())
+    plan = AXES[axis].plan(dist.get_world_size())
     try:
         return train_on(name, plan)
     except Exception as error:
@@ -112,9 +111,19 @@ def train_cell(name: str, axis: str) -> Cell:
         return Cell(failure=f"{type(error).__name__}: {str(error).splitlines()[0]}\n{traceback.format_exc()}")
 
 
-def train_cells(cells: list[tuple[str, str]]) -> list[Cell]:
-    """Several cells in one world."""
-    return [train_cell(name, axis) for name, axis in cells]
+def all_alone(names: Sequence[str]) -> dict[str, list[float]]:
+    """Losses of one process for all these models; each rank trains some of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = {name: train_alone(name) for name in names[rank::size]}
+    everyone: list[dict[str, list[float]]] = [{} for _ in range(size)]
+    dist.all_gather_object(everyone, mine)
+    return {name: losses for one in everyone for name, losses in one.items()}
+
+
+def train_cells(cells: list[tuple[str, str]]) -> list[str]:
+    """Several cells in one world, in words."""
+    expected = all_alone(list(dict.fromkeys(name for name, _ in cells)))
+    return [train_cell(name, axis).verdict(expected[name]) for name, axis in cells]
 
 
 def cells_of(names: Sequence[str], axes: Sequence[str]) -> list[tuple[str, str]]:
@@ -127,13 +136,11 @@ def verdicts(
 ) -> dict[tuple[str, str], str]:
     """What became of every cell, in words; `equal` on all ranks or the first other verdict."""
     cells = cells_of(names, axes)
-    expected = {name: world.run(train_alone, name, num_ranks=1, timeout_s=timeout_s)[0] for name in names}
     by_rank = world.run(train_cells, cells, num_ranks=num_ranks, backend="torsh", timeout_s=timeout_s)
-    found = {}
-    for number, (name, axis) in enumerate(cells):
-        said = [one[number].verdict(expected[name]) for one in by_rank]
-        found[name, axis] = next((one for one in said if one != "equal"), "equal")
-    return found
+    return {
+        cell: next((one for one in said if one != "equal"), "equal")
+        for cell, said in zip(cells, zip(*by_rank, strict=True), strict=True)
+    }
 
 
 def table(found: dict[int, dict[tuple[str, str], str]], names: Sequence[str], axes: Sequence[str]) -> str:
@@ -167,29 +174,3 @@ def _cell(said: dict[int, str], reasons: list[str]) -> str:
         if len(set(said.values())) == 1:
             break
     return ", ".join(parts)
-
-
-def main() -> None:
-    """Run cells and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(SPECIMENS))
-    parser.add_argument("--axes", nargs="*", default=list(AXES))
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--write", action="store_true", help="write the table into the guide")
-    chosen = parser.parse_args()
-    world = World()
-    try:
-        found = {ranks: verdicts(world, chosen.models, chosen.axes, ranks) for ranks in chosen.ranks}
-    finally:
-        world.close()
-    page = table(found, chosen.models, chosen.axes)
-    print(page)
-    if chosen.write:
-        text = GUIDE.read_text()
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        GUIDE.write_text(f"{before}{BEGIN}\n{page}{END}{after}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.structure import is_transposed, widths
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.split_params import can_be_split
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ def planned(
         raise ConfigurationError(
             f"{name} is a {type(module).__name__}, which cannot be split as {style.value!r}",
             hint=f"this style is for {kind}; use 'replicated' to leave the module whole",
+        )
+    plain = nn.Embedding if style in _TABLES else nn.Linear
+    if style in (*_LINEAR, *_TABLES) and not can_be_split(module, plain):
+        raise ConfigurationError(
+            f"{name}: {type(module).__name__} computes its forward by itself, so it cannot be split",
+            hint=f"leave it whole: tensor.overrides {name}=replicated",
         )
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
