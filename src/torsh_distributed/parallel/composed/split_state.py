@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacked_experts import check_stacked, cut_stack, gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import ExpertOwner, check_stacked, cut_stack, gather_stack
 from torsh_distributed.parallel.state.whole_state import StateParts, part_of, plain_name, whole
 from torsh_distributed.parallel.tensor.cut import TensorCut
 
@@ -38,7 +37,7 @@ class ModelSplit(StateParts):
     """Name to the pipeline rank that has the tensor."""
     names: Mapping[str, str]
     """Another name of a shared parameter to its first one."""
-    experts: Mapping[str, MoELayer]
+    experts: Mapping[str, ExpertOwner]
     """Name to layer, for stacks of which this rank holds its experts."""
 
     @override

@@ -22,6 +22,7 @@ from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.expert.placed_experts import placed_experts
 from torsh_distributed.parallel.expert.stacked_experts import cut_stack, cut_state, gather_state, spread_params
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
@@ -142,6 +143,11 @@ def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
 
 def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
     """Give every layer its groups; expert weights become those of the first rank that holds them."""
+    for placed in placed_experts(model).values():
+        if placed.group is None:
+            for param in placed.stacked().values():
+                broadcast(param.data, dist.get_process_group_ranks(data)[0], group=data)
+            placed.spread(ep)
     for name, layer in moe_layers(model).items():
         is_whole = layer.group is None
         source = dist.get_process_group_ranks(data if is_whole else replicas)[0]
