@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -204,9 +204,32 @@ def destroy_process_group() -> None:
         return
     if dist.is_initialized():
         size = dist.get_world_size()
-        _take_down()
-        events.emit(events.MembershipEvent(action="left", world_size=size))
+        try:
+            for call in list(_before_destroy):
+                call()
+        finally:
+            _before_destroy.clear()
+            _take_down()
+            events.emit(events.MembershipEvent(action="left", world_size=size))
+            _world = None
     _world = None
+
+
+_before_destroy: list[Callable[[], None]] = []
+
+
+def before_destroy(call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` when the group is destroyed, while it still works; returns a function that takes this back.
+
+    For work in the background that needs the group to end well, such as a checkpoint being written.
+    """
+    _before_destroy.append(call)
+
+    def forget() -> None:
+        if call in _before_destroy:
+            _before_destroy.remove(call)
+
+    return forget
 
 
 def is_initialized() -> bool:

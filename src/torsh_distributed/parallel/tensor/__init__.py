@@ -1,6 +1,6 @@
 """Tensor parallelism: `rules` and `plan` choose how layers are split, `apply` splits them, `layers` compute."""
 
-from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel, tensor_parallel_context
+from torsh_distributed.parallel.tensor.apply import cut_lengths, param_cuts, tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
 from torsh_distributed.parallel.tensor.cut import TensorCut
 from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -15,6 +15,7 @@ __all__ = [
     "SplitStyle",
     "TensorCut",
     "TensorPlan",
+    "cut_lengths",
     "find_tensor_plan",
     "param_cuts",
     "tensor_parallel",

@@ -110,6 +110,17 @@ def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
     return cuts
 
 
+def cut_lengths(model: nn.Module) -> dict[str, int]:
+    """Name to the length that the cut dim has in the whole parameter, for those of `param_cuts`."""
+    lengths: dict[str, int] = {}
+    for name in param_cuts(model):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        whole = layer.whole_embeddings if isinstance(layer, ParallelEmbedding) else layer.whole_features
+        assert isinstance(whole, int), "split layers know their whole size"
+        lengths[name] = whole
+    return lengths
+
+
 @contextmanager
 def tensor_parallel_context(plan: TensorPlan) -> Iterator[None]:
     """Around forward, loss and backward of a tensor-parallel model.
