@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ class CheckpointManager:
         self.loaded(saved, with_generators=True)
         return LoadedCheckpoint(saved.manifest.metadata, values)
 
-    def fit(self, saved: SavedCheckpoint, state: HeldState, keys: list[str], *, strict: bool) -> None:
+    def fit(self, saved: SavedCheckpoint, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
         """Compare what was saved under `keys` with what the ranks hold; every rank calls this."""
         found = differences(state.tensors, saved.tensors, keys)
         if strict:
@@ -222,7 +222,7 @@ class CheckpointManager:
         events.emit(event)
         return own
 
-    def list(self) -> list[CheckpointMetadata]:
+    def list(self) -> Sequence[CheckpointMetadata]:
         """Complete checkpoints, newest first; their files are not verified. One that cannot be read is left out."""
         found = []
         for step in self.directory.complete_steps():
@@ -232,7 +232,7 @@ class CheckpointManager:
                 _log.warning("%s", error.message)
         return found
 
-    def verify(self, step: int) -> list[FileDamage]:
+    def verify(self, step: int) -> Sequence[FileDamage]:
         """What is damaged in a checkpoint; empty if nothing is. Reads all of it, on this rank alone."""
         path = self.directory.step_path(step)
         return find_damage(path, read_manifest(path))

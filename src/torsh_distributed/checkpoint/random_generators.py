@@ -15,13 +15,13 @@ def random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "python": [version, list(internal), gauss],
         "numpy": None,
     }
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
-        state["numpy"] = [name, torch.from_numpy(keys.copy()), *rest]
+        state["numpy"] = [name, [int(key) for key in keys], *rest]
     return state
 
 
@@ -34,7 +34,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     if state["numpy"] is not None and "numpy.random" in sys.modules:
         name, keys, *rest = state["numpy"]
-        sys.modules["numpy.random"].set_state((name, keys.numpy(), *rest))
+        sys.modules["numpy.random"].set_state((name, keys, *rest))
 
 
 def reseed(seed: int) -> None:

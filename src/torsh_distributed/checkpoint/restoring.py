@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -83,7 +84,7 @@ def _verified(path: Path, group: dist.ProcessGroup | None) -> SavedCheckpoint | 
             saved = SavedCheckpoint(path, manifest)
     except CheckpointError as error:
         problem, is_newer = error.message, "newer_format" in error.context
-    answers = [[problem, is_newer]] if group is None else all_gather_object([problem, is_newer], group=group)
+    answers: list[Any] = [[problem, is_newer]] if group is None else all_gather_object([problem, is_newer], group=group)
     texts = list(dict.fromkeys(text for text, _ in answers if text is not None))
     if any(newer for _, newer in answers):
         # Not skipped: an older step would throw away what the newer version has trained.

@@ -132,7 +132,7 @@ def _read(path: Path, kind: SavedTensor, start: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _shards(tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[list[str]]:

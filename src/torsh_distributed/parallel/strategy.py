@@ -22,6 +22,7 @@ from torsh_distributed.parallel.state.held_state import (
     load_model,
     load_optimizer,
 )
+from torsh_distributed.parallel.state.whole_state import StateParts
 
 _log = logging.getLogger(__name__)
 
@@ -138,9 +139,9 @@ class Strategy(ABC):
         """
         return self.unwrapped
 
-    def state_parts(self) -> whole_state.StateParts:
+    def state_parts(self) -> StateParts:
         """How this rank's tensors lie in the whole ones."""
-        return whole_state.StateParts()
+        return StateParts()
 
     def held_state(self, optimizer: Optimizer) -> HeldState:
         """This rank's part of model and optimizer, nothing gathered; every rank calls this."""

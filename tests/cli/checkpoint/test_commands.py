@@ -85,6 +85,7 @@ def test_now_asks_the_job_that_writes(saved: Path) -> None:
         manager.save(4, state)
         assert torsh("now", saved)[0] == 0
         assert manager.after_step(5, state)
+        manager.wait()
         assert not (saved / REQUEST).exists()
         assert manager.list()[0].reason == "request"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 import xxhash
+from typing_extensions import override
 
 from torsh_distributed.errors import CheckpointError
 
@@ -119,6 +120,7 @@ class FileDamage:
     start: int = 0
     stop: int = 0
 
+    @override
     def __str__(self) -> str:
         """In words: `__0_0.distcp, bytes 8388608 to 16777216: the hash differs`."""
         where = f", bytes {self.start} to {self.stop}" if self.stop else ""

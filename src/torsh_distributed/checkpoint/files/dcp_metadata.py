@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ def dcp_metadata(index: TensorIndex, *, is_compressed: bool) -> bytes:
         TensorStorageMetadata,
     )
 
-    described, places = {}, {}
+    described: dict[str, Any] = {}
+    places = {}
     for name, tensor in index.tensors.items():
         described[name] = TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, tensor.dtype)),

@@ -47,9 +47,9 @@ from torsh_distributed.checkpoint.files.manifest import (
 )
 from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
 from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim, assign, claims_of, from_plain, to_plain
-from torsh_distributed.checkpoint.saving.compression import compressor
 from torsh_distributed.checkpoint.saving.file_image import FileImage
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
+from torsh_distributed.checkpoint.saving.zstd_archives import compressor
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object, gather_object
 from torsh_distributed.comm.groups.manager import group_over
@@ -273,11 +273,12 @@ class CheckpointWriter:
             _write_file(task.directory / MANIFEST, text)
             _write_file(task.directory / MARKER, marker_for(text))
             self._directory.publish(task.directory, task.metadata.step)
-        except (OSError, CheckpointError) as error:
+        except OSError as error:
             shutil.rmtree(task.directory, ignore_errors=True)
-            is_ours = isinstance(error, CheckpointError)
-            message = error.message if is_ours else cannot_write(Path(error.filename or task.directory), error).message
-            return {"error": message, "num_bytes": 0}
+            return {"error": cannot_write(Path(error.filename or task.directory), error).message, "num_bytes": 0}
+        except CheckpointError as error:
+            shutil.rmtree(task.directory, ignore_errors=True)
+            return {"error": error.message, "num_bytes": 0}
         return {"error": None, "num_bytes": manifest.num_bytes}
 
     def _manifest(self, task: _SaveTask, everyone: Sequence[dict[str, Any]]) -> Manifest:

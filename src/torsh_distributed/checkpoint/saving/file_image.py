@@ -77,7 +77,7 @@ class FileImage:
 
     def bytes(self) -> memoryview:
         """The image, to be written."""
-        return memoryview(self.memory.numpy())
+        return self.memory.numpy().data
 
 
 def _read(read: Callable[[], Tensor]) -> Tensor:

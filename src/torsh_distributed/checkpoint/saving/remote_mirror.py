@@ -25,7 +25,7 @@ class RemoteMirror:
 
     def __init__(self, url: str) -> None:
         try:
-            from fsspec.core import url_to_fs
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # has no types
         except ImportError as error:
             raise FeatureNotAvailable(
                 f"checkpoint.remote = {url} needs fsspec", hint='pip install "torsh-distributed[remote]"'

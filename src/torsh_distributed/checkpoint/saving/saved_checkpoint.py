@@ -15,7 +15,7 @@ from typing_extensions import override
 from torsh_distributed.checkpoint.files.block_hashes import FileDamage, damaged, read_exactly
 from torsh_distributed.checkpoint.files.manifest import SHARED, TENSORS, Manifest, own_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
-from torsh_distributed.checkpoint.saving.compression import decompress
+from torsh_distributed.checkpoint.saving.zstd_archives import decompress
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.errors import CheckpointError, SerializationError
 from torsh_distributed.parallel.state.held_state import SavedState, SavedTensor
@@ -83,10 +83,10 @@ class SavedCheckpoint(SavedState):
             takes_whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
         )
         if is_direct:
-            self._read_bytes(stored, begin, memoryview(target.view(-1).view(torch.uint8).numpy()))
+            self._read_bytes(stored, begin, target.view(-1).view(torch.uint8).numpy().data)
             return
         buffer = torch.empty(length, dtype=torch.uint8)
-        self._read_bytes(stored, begin, memoryview(buffer.numpy()))
+        self._read_bytes(stored, begin, buffer.numpy().data)
         rows = buffer.view(dtype).view((num_rows, *stored.sizes[1:]) if sizes else ())
         for dim, (at, size) in enumerate(zip(inside, sizes, strict=True)):
             rows = rows if dim == 0 else rows.narrow(dim, at, size)

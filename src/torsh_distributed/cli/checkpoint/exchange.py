@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
@@ -20,26 +19,28 @@ from torsh_distributed.parallel.state.held_tensors import layout_of, whole_runs
 def print_differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> bool:
     """Print how two checkpoints differ; returns whether they do."""
     one, other = SavedCheckpoint(*first), SavedCheckpoint(*second)
-    table = Table("tensor", str(first[0]), str(second[0]), "largest difference")
-    num_equal = 0
+    console = Console(soft_wrap=True, highlight=False)
+    num_equal = num_different = 0
     for name in sorted({*one.tensors, *other.tensors}):
-        kinds = [saved.tensors.get(name) for saved in (one, other)]
-        shown = ["absent" if kind is None else f"{kind.dtype} {tuple(kind.shape)}" for kind in kinds]
-        if shown[0] != shown[1]:
-            table.add_row(name, *shown, "")
-            continue
-        left, right = _whole(one, name), _whole(other, name)
-        if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
-            num_equal += 1
-            continue
-        count = int((left != right).sum())
-        largest = float((left.double() - right.double()).abs().max())
-        table.add_row(name, f"{count} of {left.numel()} elements differ", "", f"{largest:.3g}")
-    console = Console(soft_wrap=True)
-    if table.row_count:
-        console.print(table)
-    console.print(f"{num_equal} tensors are equal, {table.row_count} differ", highlight=False)
-    return table.row_count > 0
+        text = _difference(name, one, other)
+        num_equal, num_different = num_equal + (text is None), num_different + (text is not None)
+        if text is not None:
+            console.print(f"{name}: {text}", markup=False)
+    console.print(f"{num_equal} tensors are equal, {num_different} differ")
+    return num_different > 0
+
+
+def _difference(name: str, one: SavedCheckpoint, other: SavedCheckpoint) -> str | None:
+    """How a tensor differs between two checkpoints, in words; None if every bit is equal."""
+    kinds = [saved.tensors.get(name) for saved in (one, other)]
+    first, second = ("absent" if kind is None else f"{kind.dtype} {tuple(kind.shape)}" for kind in kinds)
+    if first != second:
+        return f"{first} in the first, {second} in the second"
+    left, right = _whole(one, name), _whole(other, name)
+    if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
+        return None
+    largest = float((left.double() - right.double()).abs().max())
+    return f"{int((left != right).sum())} of {left.numel()} elements differ, by at most {largest:.3g}"
 
 
 def export_model(

@@ -55,7 +55,7 @@ class ShardedOptimizerState:
 
     def shard_of(self, param: Tensor) -> Tensor:
         """This rank's rows of a parameter, as which its state is kept; the parameter itself if it is a scalar."""
-        return self._shards.get(param, param)  # type: ignore[call-overload]  # looked up by identity
+        return self._shards[param] if isinstance(param, nn.Parameter) and param in self._shards else param
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
