@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
-from tests.parallel.composed.test_combinations import CLIP, STEPS, engine_of, plan_of, run
+from tests.parallel.composed.test_combinations import CLIP, INTERLEAVED, STEPS, engine_of, plan_of, run
 from tests.parallel.composed.test_experts import engine_of as expert_engine
 from tests.parallel.composed.test_experts import plan_of as expert_plan
 from tests.parallel.golden import MODELS
@@ -197,6 +200,15 @@ def refuse_all(folder: str) -> list[str]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), Plan(), loss_fn=torch.nn.functional.mse_loss
     )
     expect(wrong.load, f"{folder}/a")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:  # its disk is full
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    engine.save(wait=False)
+    expect(engine.save)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    engine.save()
+    assert engine.load().step == 0
     return texts
 
 
@@ -207,3 +219,4 @@ def test_every_rank_gets_a_clear_error(world: World, tmp_path: Path) -> None:
         assert "it is a file" in texts[2]
         assert "model.weight is not in the checkpoint; the most similar there is" in texts[3]
         assert "model.0.bias is in the checkpoint, but not in the model" in texts[3]
+        assert "step 0 was not saved: rank 1:" in texts[4]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torsh_distributed.checkpoint.files.block_hashes import read_exactly
+from torsh_distributed.checkpoint.files.block_hashes import Progress, read_exactly
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
-
-Progress = Callable[[int], None]
 
 _NAMES = {
     torch.float64: "F64",

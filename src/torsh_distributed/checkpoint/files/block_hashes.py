@@ -7,7 +7,7 @@ interpreter while it hashes, so a thread beside training may do it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +18,9 @@ from typing_extensions import override
 from torsh_distributed.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes read since the last call."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,13 @@ class FileDamage:
         return f"{self.file}{where}: {self.reason}"
 
 
-def check_file(directory: Path, name: str, record: FileRecord, blocks: Sequence[int] | None = None) -> list[FileDamage]:
+def check_file(
+    directory: Path,
+    name: str,
+    record: FileRecord,
+    blocks: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> list[FileDamage]:
     """Read a file, or some of its blocks, and compare it with its record."""
     try:
         file = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -140,12 +149,15 @@ def check_file(directory: Path, name: str, record: FileRecord, blocks: Sequence[
             low, high = sorted((size, record.num_bytes))
             reason = f"it has {size} bytes, and {record.num_bytes} were written"
             return [FileDamage(name, reason, low, high)]
-        return _differing_blocks(file, name, record, range(len(record.hashes)) if blocks is None else blocks)
+        chosen = range(len(record.hashes)) if blocks is None else blocks
+        return _differing_blocks(file, name, record, chosen, progress)
     finally:
         os.close(file)
 
 
-def _differing_blocks(file: int, name: str, record: FileRecord, blocks: Sequence[int]) -> list[FileDamage]:
+def _differing_blocks(
+    file: int, name: str, record: FileRecord, blocks: Sequence[int], progress: Progress | None
+) -> list[FileDamage]:
     found = []
     buffer = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes)))
     for number in blocks:
@@ -158,6 +170,8 @@ def _differing_blocks(file: int, name: str, record: FileRecord, blocks: Sequence
             continue
         if hash_of(buffer[: stop - start]) != record.hashes[number]:
             found.append(FileDamage(name, "the bytes are not those that were written", start, stop))
+        if progress is not None:
+            progress(stop - start)
     return found
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from torsh_distributed.checkpoint.files.block_hashes import BLOCK_BYTES, FileDamage, check_file
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage, Progress, check_file
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
 
 
 def find_damage(
@@ -21,16 +17,11 @@ def find_damage(
     mine: dict[str, list[int]] = {}
     for name, number in blocks[first:last]:
         mine.setdefault(name, []).append(number)
-    found: list[FileDamage] = []
-    for name, numbers in mine.items():
-        for number in numbers:
-            damage = check_file(directory, name, manifest.files[name], [] if number < 0 else [number])
-            found += damage
-            if progress is not None:
-                progress(min(BLOCK_BYTES, manifest.files[name].num_bytes - max(0, number) * BLOCK_BYTES))
-            if damage and damage[0].reason.startswith(("cannot be read", "it has")):
-                break  # the same for every block
-    return found
+    return [
+        damage
+        for name, numbers in mine.items()
+        for damage in check_file(directory, name, manifest.files[name], [one for one in numbers if one >= 0], progress)
+    ]
 
 
 def foreign_files(directory: Path, manifest: Manifest) -> list[str]:
