@@ -20,6 +20,10 @@ COMMANDS = {
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
     "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
+    "checkpoint": (
+        "torsh_distributed.cli.checkpoint.commands",
+        "Look at checkpoints, verify, compare, remove and exchange them.",
+    ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+
+if TYPE_CHECKING:
+    from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+    from torsh_distributed.train.checkpointing import EngineCheckpoints
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +74,8 @@ class Engine:
         self.num_skipped = 0
         """Updates skipped because gradients overflowed fp16."""
         self.epoch = 0
-        self._num_batches = 0
+        self.num_batches = 0
+        """Batches of this epoch handed out so far."""
         self._loss_fn = loss_fn
         self._device = next(strategy.unwrapped.parameters()).device
         self.precision = make_precision(plan.precision, self._device)
@@ -77,6 +83,7 @@ class Engine:
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
         self._update: _Update | None = None
+        self._checkpoints: EngineCheckpoints | None = None
         # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
 
@@ -99,10 +106,10 @@ class Engine:
         degree = self.strategy.data_degree
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
-            found, was_whole_epoch = False, self._num_batches == 0
-            pieces = self._sharded(loader, epoch=self.epoch, skip=self._num_batches)
+            found, was_whole_epoch = False, self.num_batches == 0
+            pieces = self._sharded(loader, epoch=self.epoch, skip=self.num_batches)
             for piece in events.each_in_phase("data", pieces):
-                self._num_batches += 1
+                self.num_batches += 1
                 if piece.total < degree:
                     self._warn_left_out(piece.total)
                     continue
@@ -119,7 +126,7 @@ class Engine:
                     num_ranks=degree,
                 )
             self.epoch += 1
-            self._num_batches = 0
+            self.num_batches = 0
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
@@ -217,7 +224,46 @@ class Engine:
                     is_skipped=not is_done,
                 )
             )
+        if is_done and (self._checkpoints is not None or self.plan.checkpoint.enabled):
+            self.checkpoints.after_step(loss)
         return loss
+
+    @property
+    def checkpoints(self) -> EngineCheckpoints:
+        """When this engine saves, where to, and how it comes back: the plan's section `checkpoint`."""
+        if self._checkpoints is None:
+            # Here, not above: most of what it imports is for jobs that save.
+            from torsh_distributed.train.checkpointing import EngineCheckpoints
+
+            self._checkpoints = EngineCheckpoints(self)
+        return self._checkpoints
+
+    def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True) -> None:
+        """Save a checkpoint of this step under the directory `path`, or the plan's; every rank calls this.
+
+        Each rank writes what it holds. With `wait`, returns once it is on the disk; else once it is copied into memory:
+        a failure to write it then raises at the next save.
+        """
+        self.checkpoints.save(path, wait=wait)
+
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        model_only: bool = False,
+    ) -> CheckpointMetadata:
+        """Load the newest whole checkpoint under `path`, or the one of `step`, of any plan; every rank calls this.
+
+        `model_only` leaves optimizer, step and generators as they are, for fine-tuning. Differences of names, shapes
+        and dtypes raise, all at once; with `strict=False` what fits is loaded.
+        """
+        return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
+
+    def resume(self) -> CheckpointMetadata | None:
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
+        return self.checkpoints.resume()
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch]) -> float:
@@ -254,7 +300,7 @@ class Engine:
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "epoch": self.epoch,
-            "num_batches": self._num_batches,
+            "num_batches": self.num_batches,
             "random": gather_random_states(),
             "rank_state": {"place": self._place(), "strategy": self.strategy.state_dict()},
         }
@@ -271,7 +317,7 @@ class Engine:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.epoch = state["epoch"]
-        self._num_batches = state["num_batches"]
+        self.num_batches = state["num_batches"]
         restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])

@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -212,7 +212,6 @@ def _refuse_second_start() -> None:
 
 def destroy_process_group() -> None:
     """Destroy the group; a second call, or one without a group, does nothing. Runs at interpreter exit too."""
-    global _world
     atexit.unregister(destroy_process_group)
     if _world is not None and _world.pid != os.getpid():
         return
@@ -222,11 +221,39 @@ def destroy_process_group() -> None:
         if error is not None:
             # Before the others see this rank leave: whoever supervises them can then tell cause from consequence.
             events.emit(events.MembershipEvent(action="leaving", world_size=size, detail=type(error).__name__))
-        _take_down()
-        events.emit(events.MembershipEvent(action="left", world_size=size))
+        try:
+            for call in list(_before_destroy):
+                call()
+        finally:
+            _before_destroy.clear()
+            _take_down()
+            events.emit(events.MembershipEvent(action="left", world_size=size))
+            _forget_world()
+    _forget_world()
+
+
+def _forget_world() -> None:
+    global _world
     if _world is not None:
         _withdraw(_world.told)
     _world = None
+
+
+_before_destroy: list[Callable[[], None]] = []
+
+
+def before_destroy(call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` when the group is destroyed, while it still works; returns a function that takes this back.
+
+    For work in the background that needs the group to end well, such as a checkpoint being written.
+    """
+    _before_destroy.append(call)
+
+    def forget() -> None:
+        if call in _before_destroy:
+            _before_destroy.remove(call)
+
+    return forget
 
 
 def is_initialized() -> bool:

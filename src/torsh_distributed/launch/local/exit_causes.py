@@ -32,6 +32,9 @@ _WORDS = {
     signal.SIGXFSZ: "file size limit exceeded",
 }
 
+SAVED_EXIT_CODE = 75
+"""EX_TEMPFAIL: a worker was told by a signal to end and has saved its state; the same as in `checkpoint`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
@@ -52,6 +55,8 @@ class ExitStatus:
 
     def describe(self) -> str:
         """In words: `exit code 3`, or `signal 11 (SIGSEGV, segmentation fault: …)`."""
+        if self.code == SAVED_EXIT_CODE:
+            return f"exit code {self.code} (ended by a signal after saving; start the job again to go on)"
         if self.code >= 0:
             return f"exit code {self.code}"
         try:

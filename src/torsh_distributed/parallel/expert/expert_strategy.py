@@ -23,10 +23,17 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.expert.placed_experts import placed_experts
-from torsh_distributed.parallel.expert.stacked_experts import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.expert.stacked_experts import (
+    SpreadExperts,
+    cut_stack,
+    cut_state,
+    gather_state,
+    spread_params,
+)
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
@@ -102,6 +109,10 @@ class ExpertDataParallel(DataParallel):
         intervals, self._intervals = self._intervals, []
         others = super().take_comm_s()
         return None if others is None else others + covered_s(intervals)
+
+    @override
+    def state_parts(self) -> StateParts:
+        return SpreadExperts(self.unwrapped)
 
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:

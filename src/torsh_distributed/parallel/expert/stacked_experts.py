@@ -6,20 +6,22 @@ placement, and is what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.expert.placed_experts import PlacedExperts, placed_experts
-from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.state.held_tensors import DimRun
+from torsh_distributed.parallel.state.whole_state import StateParts, plain_name
 
 ExpertOwner = MoELayer | PlacedExperts
 """What knows where its experts are."""
@@ -57,6 +59,37 @@ def cut_stack(whole: Tensor, layer: ExpertOwner) -> Tensor:
             num_experts=layer.num_experts,
         )
     return whole[list(layer.placement.experts_of(layer.ep_rank))]
+
+
+def expert_runs(layer: ExpertOwner) -> list[DimRun]:
+    """Where this rank's experts are in the whole stack: runs of neighbouring experts."""
+    runs: list[DimRun] = []
+    for place, expert in enumerate(layer.placement.experts_of(layer.ep_rank)):
+        if runs and runs[-1].whole + runs[-1].length == expert:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(DimRun(expert, place, 1))
+    return runs
+
+
+class SpreadExperts(StateParts):
+    """Replicas, except for stacks of experts, of which this rank holds its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {name: layer for name, (layer, _) in spread_params(model).items()}
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        whole_shape, runs = super().runs(name, shape)
+        layer = self._layers.get(name)
+        if shape and layer is not None:
+            whole_shape[0], runs[0] = layer.num_experts, expert_runs(layer)
+        return whole_shape, runs
+
+    @override
+    def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
+        if name in self._layers:
+            check_stacked(param, optimizer)
 
 
 def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.ProcessGroup) -> tuple[Tensor, int]:

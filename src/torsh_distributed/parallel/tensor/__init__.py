@@ -8,7 +8,7 @@ from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, RowPa
 from torsh_distributed.parallel.tensor.planning.rows import PlannedModule
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
-from torsh_distributed.parallel.tensor.split_params import param_cuts
+from torsh_distributed.parallel.tensor.split_params import cut_lengths, param_cuts
 
 __all__ = [
     "ColumnParallelLinear",
@@ -19,6 +19,7 @@ __all__ = [
     "SplitStyle",
     "TensorCut",
     "TensorPlan",
+    "cut_lengths",
     "find_tensor_plan",
     "param_cuts",
     "tensor_parallel",

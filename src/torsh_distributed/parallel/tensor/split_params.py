@@ -12,15 +12,22 @@ from torsh_distributed.parallel.tensor.cut import TensorCut
 _MARK = "_torsh_cut"
 """Set on a parameter that holds a piece: how it was cut. Keeps tied parameters from being cut twice."""
 
+_LENGTH = "_torsh_whole_length"
+"""Set beside it: the length of the cut dim in the whole parameter."""
+
 _CUTS = "_torsh_cuts"
-"""Set on a module: name of its own parameter to cut. Wrappers such as FSDP2 replace parameters, not modules."""
+"""Set on a module: name of its own parameter to its cut and the whole length of the dim.
+
+Wrappers such as FSDP2 replace parameters, not modules.
+"""
 
 
 def split_param(owner: nn.Module, name: str, cut: TensorCut, group: dist.ProcessGroup) -> None:
     """Reduce a parameter of `owner` to this rank's piece of the first rank's values; a tied one is cut once."""
     param = owner._parameters[name]
     assert param is not None, "the caller looks"
-    owner.__dict__.setdefault(_CUTS, {})[name] = cut
+    whole_length = getattr(param, _LENGTH, param.shape[cut.dim])
+    owner.__dict__.setdefault(_CUTS, {})[name] = (cut, whole_length)
     if getattr(param, _MARK, None) == cut:
         return
     if hasattr(param, _MARK):
@@ -33,6 +40,7 @@ def split_param(owner: nn.Module, name: str, cut: TensorCut, group: dist.Process
     replicate_param(param, group)
     param.data = cut.part(param.data, rank=group.rank(), size=group.size())
     setattr(param, _MARK, cut)
+    setattr(param, _LENGTH, whole_length)
 
 
 def replicate_param(param: Tensor, group: dist.ProcessGroup) -> None:
@@ -44,18 +52,26 @@ def replicate_param(param: Tensor, group: dist.ProcessGroup) -> None:
 
 def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
     """Name to cut, for every parameter of which this rank holds a piece; a tied one under each of its names."""
-    cuts: dict[int, TensorCut] = {}
+    return {name: cut for name, (cut, _) in _cuts_and_lengths(model).items()}
+
+
+def cut_lengths(model: nn.Module) -> dict[str, int]:
+    """Name to the length that the cut dim has in the whole parameter, for those of `param_cuts`."""
+    return {name: length for name, (_, length) in _cuts_and_lengths(model).items()}
+
+
+def _cuts_and_lengths(model: nn.Module) -> dict[str, tuple[TensorCut, int]]:
+    found: dict[int, tuple[TensorCut, int]] = {}
     for module in model.modules():
-        for name, cut in module.__dict__.get(_CUTS, {}).items():
-            cuts[id(module._parameters[name])] = cut
+        for name, entry in module.__dict__.get(_CUTS, {}).items():
+            found[id(module._parameters[name])] = entry
     named = model.named_parameters(remove_duplicate=False)
-    return {name: cuts[id(param)] for name, param in named if id(param) in cuts}
+    return {name: found[id(param)] for name, param in named if id(param) in found}
 
 
 def own_cuts(module: nn.Module) -> dict[str, TensorCut]:
     """Name to cut, for the module's own parameters that are split."""
-    found: dict[str, TensorCut] = module.__dict__.get(_CUTS, {})
-    return found
+    return {name: cut for name, (cut, _) in module.__dict__.get(_CUTS, {}).items()}
 
 
 def adopt(layer: nn.Module, source: nn.Module) -> None:
