@@ -62,7 +62,7 @@ class PlacedExperts:
             param.data = param.data[list(self.placement.experts_of(self.ep_rank))].clone()
             param.grad = None
         if hasattr(self.module, "num_experts"):
-            self.module.num_experts = self.placement.per_rank
+            setattr(self.module, "num_experts", self.placement.per_rank)  # noqa: B010 (typed for tensors and modules only)
         own = type(self.module)
         self.module.__class__ = type(f"Placed{own.__name__}", (_SpreadForward, own), {})
 

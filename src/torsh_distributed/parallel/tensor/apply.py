@@ -84,7 +84,7 @@ def tensor_parallel(
             for param in module.parameters(recurse=False):
                 replicate_param(param, group)
         if hasattr(module, "activation_relu_or_gelu"):  # torch's encoder layer would read split weights in evaluation
-            module.activation_relu_or_gelu = 0
+            setattr(module, "activation_relu_or_gelu", 0)  # noqa: B010 (typed for tensors and modules only)
     return chosen
 
 

@@ -44,7 +44,8 @@ def declared_rows(
     """
     names = _Patterns(anatomy.tensor_plan, overrides, left_alone)
     heads = [one for where in anatomy.attention if (one := _heads(model, where, names)) is not None]
-    rows, attributes = {}, []
+    rows: dict[str, PlannedModule] = {}
+    attributes: list[AttributeChange] = []
     for found in heads:
         check_heads(found.num_heads, None, tp, where=found.where)
         attributes += found.changes(model.get_submodule(found.where), tp)
