@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, is_written_to
+
 pytestmark = [pytest.mark.ranks, pytest.mark.matrix]
 
 TRAINING = "[training]\nsteps = 40\nbatch_size = 16\nlearning_rate = 2e-3\nlog_every = 4\n"
@@ -40,6 +42,8 @@ def test_an_interrupted_demo_goes_on_on_any_ranks(tmp_path: Path, ending: signal
         time.sleep(0.02)
     job.send_signal(ending)
     job.communicate(timeout=60)
+    while is_written_to(CheckpointDirectory(tmp_path / "cut" / "checkpoints")):
+        time.sleep(0.02)  # workers whose launcher was killed end a little later
     for name, mesh, num_ranks in (("one", "dp = 1", 1), ("two", "tp = 2", 2), ("four", "tp = 2\npp = 2", 4)):
         shutil.copytree(tmp_path / "cut", tmp_path / name)
         text = start(tmp_path, name, mesh, num_ranks).communicate(timeout=110)[0]
