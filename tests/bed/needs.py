@@ -101,12 +101,19 @@ def mpi() -> str | None:
     )
 
 
+@functools.cache
+def library(name: str) -> str | None:
+    """A Python package that ours works with but does not need: `needs_library("transformers")`."""
+    return None if importlib.util.find_spec(name) is not None else f"no {name}; pip install {name}"
+
+
 NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_redis": redis,
     "needs_netns": netns,
     "needs_cuda": cuda,
     "needs_browser": browser,
     "needs_mpi": mpi,
+    "needs_library": library,
 }
 _HARDWARE = frozenset({"needs_cuda"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})

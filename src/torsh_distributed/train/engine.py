@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.use.export import export_model
+from torsh_distributed.train.use.generation import generate
+from torsh_distributed.train.use.metrics import MetricSet
 
 _log = logging.getLogger(__name__)
 
@@ -219,9 +223,21 @@ class Engine:
             )
         return loss
 
+    @overload
+    def evaluate(self, loader: Iterable[Batch]) -> float: ...
+
+    @overload
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any]) -> dict[str, Any]: ...
+
     @torch.no_grad()
-    def evaluate(self, loader: Iterable[Batch]) -> float:
-        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value."""
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any] | None = None) -> float | dict[str, Any]:
+        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value.
+
+        With `metrics`, a dict of `loss` and the metrics: objects with `update(outputs, targets)`, `compute()` and
+        `reset()`, as torchmetrics has them, or functions of outputs and targets, averaged over samples. Without a
+        loss_fn they see the model's `logits` and the batch's `labels`.
+        """
+        seen = None if metrics is None else MetricSet(metrics, self.strategy.samples_group, self._device)
         was_training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -229,9 +245,13 @@ class Engine:
             for piece in self._sharded(loader, epoch=0, skip=0):
                 if piece.num_samples == 0 and not self.strategy.forward_is_collective:
                     continue  # other ranks evaluate these samples
+                loss_fn, compute = self._loss_fn, loss_of
+                if seen is not None:
+                    seen.num_samples = piece.num_samples
+                    loss_fn, compute = seen.watching(loss_fn)
                 with self.precision.computing():
                     batch = to_device(piece.batch, self._device)
-                    loss = self.strategy.loss(self.unwrapped, batch, self._loss_fn, loss_of)
+                    loss = self.strategy.loss(self.unwrapped, batch, loss_fn, compute)
                 if piece.num_samples:
                     sums[0] += loss.double() * piece.num_samples
                     sums[1] += piece.num_samples
@@ -240,7 +260,28 @@ class Engine:
         loss_sum, count_sum = (self.strategy.mean_loss(value).wait() for value in sums)
         if count_sum == 0:
             raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
-        return loss_sum / count_sum
+        mean = loss_sum / count_sum
+        return mean if seen is None else {"loss": mean, **seen.results()}
+
+    def export(
+        self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
+    ) -> None:
+        """Write the model to `directory` as safetensors files of at most `max_file_gb`; every rank calls this.
+
+        `from_pretrained` loads what is written of a transformers model, and of a PEFT model the adapter. The first
+        rank writes tensor by tensor; `dtype` converts floating-point values. All ranks raise if it cannot write.
+        """
+        export_model(self.strategy, directory, dtype=dtype, max_file_gb=max_file_gb)
+
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        """The model's own `generate(*inputs, **options)`, for a look during training; every rank calls this.
+
+        All ranks work on the tensors of rank 0 and get its result. Random numbers depend on the seed and the step
+        only. A model split over tp, pp or cp is put together on rank 0, which must have room for it.
+        """
+        seed = self.plan.training.seed + self.num_steps
+        with self.precision.computing():
+            return generate(self.strategy, self._device, seed, inputs, options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, at this or another world size; every rank calls this.

@@ -22,7 +22,13 @@ from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
-from torsh_distributed.parallel.expert.stacked_experts import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.expert.stacked_experts import (
+    cut_stack,
+    cut_state,
+    gather_stack,
+    gather_state,
+    spread_params,
+)
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
@@ -105,6 +111,12 @@ class ExpertDataParallel(DataParallel):
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer))
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        spread = spread_params(self.unwrapped)
+        for name, value in super().whole_tensors():
+            yield name, gather_stack(value, spread[name][0]) if name in spread else value
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
