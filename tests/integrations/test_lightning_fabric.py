@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bed.world import World
-from tests.integrations.test_lightning_trainer import PLANS, alone, data, net
+from tests.integrations.test_lightning_trainer import PLANS, alone, data, net, place
 from torsh_distributed.plan import Plan
 
 pytestmark = pytest.mark.needs_library("lightning")
@@ -25,7 +25,9 @@ def loop(plan: dict[str, Any], file: Path) -> tuple[list[float], dict[str, Tenso
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fabric = Fabric(strategy=TorshFabricStrategy(plan=Plan(**plan)), accelerator="cpu", devices=2)
+        fabric = Fabric(
+            strategy=TorshFabricStrategy(plan=Plan(**plan)), accelerator="cpu", devices=2, plugins=[place()]
+        )
         fabric.launch()
         plain = net()
         model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters(), lr=0.01))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a plan: losses and checkpoints of one process, and refusals of what its loop cannot do."""
+"""Lightning's Trainer with a plan: losses and checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bed.world import World
-from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import Plan
 
 pytestmark = pytest.mark.needs_library("lightning")
@@ -70,6 +69,24 @@ def module(losses: list[float]) -> Any:
     return Regression()
 
 
+def place() -> Any:
+    """The ranks of a test, which no launcher started."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Ranks(LightningEnvironment):  # type: ignore[misc]  # optional
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return torch.distributed.get_world_size()
+
+        def global_rank(self) -> int:
+            return torch.distributed.get_rank()
+
+        local_rank = global_rank
+
+    return Ranks()
+
+
 def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     import lightning.pytorch as pl
 
@@ -82,6 +99,7 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
             strategy=TorshStrategy(plan=Plan(**plan)),
             accelerator="cpu",
             devices=2,
+            plugins=[place()],
             max_steps=num_steps,
             gradient_clip_val=0.5,
             logger=False,
@@ -118,12 +136,3 @@ def test_the_trainer_learns_and_resumes_as_one_process(world: World, tmp_path: P
             assert losses == pytest.approx(wanted, abs=1e-5)
             for name, value in state.items():
                 torch.testing.assert_close(learned[f"net.{name}"], value, rtol=1e-4, atol=1e-5)
-
-
-def test_what_needs_our_loop_is_refused() -> None:
-    from torsh_distributed.integrations.lightning_trainer import TorshStrategy
-
-    with pytest.raises(ConfigurationError, match=r"mesh\.tp does not work in Lightning's loop"):
-        TorshStrategy(plan=Plan(dp=1, tp=2))
-    with pytest.raises(ConfigurationError, match=r"training\.gradient_clipping = 1.0 has no effect in Lightning's"):
-        TorshStrategy(plan=Plan(training={"gradient_clipping": 1.0}))

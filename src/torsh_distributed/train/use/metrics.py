@@ -1,12 +1,13 @@
 """Metrics of an evaluation: objects with `update`, `compute` and `reset`, or functions that are averaged over samples.
 
 Every sample is seen by one rank, so what the ranks gathered is joined before the result is computed: metrics of
-torchmetrics join their states over the ranks themselves, other objects by their `merge_state`, and the values of a
-function are weighted by samples.
+torchmetrics join their states over the ranks themselves, other objects (torcheval's, for one) exchange their
+`state_dict` and are joined by `merge_state`, and the values of a function are weighted by samples.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -63,10 +64,11 @@ class MetricSet:
                     hint="give a function of outputs and targets, or an object as torchmetrics has them",
                     got=type(one).__name__,
                 )
-            if self._num_ranks > 1 and not (_syncs_itself(one) or callable(getattr(one, "merge_state", None))):
+            if self._num_ranks > 1 and not (_syncs_itself(one) or _can_merge(one)):
                 raise InvalidArgument(
                     f"the metric {name} keeps a state that cannot be joined over ranks",
-                    hint="derive it from torchmetrics.Metric, give it merge_state(others), or use a function",
+                    hint="derive it from torchmetrics.Metric, give it state_dict, load_state_dict and merge_state,"
+                    " or use a function",
                     got=type(one).__name__,
                 )
 
@@ -128,9 +130,16 @@ class MetricSet:
                 return _plain(_compute_synced(one))
             finally:
                 one.unsync()
-        first, *others = all_gather_object(one, group=self._group)
+        # States travel, not objects; the object itself keeps this rank's.
+        first, *others = [_copy_with(one, state) for state in all_gather_object(one.state_dict(), group=self._group)]
         first.merge_state(others)
         return _plain(first.compute())
+
+
+def _copy_with(metric: Any, state: Any) -> Any:
+    made = copy.deepcopy(metric)
+    made.load_state_dict(state)
+    return made
 
 
 def _compute_synced(metric: Any) -> Any:
@@ -146,6 +155,10 @@ def _compute_synced(metric: Any) -> Any:
 
 def _is_function(metric: Any) -> bool:
     return callable(metric) and not hasattr(metric, "update")
+
+
+def _can_merge(metric: Any) -> bool:
+    return all(callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict", "merge_state"))
 
 
 def _syncs_itself(metric: Any) -> bool:
