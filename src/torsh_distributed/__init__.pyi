@@ -1,3 +1,4 @@
+from torsh_distributed import checkpoint as checkpoint
 from torsh_distributed import comm as comm
 from torsh_distributed import compress as compress
 from torsh_distributed import errors as errors
@@ -6,6 +7,7 @@ from torsh_distributed import launch as launch
 from torsh_distributed import parallel as parallel
 from torsh_distributed import plan as plan
 from torsh_distributed import train as train
+from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
 from torsh_distributed.comm.collectives.moves import all_gather as all_gather
 from torsh_distributed.comm.collectives.moves import all_gather_single as all_gather_single
 from torsh_distributed.comm.collectives.moves import all_to_all as all_to_all

@@ -7,6 +7,7 @@ import pytest
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
+    ElasticConfig,
     Plan,
     PrecisionConfig,
     TensorConfig,
@@ -38,15 +39,15 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(precision=PrecisionConfig(dtype="fp8"), checkpoint=CheckpointConfig(enabled=True))
-    assert plan.unsupported() == ("precision.dtype", "checkpoint.enabled")
+    plan = Plan(precision=PrecisionConfig(dtype="fp8"), elastic=ElasticConfig(enabled=True))
+    assert plan.unsupported() == ("precision.dtype", "elastic.enabled")
     assert plan.explain()["precision.dtype"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
         "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
-        "  checkpoint.enabled = true is not supported by this version yet (leave it at its default, false)",
+        "  elastic.enabled = true is not supported by this version yet (leave it at its default, false)",
     ]
 
 
@@ -55,7 +56,7 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
     assert plan.explain()["checkpoint.keep"].status == "off by checkpoint.enabled"
     assert plan.unsupported() == ()
-    assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
+    assert Plan(elastic=ElasticConfig(enabled=True)).unsupported() == ("elastic.enabled",)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
 
 CONTEXT_SETTINGS = {
@@ -48,7 +49,8 @@ Mpi = Annotated[
     bool, typer.Option("--mpi", help="Make the workers one MPI job (MPICH), for mpi4py.", rich_help_panel=_WORKERS)
 ]
 PlanFile = Annotated[
-    Path | None, typer.Option(help="Plan for the workers (TORSH_PLAN), checked first.", rich_help_panel=_WORKERS)
+    Path | None,
+    typer.Option(help="Plan for the workers (TORSH_PLAN), checked first for their number.", rich_help_panel=_WORKERS),
 ]
 
 Nnodes = Annotated[str, typer.Option(help="Nodes of the job.", envvar="PET_NNODES", rich_help_panel=_NODES)]
@@ -111,6 +113,13 @@ LocalRanksFilter = Annotated[
         help="Show only these local ranks, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show every rank's traceback, not the cause alone.", rich_help_panel=_OUTPUT),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
 ]
@@ -161,6 +170,8 @@ def run(
     token_file: TokenFile = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
+    verbose: Verbose = False,
+    json: Json = False,
     dry_run: DryRun = False,
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
@@ -173,12 +184,12 @@ def run(
     """
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
-    num_nodes = parse_nnodes(nnodes)
+    num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
-        nproc_per_node=parse_nproc(nproc_per_node),
+        nproc_per_node=num_workers,
         nnodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,
@@ -188,8 +199,10 @@ def run(
         role=role,
         log_dir=log_dir,
         shown_ranks=_parse_ranks(local_ranks_filter),
+        is_verbose=verbose,
+        is_json=json,
         token=_read_token(token_file),
-        env=_plan_variables(plan),
+        env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -265,11 +278,16 @@ def _parse_ranks(text: str) -> frozenset[int] | None:
 def _read_token(path: Path | None) -> str | None:
     if path is None:
         return os.environ.get("TORSH_JOB_TOKEN") or None
+    from torsh_distributed.private_files import read_secret
+
     try:
-        token = path.read_text().strip()
+        token = read_secret(path)
     except (OSError, UnicodeDecodeError) as error:
         raise IoError(
-            "the token file cannot be read", hint="check the path", path=str(path), reason=str(error)
+            "the token file cannot be used",
+            hint="it must be a file that no other user can read or replace: chmod 600 FILE, in a directory of yours",
+            path=str(path),
+            reason=str(error),
         ) from error
     if not token:
         raise InvalidArgument(
@@ -278,11 +296,19 @@ def _read_token(path: Path | None) -> str | None:
     return token
 
 
-def _plan_variables(path: Path | None) -> dict[str, str]:
-    """TORSH_PLAN for the workers, after the plan was checked."""
+def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:
+    """TORSH_PLAN for the workers, after the check of `torsh plan validate` for their number.
+
+    Exits with status 2, as for any other wrong option, if the plan cannot run.
+    """
     if path is None:
         return {}
     from torsh_distributed.plan import Plan
 
-    Plan.load(path)
+    try:
+        # As the workers read it: variables TORSH_PLAN__SECTION__KEY win over the file.
+        Plan.compose(path, environ=os.environ).validate(num_ranks)
+    except ConfigurationError as error:
+        print_error(error)
+        raise typer.Exit(2) from error
     return {"TORSH_PLAN": str(path.resolve())}

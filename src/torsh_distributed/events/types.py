@@ -157,7 +157,7 @@ class MembershipEvent(Event):
     kind: ClassVar[str] = "membership"
 
     action: str
-    """joined, left, regrouped, restarted, lost or ended."""
+    """joined, leaving (while an exception is on its way), left, regrouped, restarted, lost or ended."""
     world_size: int
     attempt: int = 0
     detail: str | None = None

@@ -53,7 +53,7 @@ class TorshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is optional
 
     @override
     def configure_ddp(self) -> None:
-        self.model = self._setup_model(self.model)
+        self.model: Any = self._setup_model(self.lightning_module)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

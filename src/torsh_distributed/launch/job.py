@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
@@ -18,7 +19,7 @@ from torsh_distributed.launch.local.signals import SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.nodes.leader import Leader
-from torsh_distributed.launch.nodes.listening_sockets import is_loopback
+from torsh_distributed.launch.nodes.listening_sockets import is_loopback, with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.spec import JobSpec
@@ -34,6 +35,7 @@ def launch_job(spec: JobSpec) -> int:
     handles signals while it runs.
     """
     check_entry(spec.entry)
+    spec = with_reachable_master(spec)
     with ExitStack() as stack:
         events_dir = os.environ.get("TORSH_EVENTS_DIR")
         if events_dir:
@@ -43,13 +45,13 @@ def launch_job(spec: JobSpec) -> int:
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
-        output = LauncherOutput(terminal)
+        output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = stack.enter_context(Leader(spec, loop))
+            leader = stack.enter_context(Leader(spec, loop, output))
             if spec.nnodes > 1:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
@@ -80,7 +82,8 @@ def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
 def describe_job(spec: JobSpec) -> list[str]:
     """What `launch_job` would start on this node, line by line; nothing is opened or started."""
     port = spec.master_port if spec.nnodes == 1 and spec.master_port else 0
-    endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port)
+    interface = interface_between_nodes(spec.master_addr, num_nodes=spec.nnodes)
+    endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port, interface=interface)
     workers = f"{spec.nproc_per_node} of {spec.world_size} workers"
     lines = [
         f"node {spec.node_rank} of {spec.nnodes}: {workers}, up to {spec.max_restarts} restarts, run {spec.run_id}"

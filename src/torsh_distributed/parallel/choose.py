@@ -51,8 +51,9 @@ def strategy_for(
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan, example=example, weights=weights)
     _checkpoint(model, plan)
-    if weights is not None and (kind != "sharded" or moe_layers(model)):
-        _load_whole(model, weights)
+    has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
+    if weights is not None and (kind != "sharded" or has_experts):
+        _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
     elif is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
@@ -81,13 +82,12 @@ def strategy_for(
     return Sharded(wrapped)
 
 
-def _load_whole(model: nn.Module, weights: StoredWeights) -> None:
+def _load_whole(model: nn.Module, weights: StoredWeights, *, is_reader: bool) -> None:
     """For strategies whose ranks begin with the whole model: the first rank reads it and replicas take it from there.
 
     Experts are spread without being sent, so then every rank reads.
     """
     weights.allocate(model)
-    is_reader = process_group.rank() == 0 or bool(moe_layers(model))
     weights.load(model, names=None if is_reader else ())
 
 

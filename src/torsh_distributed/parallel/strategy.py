@@ -16,6 +16,14 @@ from torch.optim import Optimizer
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state import whole_state
+from torsh_distributed.parallel.state.held_state import (
+    HeldState,
+    SavedState,
+    held_state,
+    load_model,
+    load_optimizer,
+)
+from torsh_distributed.parallel.state.whole_state import StateParts
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +159,28 @@ class Strategy(ABC):
         """Load this rank's part of `whole_state()`, saved under any strategy and world size; equal on all ranks."""
         whole_state.load_model_state(self.unwrapped, state["model"])
         whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
+
+    def before_state(self) -> nn.Module:
+        """Called before state is read or written in place; returns the model whose tensors it is, as its user wrote it.
+
+        Tensors that other ranks hold are on the meta device.
+        """
+        return self.unwrapped
+
+    def state_parts(self) -> StateParts:
+        """How this rank's tensors lie in the whole ones."""
+        return StateParts()
+
+    def held_state(self, optimizer: Optimizer) -> HeldState:
+        """This rank's part of model and optimizer, nothing gathered; every rank calls this."""
+        return held_state(self.before_state(), self.unwrapped, optimizer, self.state_parts())
+
+    def load_held_state(self, optimizer: Optimizer, saved: SavedState, *, with_optimizer: bool = True) -> None:
+        """Load this rank's part of what `held_state` of any plan and world size described; every rank calls this."""
+        model = self.before_state()
+        load_model(model, saved, self.state_parts())
+        if with_optimizer:
+            load_optimizer(self.unwrapped, optimizer, saved, self.state_parts())
 
 
 class PendingNumber(ABC):

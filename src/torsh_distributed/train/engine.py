@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,13 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.use.evaluation import evaluate
 from torsh_distributed.train.use.export import export_model
 from torsh_distributed.train.use.generation import generate
-from torsh_distributed.train.use.metrics import MetricSet
+
+if TYPE_CHECKING:
+    from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+    from torsh_distributed.train.checkpointing import EngineCheckpoints
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +78,8 @@ class Engine:
         self.num_skipped = 0
         """Updates skipped because gradients overflowed fp16."""
         self.epoch = 0
-        self._num_batches = 0
+        self.num_batches = 0
+        """Batches of this epoch handed out so far."""
         self._loss_fn = loss_fn
         self._device = next(strategy.unwrapped.parameters()).device
         self.precision = make_precision(plan.precision, self._device)
@@ -81,6 +87,7 @@ class Engine:
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
         self._update: _Update | None = None
+        self._checkpoints: EngineCheckpoints | None = None
         # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
 
@@ -103,10 +110,10 @@ class Engine:
         degree = self.strategy.data_degree
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
-            found, was_whole_epoch = False, self._num_batches == 0
-            pieces = self._sharded(loader, epoch=self.epoch, skip=self._num_batches)
+            found, was_whole_epoch = False, self.num_batches == 0
+            pieces = self._sharded(loader, epoch=self.epoch, skip=self.num_batches)
             for piece in events.each_in_phase("data", pieces):
-                self._num_batches += 1
+                self.num_batches += 1
                 if piece.total < degree:
                     self._warn_left_out(piece.total)
                     continue
@@ -123,7 +130,7 @@ class Engine:
                     num_ranks=degree,
                 )
             self.epoch += 1
-            self._num_batches = 0
+            self.num_batches = 0
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
@@ -221,7 +228,46 @@ class Engine:
                     is_skipped=not is_done,
                 )
             )
+        if is_done and (self._checkpoints is not None or self.plan.checkpoint.enabled):
+            self.checkpoints.after_step(loss)
         return loss
+
+    @property
+    def checkpoints(self) -> EngineCheckpoints:
+        """When this engine saves, where to, and how it comes back: the plan's section `checkpoint`."""
+        if self._checkpoints is None:
+            # Here, not above: most of what it imports is for jobs that save.
+            from torsh_distributed.train.checkpointing import EngineCheckpoints
+
+            self._checkpoints = EngineCheckpoints(self)
+        return self._checkpoints
+
+    def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True) -> None:
+        """Save a checkpoint of this step under the directory `path`, or the plan's; every rank calls this.
+
+        Each rank writes what it holds. With `wait`, returns once it is on the disk; else once it is copied into memory:
+        a failure to write it then raises at the next save.
+        """
+        self.checkpoints.save(path, wait=wait)
+
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        model_only: bool = False,
+    ) -> CheckpointMetadata:
+        """Load the newest whole checkpoint under `path`, or the one of `step`, of any plan; every rank calls this.
+
+        `model_only` leaves optimizer, step and generators as they are, for fine-tuning. Differences of names, shapes
+        and dtypes raise, all at once; with `strict=False` what fits is loaded.
+        """
+        return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
+
+    def resume(self) -> CheckpointMetadata | None:
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
+        return self.checkpoints.resume()
 
     @overload
     def evaluate(self, loader: Iterable[Batch]) -> float: ...
@@ -229,7 +275,6 @@ class Engine:
     @overload
     def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    @torch.no_grad()
     def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any] | None = None) -> float | dict[str, Any]:
         """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value.
 
@@ -237,31 +282,14 @@ class Engine:
         `reset()`, as torchmetrics has them, or functions of outputs and targets, averaged over samples. Without a
         loss_fn they see the model's `logits` and the batch's `labels`.
         """
-        seen = None if metrics is None else MetricSet(metrics, self.strategy.samples_group, self._device)
-        was_training = self.model.training
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        try:
-            for piece in self._sharded(loader, epoch=0, skip=0):
-                if piece.num_samples == 0 and not self.strategy.forward_is_collective:
-                    continue  # other ranks evaluate these samples
-                loss_fn, compute = self._loss_fn, loss_of
-                if seen is not None:
-                    seen.num_samples = piece.num_samples
-                    loss_fn, compute = seen.watching(loss_fn)
-                with self.precision.computing():
-                    batch = to_device(piece.batch, self._device)
-                    loss = self.strategy.loss(self.unwrapped, batch, loss_fn, compute)
-                if piece.num_samples:
-                    sums[0] += loss.double() * piece.num_samples
-                    sums[1] += piece.num_samples
-        finally:
-            self.model.train(was_training)
-        loss_sum, count_sum = (self.strategy.mean_loss(value).wait() for value in sums)
-        if count_sum == 0:
-            raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
-        mean = loss_sum / count_sum
-        return mean if seen is None else {"loss": mean, **seen.results()}
+        return evaluate(
+            self.strategy,
+            self._sharded(loader, epoch=0, skip=0),
+            loss_fn=self._loss_fn,
+            precision=self.precision,
+            device=self._device,
+            metrics=metrics,
+        )
 
     def export(
         self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
@@ -295,7 +323,7 @@ class Engine:
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "epoch": self.epoch,
-            "num_batches": self._num_batches,
+            "num_batches": self.num_batches,
             "random": gather_random_states(),
             "rank_state": {"place": self._place(), "strategy": self.strategy.state_dict()},
         }
@@ -312,7 +340,7 @@ class Engine:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.epoch = state["epoch"]
-        self._num_batches = state["num_batches"]
+        self.num_batches = state["num_batches"]
         restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])

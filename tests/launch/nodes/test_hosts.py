@@ -41,7 +41,6 @@ def test_a_plain_torch_job_spans_two_hosts_and_survives_a_kill(world: World, lab
         nproc_per_node=1,
         max_restarts=1,
         token="secret",
-        env={"GLOO_SOCKET_IFNAME": "eth0"},
     )
     for outcome in outcomes:
         assert outcome.value == 0, outcome.output

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.events import Event, StepEvent
+from torsh_distributed.events import CheckpointEvent, Event, StepEvent
 
 _BAR_WIDTH = 24
 
@@ -98,6 +98,26 @@ class TrainReport:
         axes.grid(alpha=0.3)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
+
+
+@dataclass
+class CheckpointStalls:
+    """Collects how long training waited for checkpoints. Subscribe `handle` to CheckpointEvent."""
+
+    directory: str
+    stalled_s: list[float] = field(default_factory=list)
+
+    def handle(self, event: Event) -> None:
+        """Keep the wait of a save."""
+        assert isinstance(event, CheckpointEvent)
+        if event.action == "copied" and event.duration_s is not None:
+            self.stalled_s.append(event.duration_s)
+
+    def summary(self) -> str:
+        """In words."""
+        if not self.stalled_s:
+            return "none"
+        return f"{len(self.stalled_s)} in {self.directory}; training waited {sum(self.stalled_s) * 1e3:.0f} ms for them"
 
 
 def comm_share(steps: list[StepEvent]) -> float | None:

@@ -7,19 +7,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
+from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.local.exit_causes import peek_status
-from torsh_distributed.launch.local.failure_report import join_numbers
+from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
 from torsh_distributed.launch.nodes.records import (
+    Ask,
     End,
+    Ended,
     Failed,
     Finished,
     FromLeader,
     FromNode,
     Interrupted,
+    Said,
     Start,
     Stop,
     Stopped,
@@ -31,9 +35,11 @@ from torsh_distributed.launch.spec import JobSpec
 class Leader:
     """Runs on node 0. Every attempt gets an empty store, so its workers meet no key of an earlier one."""
 
-    def __init__(self, spec: JobSpec, loop: Loop) -> None:
+    def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput) -> None:
         self._spec = spec
         self._loop = loop
+        self._output = output
+        self._inquiry: Inquiry | None = None
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._send: dict[int, Callable[[FromLeader], None]] = {}
@@ -48,13 +54,34 @@ class Leader:
         """Handle a report of a node."""
         match message:
             case Failed():
-                self._carry_out(self.coordinator.failed(message.attempt, message.failure))
+                self._inquire(message.attempt, lambda inquiry: inquiry.failed(message.failure))
+            case Ended():
+                self._inquire(message.attempt, lambda inquiry: inquiry.ended(message.worker))
+            case Said():
+                self._inquire(message.attempt, lambda inquiry: inquiry.said(message.status, is_asked=message.is_asked))
             case Finished():
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
+
+    def _inquire(self, attempt: int, tell: Callable[[Inquiry], None]) -> None:
+        """Tell the inquiry into the running attempt; what comes from an earlier one is of no interest any more."""
+        coordinator = self.coordinator
+        if self._inquiry is not None and coordinator.phase is JobPhase.RUNNING and coordinator.attempt == attempt:
+            tell(self._inquiry)
+
+    def _begin_inquiry(self, attempt: int) -> None:
+        if self._inquiry is not None:
+            self._inquiry.close()
+        self._inquiry = Inquiry(
+            self._loop,
+            self._spec.world_size,
+            ask=lambda: self._tell_all(Ask(attempt=attempt)),
+            on_verdict=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
+            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack),
+        )
 
     def lose(self, failure: JobFailure) -> None:
         """A node is lost."""
@@ -66,6 +93,7 @@ class Leader:
         for decision in decisions:
             match decision:
                 case StartAttempt():
+                    self._begin_inquiry(decision.attempt)
                     message: FromLeader = self._open(decision.attempt)
                 case Stop():
                     message = decision
@@ -73,8 +101,13 @@ class Leader:
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                 case End():
                     message = decision
-            for send in list(self._send.values()):
-                send(message)
+            if not isinstance(decision, StartAttempt) and self._inquiry is not None:
+                self._inquiry.close()
+            self._tell_all(message)
+
+    def _tell_all(self, message: FromLeader) -> None:
+        for send in list(self._send.values()):
+            send(message)
 
     def _check_stopped(self, attempt: int, limit_s: float) -> None:
         coordinator = self.coordinator
@@ -120,7 +153,9 @@ class Leader:
             self._store = None
 
     def close(self) -> None:
-        """End the store."""
+        """End the store and the inquiry."""
+        if self._inquiry is not None:
+            self._inquiry.close()
         self._close_listener()
         self._close_store()
 

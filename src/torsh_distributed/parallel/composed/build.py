@@ -26,6 +26,7 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
+from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts
 from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
@@ -61,7 +62,10 @@ def composed_strategy(
             hint='balance by "auto" or "parameters", or build the model outside the meta device',
         )
     check_experts(model, plan)
-    tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
+    tensors = None
+    if plan.mesh.tp > 1:
+        spread = spread_names(model, plan.mesh.ep)
+        tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor, spread=spread)
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
     if plan.mesh.cp > 1:
         require_positions(model, cp=plan.mesh.cp)
@@ -135,7 +139,7 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:
         return None
-    if moe_layers(model):
+    if moe_layers(model) or spread_names(model, plan.mesh.ep):
         return ExpertDataParallel(model, plan.ddp, plan.distributed, mesh=mesh)
     group = mesh.group(*GRADIENT_AXES)
     return DataParallel(model, plan.ddp, plan.distributed, group=group, **gradient_options(plan))

@@ -22,9 +22,9 @@ from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state import whole_state
-from torsh_distributed.parallel.state.whole_state import named_params, plain_name
+from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
-from torsh_distributed.parallel.tensor import param_cuts
+from torsh_distributed.parallel.tensor import cut_lengths, param_cuts
 
 Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
@@ -48,6 +48,7 @@ class SplitModel(MeshStrategy):
             self._owner,
             self._names(),
             {name: layer for name, (layer, _) in spread_params(whole_model).items()},
+            {plain_name(name): length for name, length in cut_lengths(whole_model).items()},
         )
 
     @override
@@ -103,6 +104,15 @@ class SplitModel(MeshStrategy):
     def shared_names(self) -> dict[str, str]:
         tied = {name: first for name, first in self._split.names.items() if name != first}
         return {**super().shared_names(), **tied}
+
+    @override
+    def state_parts(self) -> StateParts:
+        return self._split
+
+    @override
+    def before_state(self) -> nn.Module:
+        self._reshard()
+        return self._split.model
 
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:

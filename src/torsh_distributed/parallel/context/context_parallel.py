@@ -18,7 +18,7 @@ from typing_extensions import override
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, TensorShapeMismatch
 from torsh_distributed.parallel.context.attention_ring import ring_attention
 from torsh_distributed.parallel.context.order import positions_of, take_positions
-from torsh_distributed.parallel.tensor.structure import is_position_table
+from torsh_distributed.parallel.models.structure import is_position_table
 
 TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
 """Names of buffers with a row for each position, as in rotary embeddings."""

@@ -61,6 +61,11 @@ class Sharded(MeshStrategy):
         return waited_s if self._is_timed else None
 
     @override
+    def before_state(self) -> nn.Module:
+        self.wrapped.reshard()
+        return self.unwrapped
+
+    @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.wrapped.reshard()
         return super().whole_state(optimizer)

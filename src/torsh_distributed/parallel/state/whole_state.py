@@ -5,13 +5,22 @@ Sharded tensors are gathered when saved and sharded again when loaded. Names sur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.state.held_tensors import (
+    DimRun,
+    WholeLayout,
+    layout_of,
+    local_part_of,
+    shard_bounds,
+    whole_runs,
+    within,
+)
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile add to names."""
@@ -93,6 +102,25 @@ class StateParts:
     def all_values(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The optimizer's values by parameter name, also those that only other ranks hold."""
         return mine
+
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        """The whole shape of a tensor of which this rank holds, before sharding, one of `shape`, and its runs."""
+        return list(shape), whole_runs(shape)
+
+    def like(self, param: Tensor) -> Tensor:
+        """The tensor as which the optimizer keeps its state of a parameter."""
+        return param
+
+    def all_plain(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Values that are not tensors by parameter name, also those that only other ranks hold."""
+        return mine
+
+    def layout(self, name: str, value: Tensor) -> WholeLayout:
+        """Which part of the whole tensor this rank's `value` is: a piece of it, whole or as a shard (DTensor)."""
+        shape, runs = self.runs(name, value.shape)
+        starts, sizes = shard_bounds(value)
+        cut = [within(one, start, size) for one, start, size in zip(runs, starts, sizes, strict=True)]
+        return layout_of(shape, cut, local_part_of(value).shape)
 
     def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
         """Whether the optimizer's groups on this rank are those of a saved state."""

@@ -72,7 +72,7 @@ def _fill(file: int, offset: int, buffer: Tensor, stored: StoredTensor) -> None:
     """Read as many bytes as `buffer`, a contiguous tensor of the host, has."""
     if not buffer.numel():
         return
-    left = memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+    left = memoryview(buffer.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
     while left:
         count = os.preadv(file, [left], offset)
         if count == 0:

@@ -13,8 +13,8 @@ DEMOS: dict[str, Callable[[Plan], Demo]] = {
 }
 
 DEFAULTS: dict[str, TrainingConfig] = {
-    "gpt": TrainingConfig(steps=200, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
-    "moe": TrainingConfig(steps=200, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
+    "gpt": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
+    "moe": TrainingConfig(steps=150, batch_size=32, learning_rate=2e-3, gradient_clipping=1.0),
     "mlp": TrainingConfig(steps=300, batch_size=100, learning_rate=1e-2),
 }
 """The training section of each demo where no plan is given."""

@@ -57,7 +57,7 @@ class TensorFiles:
             "data_offsets": [self._position, self._position + value.nbytes],
         }
         if value.numel():
-            self._opened.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            self._opened.write(value.reshape(-1).view(torch.uint8).numpy())
         self._position += value.nbytes
         self.total_bytes += value.nbytes
 
