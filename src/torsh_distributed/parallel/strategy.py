@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,6 +52,21 @@ class Strategy(ABC):
         inner = getattr(self.model, "module", self.model)
         assert isinstance(inner, nn.Module)
         return inner
+
+    @property
+    def whole_model(self) -> nn.Module:
+        """The user's model with all its modules; those that other ranks hold are on the meta device."""
+        return self.unwrapped
+
+    @property
+    def has_whole_forward(self) -> bool:
+        """Whether the user's model can be called as it was given: its own methods work on this rank's inputs."""
+        return True
+
+    @property
+    def samples_group(self) -> dist.ProcessGroup | None:
+        """The ranks that work on different samples or tokens; None without a process group."""
+        return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     @abstractmethod
@@ -126,6 +142,18 @@ class Strategy(ABC):
             "model": whole_state.model_state(self.unwrapped),
             "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer),
         }
+
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        """The entries of the model's state, whole, one at a time; all ranks iterate to the end."""
+        yield from whole_state.iterate_model_state(self.unwrapped)
+
+    def state_names(self) -> list[str]:
+        """The names that `whole_tensors` gives, in its order."""
+        return [whole_state.plain_name(name) for name in self.whole_model.state_dict()]
+
+    def shared_names(self) -> dict[str, str]:
+        """Every further name of a shared tensor to its first one."""
+        return whole_state.shared_names(self.whole_model)
 
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of `whole_state()`, saved under any strategy and world size; equal on all ranks."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from torsh_distributed.comm.agreement import require_same
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import BackendNotInitialized
+from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.models.materialize import ParamInit
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.offload.choose import offloaded_optimizer
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.engine import Engine
@@ -32,6 +36,7 @@ def parallelize(
     loss_fn: LossFn | None = None,
     scheduler_fn: SchedulerFn | None = None,
     param_init_fn: ParamInit | None = None,
+    weights: str | Path | None = None,
     example: tuple[Any, ...] | None = None,
 ) -> Engine:
     """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
@@ -40,9 +45,10 @@ def parallelize(
     has its final parameters. `loss_fn(outputs, targets)` is called with the model's output and the second half of each
     `(inputs, targets)` batch; without it the model is called with the whole batch and must return the loss.
     `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
-    modules of a model on the meta device that have no `reset_parameters()`. `example` is a microbatch of inputs to
-    measure layers on, for `pipeline.balance = "time"`. Parameters and buffers become those of rank 0. Settings that
-    this version does not support are refused here, before the first step.
+    modules of a model on the meta device that have no `reset_parameters()`; or `weights`, a safetensors file or a
+    directory as Hugging Face writes it, is read into what each rank holds of such a model. `example` is a microbatch of
+    inputs to measure layers on, for `pipeline.balance = "time"`. Parameters and buffers become those of rank 0.
+    Settings that this version does not support are refused here, before the first step.
     """
     chosen = plan or Plan()
     if not process_group.is_initialized():
@@ -54,8 +60,22 @@ def parallelize(
     chosen = chosen.resolve(process_group.world_size())
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
+    stored = _stored_weights(model, weights, param_init_fn)
     cast_buffers(model, chosen.precision)
-    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, example=example)
+    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
     return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)
+
+
+def _stored_weights(model: nn.Module, path: str | Path | None, init_fn: ParamInit | None) -> StoredWeights | None:
+    """The weights at `path`, checked against the model; ranks must all give a path, or none."""
+    require_same({"weights": path is not None}, group=resolve_group(None), hint="pass weights on every rank")
+    if path is None:
+        return None
+    if not all(param.is_meta for param in model.parameters()):
+        raise InvalidArgument(
+            "weights are for a model on the meta device, and this one has values already",
+            hint='build it under torch.device("meta"), or leave weights out',
+        )
+    return StoredWeights(model, path, init_fn=init_fn)

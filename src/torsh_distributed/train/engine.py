@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.use.evaluation import evaluate
+from torsh_distributed.train.use.export import export_model
+from torsh_distributed.train.use.generation import generate
 
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
@@ -265,28 +269,47 @@ class Engine:
         """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
         return self.checkpoints.resume()
 
-    @torch.no_grad()
-    def evaluate(self, loader: Iterable[Batch]) -> float:
-        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value."""
-        was_training = self.model.training
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        try:
-            for piece in self._sharded(loader, epoch=0, skip=0):
-                if piece.num_samples == 0 and not self.strategy.forward_is_collective:
-                    continue  # other ranks evaluate these samples
-                with self.precision.computing():
-                    batch = to_device(piece.batch, self._device)
-                    loss = self.strategy.loss(self.unwrapped, batch, self._loss_fn, loss_of)
-                if piece.num_samples:
-                    sums[0] += loss.double() * piece.num_samples
-                    sums[1] += piece.num_samples
-        finally:
-            self.model.train(was_training)
-        loss_sum, count_sum = (self.strategy.mean_loss(value).wait() for value in sums)
-        if count_sum == 0:
-            raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
-        return loss_sum / count_sum
+    @overload
+    def evaluate(self, loader: Iterable[Batch]) -> float: ...
+
+    @overload
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any] | None = None) -> float | dict[str, Any]:
+        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value.
+
+        With `metrics`, a dict of `loss` and the metrics: objects with `update(outputs, targets)`, `compute()` and
+        `reset()`, as torchmetrics has them, or functions of outputs and targets, averaged over samples. Without a
+        loss_fn they see the model's `logits` and the batch's `labels`.
+        """
+        return evaluate(
+            self.strategy,
+            self._sharded(loader, epoch=0, skip=0),
+            loss_fn=self._loss_fn,
+            precision=self.precision,
+            device=self._device,
+            metrics=metrics,
+        )
+
+    def export(
+        self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
+    ) -> None:
+        """Write the model to `directory` as safetensors files of at most `max_file_gb`; every rank calls this.
+
+        `from_pretrained` loads what is written of a transformers model, and of a PEFT model the adapter. The first
+        rank writes tensor by tensor; `dtype` converts floating-point values. All ranks raise if it cannot write.
+        """
+        export_model(self.strategy, directory, dtype=dtype, max_file_gb=max_file_gb)
+
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        """The model's own `generate(*inputs, **options)`, for a look during training; every rank calls this.
+
+        All ranks work on the tensors of rank 0 and get its result. Random numbers depend on the seed and the step
+        only. A model split over tp, pp or cp is put together on rank 0, which must have room for it.
+        """
+        seed = self.plan.training.seed + self.num_steps
+        with self.precision.computing():
+            return generate(self.strategy, self._device, seed, inputs, options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, at this or another world size; every rank calls this.

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.collectives.objects import broadcast_object
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import checkpoint_activations
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
 from torsh_distributed.parallel.composed.split_model import Composed, Context
+from torsh_distributed.parallel.composed.split_weights import SplitWeights
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
@@ -36,16 +38,29 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 
 
-def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
+def composed_strategy(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example: tuple[Any, ...] | None = None,
+    weights: StoredWeights | None = None,
+) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
     The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
     anything is changed or sent.
-    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`.
+    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`. `weights` fill a model
+    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded.
     """
+    if weights is not None and plan.mesh.pp > 1 and plan.pipeline.balance == "time":
+        raise ConfigurationError(
+            'pipeline.balance = "time" measures layers, which a model without weights cannot run',
+            hint='balance by "auto" or "parameters", or build the model outside the meta device',
+        )
     check_experts(model, plan)
     tensors = None
     if plan.mesh.tp > 1:
@@ -54,17 +69,22 @@ def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] 
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
     if plan.mesh.cp > 1:
         require_positions(model, cp=plan.mesh.cp)
-    device = check_one_device(model)
+    device = check_one_device(model) if weights is None else weights.device
     mesh = Mesh(plan.mesh, device_type=device.type)
     world = dist.group.WORLD
     assert world is not None, "parallelize() checks that the group is up"
-    broadcast_from_first([*model.parameters(), *model.buffers()], world)
+    if weights is None:
+        broadcast_from_first([*model.parameters(), *model.buffers()], world)
     if stages is not None:
         stages.drop_others(_mine(plan, mesh))
     splitting: Context = nullcontext
     if tensors is not None:
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
+    if weights is not None:
+        here = None if stages is None else {name for index in _mine(plan, mesh) for name in stages.names(index)}
+        weights.allocate(model, here)
+        weights.load(model, SplitWeights(model, mesh), names=here)
     spread_experts(model, mesh)
     # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))

@@ -85,6 +85,26 @@ class SplitModel(MeshStrategy):
     def _reshard(self) -> None:
         """Free what was left gathered, as after evaluation."""
 
+    @property
+    @override
+    def whole_model(self) -> nn.Module:
+        return self._split.model
+
+    @property
+    @override
+    def has_whole_forward(self) -> bool:
+        return False
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        self._reshard()
+        yield from whole_state.iterate_model_state(self._split.model, self._split)
+
+    @override
+    def shared_names(self) -> dict[str, str]:
+        tied = {name: first for name, first in self._split.names.items() if name != first}
+        return {**super().shared_names(), **tied}
+
     @override
     def state_parts(self) -> StateParts:
         return self._split

@@ -27,6 +27,7 @@ from torsh_distributed.parallel.expert.stacked_experts import (
     SpreadExperts,
     cut_stack,
     cut_state,
+    gather_stack,
     gather_state,
     spread_params,
 )
@@ -117,6 +118,12 @@ class ExpertDataParallel(DataParallel):
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer))
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        spread = spread_params(self.unwrapped)
+        for name, value in super().whole_tensors():
+            yield name, gather_stack(value, spread[name][0]) if name in spread else value
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -71,6 +71,11 @@ class Sharded(MeshStrategy):
         return super().whole_state(optimizer)
 
     @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        self.wrapped.reshard()
+        yield from super().whole_tensors()
+
+    @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self.wrapped.reshard()
         super().load_whole_state(optimizer, state)

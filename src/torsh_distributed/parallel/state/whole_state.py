@@ -5,7 +5,7 @@ Sharded tensors are gathered when saved and sharded again when loaded. Names sur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +36,18 @@ def plain_name(name: str) -> str:
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by plain name; a shared one under its first name."""
     return {plain_name(name): param for name, param in model.named_parameters()}
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tensor of the model's state to its first one, plain names."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = plain_name(name)
+        known = first.setdefault(id(value), plain)
+        if known != plain:
+            found[plain] = known
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -120,10 +132,14 @@ _SHARDS = StateParts()
 
 def model_state(model: nn.Module, parts: StateParts = _SHARDS) -> dict[str, Any]:
     """`model.state_dict()` with plain names and whole tensors, equal on every rank; all ranks call this."""
-    return {
-        plain_name(name): parts.from_owner(plain_name(name), value) if isinstance(value, Tensor) else value
-        for name, value in model.state_dict().items()
-    }
+    return dict(iterate_model_state(model, parts))
+
+
+def iterate_model_state(model: nn.Module, parts: StateParts = _SHARDS) -> Iterator[tuple[str, Any]]:
+    """`model_state` one entry at a time, so at most one whole tensor is held; all ranks iterate to the end."""
+    for name, value in model.state_dict().items():
+        plain = plain_name(name)
+        yield plain, parts.from_owner(plain, value) if isinstance(value, Tensor) else value
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], parts: StateParts = _SHARDS) -> None:
