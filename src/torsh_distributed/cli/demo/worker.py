@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from torsh_distributed import events
+from torsh_distributed.cli.demo.demo_plan import plan_for
 from torsh_distributed.cli.demo.progress_report import TrainReport
 from torsh_distributed.comm.backends.capabilities import choose_backend
 from torsh_distributed.comm.groups import process_group
@@ -18,7 +19,7 @@ from torsh_distributed.errors import FeatureNotAvailable, TorshError
 from torsh_distributed.launch.worker.init import distributed
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import EfficiencyMeter, parallelize
-from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
+from torsh_distributed.train.demos import DEMOS, Demo
 
 _WARM_UP_STEPS = 1
 """Not measured: the first step allocates what the others reuse."""
@@ -57,13 +58,6 @@ def main(argv: list[str]) -> None:
             _finish_report(report, demo, said, options.out)
             if measured is not None:
                 report.console.print(measured.table(), *measured.findings(), sep="\n")
-
-
-def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
-    """The plan of a demo: the given file or TORSH_PLAN, or the demo's own defaults; `steps` wins over all."""
-    is_given = path is not None or "TORSH_PLAN" in os.environ
-    plan = Plan.compose(path, environ=os.environ) if is_given else Plan(training=DEFAULTS[demo])
-    return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
 
 
 def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor] | None:
