@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ SPECIMENS: dict[str, Specimen] = {
         ),
         Specimen("Qwen3-MoE", decoder("Qwen3Moe", num_experts=4, head_dim=8, **_EXPERTS), text_batch, has_experts=True),
         Specimen("DeepSeek-V3", decoder("DeepseekV3", **_DEEPSEEK), text_batch, has_experts=True),
-        Specimen("ResNet-18", vision("resnet18"), image_batch, is_decoder=False),
+        Specimen("ResNet-18", vision("resnet18", norm_layer=partial(nn.GroupNorm, 8)), image_batch, is_decoder=False),
         Specimen(
             "torchvision ViT",
             vision(
