@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.bed.world import World
 from tests.parallel.models.model_matrix import all_alone, plan_of, train_on
-from tests.parallel.models.zoo import BATCH, SPECIMENS, text_batch
+from tests.parallel.models.zoo import BATCH, SPECIMENS, quiet_imports, text_batch
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import ExpertConfig, MeshConfig, Plan, TensorConfig
 from torsh_distributed.train import parallelize
@@ -77,7 +77,8 @@ def compare_states() -> None:
 
 def drop() -> None:
     """Whole activations drop the same elements on all ranks: losses agree, and parameters stay equal."""
-    from transformers import BertConfig, BertForSequenceClassification
+    with quiet_imports():
+        from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(torch.distributed.get_rank())  # ranks need not agree before
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

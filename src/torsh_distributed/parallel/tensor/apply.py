@@ -21,7 +21,7 @@ from torsh_distributed.parallel.tensor.layers import (
     RowParallelLinear,
     keeps_logits_split,
 )
-from torsh_distributed.parallel.tensor.planning.rows import PlannedModule
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.random_streams import draws_numbers, end_local_stream, share_random_state

@@ -14,7 +14,12 @@ from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.models.anatomy import ModelAnatomy
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
-from torsh_distributed.parallel.tensor.planning.rows import AttributeChange, PlannedModule, planned, planned_param
+from torsh_distributed.parallel.tensor.planning.planned_rows import (
+    AttributeChange,
+    PlannedModule,
+    planned,
+    planned_param,
+)
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
