@@ -40,7 +40,8 @@ class AttemptContext:
     """Private and temporary, for progress files."""
     mark: str
     """In the environment of every process of the job."""
-    token: str
+    secret_file: Path
+    """Where the workers find the job's secret."""
     oom_counter: OomCounter | None
 
 
@@ -88,7 +89,7 @@ class LocalAttempt:
             self._endpoint,
             base=os.environ,
             mark=context.mark,
-            token=context.token,
+            secret_file=context.secret_file,
             progress_file=progress_file,
         )
         pipes = self._workers.start(place, command_line(spec.entry), env, progress_file=progress_file)

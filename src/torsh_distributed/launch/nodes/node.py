@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.launch.local.attempt import AttemptContext, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -43,17 +44,20 @@ class Node:
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
         self._guardian = Guardian(mark)
-        self._directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
-        self._guardian.remove_directory(self._directory)
+        self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
+        """Private to this user and temporary: progress files, the secret, the store's socket."""
+        self._guardian.remove_directory(self.directory)
+        secret_file = self.directory / "secret"
+        write_secret_file(secret_file, token)
         self._context = AttemptContext(
             spec=spec,
             loop=loop,
             terminal=terminal,
             output=output,
             guardian=self._guardian,
-            directory=self._directory,
+            directory=self.directory,
             mark=mark,
-            token=token,
+            secret_file=secret_file,
             oom_counter=find_oom_counter(),
         )
         self._spec = spec
@@ -88,7 +92,12 @@ class Node:
         self._attempt_number = message.attempt
         self._attempt = LocalAttempt(
             self._context,
-            AttemptEndpoint(attempt=message.attempt, master_addr=message.master_addr, master_port=message.master_port),
+            AttemptEndpoint(
+                attempt=message.attempt,
+                master_addr=message.master_addr,
+                master_port=message.master_port,
+                local_store=message.local_store if self._spec.is_leader else "",
+            ),
             log_dir=self._log_dir(message.attempt),
             on_failed=lambda failure: self.report(Failed(attempt=message.attempt, failure=failure)),
             on_finished=lambda: self.report(Finished(attempt=message.attempt)),
@@ -196,7 +205,7 @@ class Node:
     def close(self) -> None:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 
