@@ -357,7 +357,7 @@ def arguments(facts: Facts) -> str | None:
 
 @attempt("user", "list the descriptors of a process")
 def list_descriptors(facts: Facts) -> str | None:
-    return try_all(facts, lambda pid: os.listdir(f"/proc/{pid}/fd"))
+    return try_all(facts, lambda pid: list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 @attempt("user", "open a process's shared memory through its descriptors")
@@ -373,12 +373,12 @@ def open_descriptors(facts: Facts) -> str | None:
 
 @attempt("user", "list mapped files")
 def mapped_files(facts: Facts) -> str | None:
-    return try_all(facts, lambda pid: os.listdir(f"/proc/{pid}/map_files"))
+    return try_all(facts, lambda pid: list(Path(f"/proc/{pid}/map_files").iterdir()))
 
 
 @attempt("user", "follow cwd, root and exe")
 def links(facts: Facts) -> str | None:
-    return try_all(facts, lambda pid: os.readlink(f"/proc/{pid}/cwd") + os.readlink(f"/proc/{pid}/root"))
+    return try_all(facts, lambda pid: [str(Path(f"/proc/{pid}/{name}").readlink()) for name in ("cwd", "root")])
 
 
 @attempt("user", "attach a debugger")
@@ -434,7 +434,7 @@ def out_of_memory(facts: Facts) -> str | None:
 
 @attempt("user", "list the job's directory")
 def list_directory(facts: Facts) -> str | None:
-    return str(os.listdir(facts["directory"]))
+    return str(list(Path(facts["directory"]).iterdir()))
 
 
 @attempt("user", "read the secret's file")
@@ -463,13 +463,13 @@ def create_file(facts: Facts) -> str | None:
 
 @attempt("user", "rename the job's directory away")
 def rename_directory(facts: Facts) -> str | None:
-    os.rename(facts["directory"], facts["directory"] + ".away")
+    Path(facts["directory"]).rename(facts["directory"] + ".away")
     return "renamed"
 
 
 @attempt("user", "remove the job's directory")
 def remove_directory(facts: Facts) -> str | None:
-    os.rmdir(facts["directory"])
+    Path(facts["directory"]).rmdir()
     return "removed"
 
 

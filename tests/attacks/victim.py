@@ -47,6 +47,8 @@ while True:
     now_s = time.monotonic()
     if num_steps > 20:
         longest_s = max(longest_s, now_s - last_s)
+    if num_steps == 2000 and rank == 0:
+        (folder / "quiet").write_text(str(longest_s))
     last_s, num_steps = now_s, num_steps + 1
     wrong += value[0].item() != size
     if value[1].item():
@@ -142,6 +144,14 @@ class Victim:
             assert not ended, ended[0].communicate()[0]
             assert time.monotonic() < deadline, "the job does not start"
             time.sleep(0.02)
+
+    def pause_s(self) -> float:
+        """The longest step of rank 0 before anything happens to the job."""
+        deadline = time.monotonic() + _READY_S
+        while not (self.folder / "quiet").exists():
+            assert time.monotonic() < deadline, "the job does not run"
+            time.sleep(0.02)
+        return float((self.folder / "quiet").read_text() or 0)
 
     def processes(self) -> list[tuple[str, int]]:
         """The job's processes: launchers, guardians, stores, workers."""
@@ -252,7 +262,7 @@ def listening(pid: int) -> Iterator[tuple[str, int]]:
     inodes = set()
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(entry)
+            target = str(entry.readlink())
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
         table = Path(f"/proc/{pid}/net/tcp").read_text()

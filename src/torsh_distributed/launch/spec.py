@@ -86,7 +86,7 @@ class JobSpec:
     """Whether several nodes may do without a secret: they then derive one from the run id, which others can too."""
 
     serves_torch_store: bool = False
-    """Whether the workers' store is torch's TCPStore, which asks for no secret, for programs that open it themselves."""
+    """Whether the workers' store is torch's TCPStore, which asks for no secret."""
 
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the workers, on top of the launcher's own and the job's."""

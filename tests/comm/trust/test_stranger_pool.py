@@ -38,7 +38,8 @@ def test_hundreds_of_strangers_are_one_line() -> None:
     assert pool.summary_due_s(100.0) == 100.5
     line = pool.summary(100.5)
     assert line == (
-        "640 connections from 10.0.0.0, 10.0.0.1, 10.0.0.2 and 2 more were refused: 320 × another protocol; 320 × no proof"
+        "640 connections from 10.0.0.0, 10.0.0.1, 10.0.0.2 and 2 more were refused: "
+        "320 × another protocol; 320 × no proof"
     )
     assert pool.summary_due_s(101.0) is None
     pool.admit(1, "a")

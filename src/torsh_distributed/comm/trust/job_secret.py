@@ -1,7 +1,7 @@
 """The job's secret: made or read by the launcher, found by its workers, shown to nobody.
 
-It travels in files that only their owner can read. Not in arguments, which every user of the machine reads in /proc, and
-not in variables, which end up in logs, crash reports and the processes a worker starts.
+It travels in files that only their owner can read. Not in arguments, which every user of the machine reads in /proc,
+and not in variables, which end up in logs, crash reports and the processes a worker starts.
 """
 
 from __future__ import annotations

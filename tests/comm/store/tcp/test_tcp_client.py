@@ -258,7 +258,7 @@ def test_a_server_that_ends_releases_who_waits() -> None:
         waiting = pool.submit(store.get, "never", timeout_s=60)
         store.set("key", "1")
         server.close()
-        with pytest.raises(CommunicationError, match="lost|no store answers|closed the connection"):
+        with pytest.raises(CommunicationError, match=r"lost|no store answers|closed the connection"):
             waiting.result(timeout=20)
         with pytest.raises(CommunicationError, match="no store answers"):
             store.get("key")

@@ -1,8 +1,9 @@
 """The memory that the ranks of a group share: created by one, mapped by all, without a file name.
 
-Rank 0 creates an anonymous file in memory; the others open it through rank 0's /proc entry. They believe no path: the
-address is two numbers, signed with the job's secret where there is one, and what is opened must be a memory file of this
-user, sealed so nobody can change its size (a smaller file kills whoever touches the missing pages), with a random token.
+Rank 0 creates an anonymous file in memory; the others open it through rank 0's /proc entry. They believe no path:
+the address is two numbers, signed with the job's secret where there is one, and what is opened must be a memory file
+of this user, sealed so nobody can change its size (a smaller file kills whoever touches the missing pages), with a
+random token.
 Why not a name in /dev/shm: a name outlives a process killed before it could unlink it, two jobs may choose the same
 one, and containers limit /dev/shm to a few megabytes. An anonymous file is gone with the last process that has it.
 

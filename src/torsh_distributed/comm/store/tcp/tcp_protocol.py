@@ -11,8 +11,8 @@
     reply   = "+" value or fields | "-" no such key | "!" an error as JSON
     fields  = (length (8, -1 for None) | bytes)*
 
-Nothing is unpickled. A write has no reply, as in torch's TCPStore: it costs no round trip, and what the same client asks
-next is answered after it.
+Nothing is unpickled. A write has no reply, as in torch's TCPStore: it costs no round trip, and what the same client
+asks next is answered after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs first in every Python process of a worker, so torch's `env://` finds the job's store in scripts without us.
 
 Importing torch then imports torsh_distributed first, which adds what torch has to know; programs without torch do not
-notice. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize that this one hides is run.
+notice. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize that this one hides runs
+too.
 """
 
 from __future__ import annotations
