@@ -104,7 +104,7 @@ CASE = Case(
     title="Startup: the wait before anything happens",
     about="""Seconds of wall time of whole processes, in turns: commands that only answer (python alone is the least
     that any of them can take), the import of the library beyond that of torch, and the first line that a script without
-    torch prints under `torsh run`, under torchrun and alone. Four ranks of a plain torch script, from start to end: with
-    the store that asks for the job's secret, with torch's store under `torsh run`, and under torchrun.""",
+    torch prints under `torsh run`, under torchrun and alone. Four ranks of a torch script, from start to end, with the
+    store that asks for the job's secret, with torch's store under `torsh run`, and under torchrun.""",
     rows=_rows,
 )

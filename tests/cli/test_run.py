@@ -73,6 +73,7 @@ def test_runs_on_one_node_get_names_of_their_own_and_nodes_share_one(specs: list
 def test_the_token_comes_from_the_file_or_the_environment(specs: list[JobSpec], tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\n")
+    file.chmod(0o600)
     env = {"TORSH_JOB_TOKEN": "from-env"}
     assert parse(specs, "train.py", env={"TORSH_JOB_TOKEN": ""}).token is None
     assert parse(specs, "train.py", env=env).token == "from-env"
@@ -106,8 +107,8 @@ def test_a_plan_is_checked_before_anything_starts(specs: list[JobSpec], tmp_path
         ("--master-port 70000 t.py", InvalidArgument, "65535"),
         ("-m --no-python t.py", InvalidArgument, "exclude"),
         ("--local-ranks-filter a t.py", InvalidArgument, "numbers with commas"),
-        ("--token-file /no/such/file t.py", IoError, "token file"),
-        ("--token-file /dev/null t.py", InvalidArgument, "empty"),
+        ("--token-file /no/such/file t.py", IoError, "file of the secret"),
+        ("--token-file /dev/null t.py", InvalidArgument, "regular file"),
         ("--join-timeout 0 t.py", InvalidArgument, "positive"),
     ],
 )
