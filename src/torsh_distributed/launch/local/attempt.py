@@ -55,7 +55,8 @@ class AttemptContext:
     """Private and temporary, for progress files."""
     mark: str
     """In the environment of every process of the job."""
-    token: str
+    secret_file: Path
+    """Where the workers find the job's secret."""
     oom_counter: OomCounter | None
 
 
@@ -114,7 +115,7 @@ class LocalAttempt:
             self._endpoint,
             base=os.environ,
             mark=context.mark,
-            token=context.token,
+            secret_file=context.secret_file,
             progress_file=progress_file,
         )
         line = WorkerLine(context.loop, partial(self._hear, place.rank))
