@@ -147,7 +147,7 @@ class LocalAttempt:
         if raised is None or worker is None:
             return
         self._raised[rank] = raised
-        if raised.how == "uncaught" and isinstance(message.get("full"), str):
+        if message.get("is_printed") is False and isinstance(message.get("full"), str):
             # The worker leaves it to us to print: into its log, and on the terminal if everything is wanted.
             self._pump.note(rank, message["full"], is_shown=self._context.spec.is_verbose)
         history = status_from(rank, {"groups": {}, **message})
