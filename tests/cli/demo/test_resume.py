@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, is_written_to
-
 pytestmark = [pytest.mark.ranks, pytest.mark.matrix]
 
 TRAINING = "[training]\nsteps = 40\nbatch_size = 16\nlearning_rate = 2e-3\nlog_every = 4\n"
@@ -32,18 +30,16 @@ def losses(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_demo_goes_on_on_any_ranks(tmp_path: Path, ending: signal.Signals) -> None:
+@pytest.mark.timeout(600)
+def test_an_interrupted_demo_goes_on_on_any_ranks(tmp_path: Path) -> None:
     whole = losses(start(tmp_path, "whole", "shard = 2", 2).communicate(timeout=110)[0])
     assert sorted(whole)[-1] == 40
     job = start(tmp_path, "cut", "shard = 2", 2)
     while not (tmp_path / "cut" / "checkpoints" / "step-00000016").exists():
         assert job.poll() is None
         time.sleep(0.02)
-    job.send_signal(ending)
+    job.send_signal(signal.SIGINT)
     job.communicate(timeout=60)
-    while is_written_to(CheckpointDirectory(tmp_path / "cut" / "checkpoints")):
-        time.sleep(0.02)  # workers whose launcher was killed end a little later
     for name, mesh, num_ranks in (("one", "dp = 1", 1), ("two", "tp = 2", 2), ("four", "tp = 2\npp = 2", 4)):
         shutil.copytree(tmp_path / "cut", tmp_path / name)
         text = start(tmp_path, name, mesh, num_ranks).communicate(timeout=110)[0]
