@@ -21,7 +21,7 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2},
     {"dp": 1, "shard": 2},
     {"dp": 1, "tp": 2},
-    {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 1}},
+    {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 2}},
 ]
 
 
