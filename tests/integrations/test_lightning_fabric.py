@@ -55,7 +55,7 @@ def loop_all(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
 
 def test_a_fabric_loop_learns_as_one_process(world: World, tmp_path: Path) -> None:
     wanted, state = alone(4)
-    for found in world.run(loop_all, tmp_path):
+    for found in world.run(loop_all, tmp_path, timeout_s=100):
         for losses, learned in found:
             assert losses == pytest.approx(wanted, abs=1e-5)
             for name, value in state.items():

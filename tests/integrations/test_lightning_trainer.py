@@ -131,7 +131,7 @@ def fit_all(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
 
 def test_the_trainer_learns_and_resumes_as_one_process(world: World, tmp_path: Path) -> None:
     wanted, state = alone(8)
-    for found in world.run(fit_all, tmp_path):
+    for found in world.run(fit_all, tmp_path, timeout_s=100):
         for losses, learned in found:
             assert losses == pytest.approx(wanted, abs=1e-5)
             for name, value in state.items():

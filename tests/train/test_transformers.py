@@ -145,4 +145,4 @@ def all_of_it(folder: Path) -> None:
 
 
 def test_transformers_models_train_as_in_one_process(world: World, tmp_path: Path) -> None:
-    world.run(all_of_it, tmp_path)
+    world.run(all_of_it, tmp_path, timeout_s=100)

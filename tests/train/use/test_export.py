@@ -25,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "shard": {"dp": 1, "shard": 2},
     "tp": {"dp": 1, "tp": 2},
-    "pp": {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 1}},
+    "pp": {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 2}},
 }
 
 

@@ -21,7 +21,7 @@ PLANS: list[dict[str, Any]] = [
     {"dp": 2},
     {"dp": 1, "shard": 2},
     {"dp": 1, "tp": 2},
-    {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 1}},
+    {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 2}},
 ]
 
 
@@ -118,7 +118,7 @@ def alone(num_samples: int) -> dict[str, Any]:
 
 @pytest.mark.needs_library("torchmetrics")
 def test_metrics_are_those_of_one_process_on_every_axis(world: World) -> None:
-    for results in world.run(evaluated):
+    for results in world.run(evaluated, timeout_s=100):
         for num_samples, found in results:
             wanted = alone(num_samples)
             assert found["right"] == wanted.pop("right")

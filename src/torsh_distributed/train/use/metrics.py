@@ -123,13 +123,8 @@ class MetricSet:
         if self._num_ranks == 1:
             return _plain(one.compute())
         if _syncs_itself(one):
-            one.sync(process_group=self._group, should_sync=True, distributed_available=lambda: True)
-            try:
-                # The ranks without a sample of their own have the others' by now.
-                one._update_count = max(1, one._update_count)
-                return _plain(_compute_synced(one))
-            finally:
-                one.unsync()
+            assert self._group is not None, "there are several ranks"
+            return _plain(_compute_over(one, self._group))
         # States travel, not objects; the object itself keeps this rank's.
         first, *others = [_copy_with(one, state) for state in all_gather_object(one.state_dict(), group=self._group)]
         first.merge_state(others)
@@ -142,15 +137,17 @@ def _copy_with(metric: Any, state: Any) -> Any:
     return made
 
 
-def _compute_synced(metric: Any) -> Any:
-    """torchmetrics would join the states in `compute` by itself, over the world; they are joined already."""
-    before, metric._to_sync = metric._to_sync, False
+def _compute_over(metric: Any, group: dist.ProcessGroup) -> Any:
+    """The result over the ranks of `group`: torchmetrics joins the states itself, by default over the world."""
+    before = metric.process_group, metric._to_sync
+    metric.process_group, metric._to_sync = group, True
+    # A rank without a sample of its own has the others' once they are joined.
+    metric._update_count = max(1, metric._update_count)
+    metric._computed = None
     try:
-        metric._computed = None
         return metric.compute()
     finally:
-        metric._to_sync = before
-        metric._computed = None
+        metric.process_group, metric._to_sync = before
 
 
 def _is_function(metric: Any) -> bool:
@@ -162,7 +159,7 @@ def _can_merge(metric: Any) -> bool:
 
 
 def _syncs_itself(metric: Any) -> bool:
-    return all(hasattr(metric, name) for name in ("sync", "unsync", "_to_sync", "_update_count"))
+    return all(hasattr(metric, name) for name in ("sync", "process_group", "_to_sync", "_update_count"))
 
 
 def _plain(value: Any) -> Any:
