@@ -54,7 +54,7 @@ def test_another_host_and_another_user_get_nothing_from_a_job_on_two_nodes(lab: 
 
 
 FLOOD = """
-import os, socket, sys, time
+import encodings.idna, os, socket, sys, time
 os.setgroups([]); os.setgid(int(sys.argv[4])); os.setuid(int(sys.argv[3]))
 held = []
 deadline = time.monotonic() + 60
