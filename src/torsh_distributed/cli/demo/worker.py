@@ -128,7 +128,7 @@ def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:
             f"backend {process_group.backend()}, batch {plan.training.batch_size}",
             highlight=False,
         )
-        events.subscribe(report.handle, events.StepEvent)
+        events.subscribe(report.handle, events.StepEvent, events.CompileEvent)
     return report
 
 
