@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.bed.world import World
 from torsh_distributed.plan import Plan
@@ -100,6 +100,7 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
             accelerator="cpu",
             devices=2,
             plugins=[place()],
+            use_distributed_sampler=False,  # its own always shuffles
             max_steps=num_steps,
             gradient_clip_val=0.5,
             logger=False,
@@ -110,7 +111,7 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, on workers and loggers
-        loader = DataLoader(data(), batch_size=4)
+        loader = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), shuffle=False))
         first = trainer(4)
         first.fit(module(losses), loader)
         first.save_checkpoint(folder / "half.ckpt")

@@ -120,11 +120,10 @@ class MetricSet:
                     ]
                 ).sum(dim=0)
             return float(total[0] / total[1])
+        if _syncs_itself(one):
+            return _plain(_compute_over(one, self._group))
         if self._num_ranks == 1:
             return _plain(one.compute())
-        if _syncs_itself(one):
-            assert self._group is not None, "there are several ranks"
-            return _plain(_compute_over(one, self._group))
         # States travel, not objects; the object itself keeps this rank's.
         first, *others = [_copy_with(one, state) for state in all_gather_object(one.state_dict(), group=self._group)]
         first.merge_state(others)
@@ -137,10 +136,13 @@ def _copy_with(metric: Any, state: Any) -> Any:
     return made
 
 
-def _compute_over(metric: Any, group: dist.ProcessGroup) -> Any:
-    """The result over the ranks of `group`: torchmetrics joins the states itself, by default over the world."""
+def _compute_over(metric: Any, group: dist.ProcessGroup | None) -> Any:
+    """The result over the ranks of `group`: torchmetrics joins the states itself, by default over the world.
+
+    Ranks of the world may see the same samples (tp), or none (pp), so it is told where to, even if that is nowhere.
+    """
     before = metric.process_group, metric._to_sync
-    metric.process_group, metric._to_sync = group, True
+    metric.process_group, metric._to_sync = group, group is not None and group.size() > 1
     # A rank without a sample of its own has the others' once they are joined.
     metric._update_count = max(1, metric._update_count)
     metric._computed = None
