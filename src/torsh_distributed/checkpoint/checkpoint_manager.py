@@ -148,6 +148,11 @@ class CheckpointManager:
         """Whether `metric` is lower than all before; it counts from now on."""
         return self._triggers.is_best(metric)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is still being written in the background."""
+        return self._writer.is_writing
+
     def wait(self) -> None:
         """Wait until nothing is being written; raises on every rank if the last save failed."""
         self._writer.wait()

@@ -77,6 +77,7 @@ def test_floats_round_to_half_as_torch_rounds_them(probe: ctypes.CDLL) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_the_core_is_rebuilt_when_its_sources_change(tmp_path: Path) -> None:
     for path in SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
