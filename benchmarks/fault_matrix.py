@@ -245,6 +245,7 @@ def _listen(process: subprocess.Popen[str], fault: Fault) -> FaultOutcome:
         process.wait()
     finally:
         limit.cancel()
+        process.stdout.close()
     output = "".join(line for _, line in lines)
     said = "".join(line for _, line in lines if not line.startswith("[rank"))
     marked = re.search(r"^\[rank 1\] fault (\d+\.\d+)$", output, re.MULTILINE)

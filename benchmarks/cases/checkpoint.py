@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from tests.bed.world import World
@@ -35,6 +35,14 @@ def _state(num_bytes: int) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     count = max(1, num_bytes // _TENSOR_BYTES)
     return {f"rank{rank}_{number}": torch.randn(_TENSOR_BYTES // 4) for number in range(count)}
+
+
+def _held(state: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """The same memory as buffers of a module: tensors that only one rank has belong to a module."""
+    module = nn.Module()
+    for name, value in state.items():
+        module.register_buffer(name, value)
+    return {"model": module}
 
 
 def _agreed_s(seconds: float) -> float:
@@ -59,6 +67,7 @@ def _manager(folder: str) -> CheckpointManager:
 def _saves(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds until each is on the disk, taken in turns; and those in which training would have waited."""
     state, rank = _state(num_bytes), dist.get_rank()
+    held = _held(state)
     group = dist.new_group(backend="gloo")
     found: dict[str, list[float]] = {}
 
@@ -88,7 +97,7 @@ def _saves(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
     with _manager(folder) as manager:
         for number in range(rounds + _WARM_UP):
             times = {
-                "torsh": _timed(partial(manager.save, 2 * number + 1, state)),
+                "torsh": _timed(partial(manager.save, 2 * number + 1, held)),
                 "raw": _timed(partial(raw, number)),
                 "torch.save": _timed(partial(torch_save, number)),
                 "safetensors": _timed(partial(safetensors, number)),
@@ -96,7 +105,7 @@ def _saves(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
                     partial(dcp.save, state, checkpoint_id=f"{folder}/dcp-{number % 2}", process_group=group)
                 ),
             }
-            times["torsh, stalled"] = _timed(partial(manager.save, 2 * number + 2, state, wait=False))
+            times["torsh, stalled"] = _timed(partial(manager.save, 2 * number + 2, held, wait=False))
             manager.wait()
             pending: list[Any] = []
             times["DCP async, stalled"] = _timed(partial(async_save, number, pending))
@@ -110,6 +119,7 @@ def _saves(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
 def _loads(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds to load what `_saves` has left, from the disk if the kernel may be asked to forget it."""
     state, rank = _state(num_bytes), dist.get_rank()
+    held = _held(state)
     found: dict[str, list[float]] = {}
     buffer = bytearray(BLOCK_BYTES)
 
@@ -121,7 +131,7 @@ def _loads(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
     with _manager(folder) as manager:
         for _ in range(rounds):
             for key, call in (
-                ("torsh", lambda: manager.load({**state})),
+                ("torsh", lambda: manager.load(held)),
                 ("raw", raw),
                 ("torch.save", lambda: torch.load(f"{folder}/plain-{rank}-0", weights_only=True)),
                 ("safetensors", lambda: load_file(f"{folder}/safe-{rank}-0")),
@@ -144,7 +154,7 @@ def _forget(folder: Path) -> None:
 
 def _steps(folder: str, num_bytes: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a step that computes, alone and while a checkpoint is being written; medians of each save."""
-    state = _state(num_bytes)
+    state = _held(_state(num_bytes))
     left, right = torch.randn(768, 768), torch.randn(768, 768)
 
     def step() -> float:

@@ -15,6 +15,16 @@ _PLAN = Path(__file__).parents[2] / "examples" / "plans" / "zero3.toml"
 _TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 _HELLO = "print('hello', flush=True)\n"
+_GROUP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 4
+dist.destroy_process_group()
+"""
 
 
 def _until_exit(command: list[str]) -> float:
@@ -79,12 +89,22 @@ def _rows(budget: Budget) -> Iterator[Row]:
             "torchrun": [*_TORCHRUN, "--standalone", str(script)],
         }
         yield _in_turns("torsh run hello.py, first line", _until_first_line, launched, num_samples)
+        group = Path(folder) / "group.py"
+        group.write_text(_GROUP)
+        ranks = ["--nproc-per-node", "4", str(group)]
+        jobs = {
+            "": [*_TORSH, "run", *ranks],
+            "torsh run --torch-store": [*_TORSH, "run", "--torch-store", *ranks],
+            "torchrun": [*_TORCHRUN, "--standalone", *ranks],
+        }
+        yield _in_turns("four ranks meet, reduce and end", _until_exit, jobs, max(1, num_samples // 2))
 
 
 CASE = Case(
     title="Startup: the wait before anything happens",
     about="""Seconds of wall time of whole processes, in turns: commands that only answer (python alone is the least
     that any of them can take), the import of the library beyond that of torch, and the first line that a script without
-    torch prints under `torsh run`, under torchrun and alone.""",
+    torch prints under `torsh run`, under torchrun and alone. Four ranks of a torch script, from start to end, with the
+    store that asks for the job's secret, with torch's store under `torsh run`, and under torchrun.""",
     rows=_rows,
 )

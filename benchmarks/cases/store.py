@@ -22,9 +22,11 @@ import torch.distributed as dist
 from benchmarks.harness import Budget, Case, Note, Row, Workload, compare
 from benchmarks.machine import ROOT
 from torsh_distributed.comm.store import TcpStoreServer, open_store
+from torsh_distributed.launch.nodes.store_process import StoreProcess
 
 _TIMEOUT = timedelta(seconds=30)
 _VALUE = b"x" * 64
+_SECRET = "the secret of a benchmark"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
         torch_clients = (_torch_tcp(ports["torch"]), _torch_tcp(ports["torch"]))
         yield from _rows_of("tcp", {"torsh": (ours(url), ours(url)), "torch": torch_clients}, budget)
 
+        url, port = stack.enter_context(_job_stores(folder))
+        members = [_store_client(stack.enter_context(open_store(url, token=_SECRET))) for _ in range(2)]
+        torch_clients = (_torch_tcp(port), _torch_tcp(port))
+        yield from _rows_of("torsh run", {"torsh": (members[0], members[1]), "torch": torch_clients}, budget)
+
         if shutil.which("redis-server") is None:
             yield Note(text="No Redis rows: there is no redis-server on this machine.")
             return
@@ -120,6 +127,23 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 
 def _torch_tcp(port: int) -> _Client:
     return _store_client(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
+
+
+@contextlib.contextmanager
+def _job_stores(folder: str) -> Iterator[tuple[str, int]]:
+    """The store of `torsh run` with the job's secret, on its Unix socket, and torch's, each in its own process."""
+    ours, theirs = StoreProcess(_SECRET), StoreProcess(_SECRET)
+    local = socket.socket(socket.AF_UNIX)
+    with local, socket.create_server(("127.0.0.1", 0)) as port:
+        local.bind(f"{folder}/store")
+        local.listen()
+        ours.serve([local])
+        theirs.serve_torch(port)
+        try:
+            yield f"unix://{folder}/store", port.getsockname()[1]
+        finally:
+            ours.close()
+            theirs.close()
 
 
 @contextlib.contextmanager
@@ -178,8 +202,9 @@ CASE = Case(
     title="Stores: latency of one operation",
     about="""One client, one operation at a time, values of 64 bytes; "wakes a waiter" is the time from a set in one
     thread until the thread waiting for the key runs, each with its own client. Both TCP servers run in a second
-    process, Redis in a third; torch does not wait for the answer to a TCP set, ours does. The rivals are torch's
-    HashStore, FileStore and TCPStore, and plain redis-py.""",
+    process, Redis in a third; neither waits for an answer to a TCP set. "torsh run" is the store that asks workers for
+    the job's secret, against the TCPStore it replaces. The rivals are torch's HashStore, FileStore and TCPStore, and
+    plain redis-py.""",
     rows=_rows,
 )
 

@@ -56,6 +56,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel a
 from torsh_distributed.parallel.tensor.apply import tensor_parallel as tensor_parallel
 from torsh_distributed.plan.plan import Plan as Plan
 from torsh_distributed.plan.sections.activation import ActivationConfig as ActivationConfig
+from torsh_distributed.plan.sections.axes.context import ContextConfig as ContextConfig
 from torsh_distributed.plan.sections.axes.ddp import DdpConfig as DdpConfig
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig as ExpertConfig
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig as FsdpConfig
@@ -63,6 +64,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig as MeshConfig
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig as PipelineConfig
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig as TensorConfig
 from torsh_distributed.plan.sections.checkpoint import CheckpointConfig as CheckpointConfig
+from torsh_distributed.plan.sections.compile import CompileConfig as CompileConfig
 from torsh_distributed.plan.sections.compress import CompressConfig as CompressConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig as DistributedConfig
 from torsh_distributed.plan.sections.elastic import ElasticConfig as ElasticConfig
@@ -74,5 +76,6 @@ from torsh_distributed.plan.sections.training import TrainingConfig as TrainingC
 from torsh_distributed.train.assemble import parallelize as parallelize
 from torsh_distributed.train.engine import Engine as Engine
 from torsh_distributed.train.sampler import DistributedSampler as DistributedSampler
+from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 __version__: str

@@ -149,8 +149,8 @@ def test_variables_that_change_the_plan_are_checked_with_it(specs: list[JobSpec]
         ("--master-port 70000 t.py", InvalidArgument, "65535"),
         ("-m --no-python t.py", InvalidArgument, "exclude"),
         ("--local-ranks-filter a t.py", InvalidArgument, "numbers with commas"),
-        ("--token-file /no/such/file t.py", IoError, "token file"),
-        ("--token-file /dev/null t.py", InvalidArgument, "empty"),
+        ("--token-file /no/such/file t.py", IoError, "file of the secret"),
+        ("--token-file /dev/null t.py", InvalidArgument, "regular file"),
         ("--join-timeout 0 t.py", InvalidArgument, "positive"),
     ],
 )

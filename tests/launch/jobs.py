@@ -62,6 +62,7 @@ def be_launcher(script: str, num_nodes: int, changes: dict[str, Any], per_node: 
         "nnodes": num_nodes,
         "node_rank": node_rank,
         "join_timeout_s": 20.0,
+        "token": "the secret of a test",
     }
     if num_nodes > 1:
         values.update(master_addr=os.environ["MASTER_ADDR"], master_port=int(os.environ["MASTER_PORT"]))

@@ -179,6 +179,34 @@ def test_a_run_that_resumes_in_mid_epoch_is_the_undisturbed_one(world: World, tm
     assert rest == whole[4:]
 
 
+def rounded(folder: str, offload: dict[str, Any]) -> tuple[list[float], list[float], list[bool]]:
+    """A bf16 model whose master values are fp32, off the device; losses after a load, and without one."""
+
+    def build() -> Engine:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).bfloat16()
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return parallelize(model, adam, Plan.from_dict({"offload": offload}), loss_fn=torch.nn.functional.mse_loss)
+
+    torch.manual_seed(5)
+    batches = [(torch.randn(4, 8).bfloat16(), torch.randn(4, 1).bfloat16()) for _ in range(6)]
+    engine, other = build(), build()
+    for batch in batches[:3]:
+        engine.step(batch)
+    engine.save(folder)
+    other.load(folder)
+    names = [held.name for held in engine.strategy.held_state(engine.optimizer).tensors]
+    kept = ["optimizer.state.0.weight.master" in names]
+    return [engine.step(batch) for batch in batches[3:]], [other.step(batch) for batch in batches[3:]], kept
+
+
+def test_master_values_that_are_finer_than_the_parameters_come_back(world: World, tmp_path: Path) -> None:
+    for number, offload in enumerate((ON_HOST, PAGED)):
+        whole, resumed, kept = world.run(rounded, str(tmp_path / str(number)), offload, num_ranks=1, backend="gloo")[0]
+        assert kept == [True]
+        assert resumed == whole
+
+
 def refuse_all(folder: str) -> list[str]:
     engine, _ = small(f"{folder}/a")
     engine.save()

@@ -56,7 +56,8 @@ class CheckpointManager:
                 manager.after_step(step + 1, state, loss=loss)
 
     State is modules, optimizers, objects with `state_dict` and `load_state_dict`, and plain values; random generators
-    are kept too. Modules and optimizers may be sharded (FSDP2): each rank writes and reads its own part.
+    are kept too. Modules and optimizers may be sharded (FSDP2): each rank writes and reads its own part. All ranks give
+    the same names; values that are not tensors are those of rank 0.
     """
 
     def __init__(

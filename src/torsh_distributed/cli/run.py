@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from torsh_distributed.cli.error_message import print_error
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
 
 CONTEXT_SETTINGS = {
@@ -97,7 +97,24 @@ RdzvId = Annotated[
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the job's secret, the same on every node; otherwise TORSH_JOB_TOKEN.", rich_help_panel=_NODES
+        help="File with the job's secret, the same on every node, created if missing; otherwise TORSH_JOB_TOKEN.",
+        rich_help_panel=_NODES,
+    ),
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token",
+        help="Several nodes without a secret: whoever reaches the master port can join.",
+        rich_help_panel=_NODES,
+    ),
+]
+TorchStore = Annotated[
+    bool,
+    typer.Option(
+        "--torch-store",
+        help="Serve torch's TCPStore, which asks for no secret, to programs that open it themselves.",
+        rich_help_panel=_WORKERS,
     ),
 ]
 
@@ -168,6 +185,8 @@ def run(
     rdzv_endpoint: RdzvEndpoint = "",
     rdzv_id: RdzvId = None,
     token_file: TokenFile = None,
+    no_token: NoToken = False,
+    torch_store: TorchStore = False,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
     verbose: Verbose = False,
@@ -202,6 +221,8 @@ def run(
         is_verbose=verbose,
         is_json=json,
         token=_read_token(token_file),
+        allows_no_token=no_token,
+        serves_torch_store=torch_store,
         env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
@@ -276,24 +297,9 @@ def _parse_ranks(text: str) -> frozenset[int] | None:
 
 
 def _read_token(path: Path | None) -> str | None:
-    if path is None:
-        return os.environ.get("TORSH_JOB_TOKEN") or None
-    from torsh_distributed.private_files import read_secret
+    from torsh_distributed.comm.trust.job_secret import TOKEN_VARIABLE, read_or_create_secret_file
 
-    try:
-        token = read_secret(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise IoError(
-            "the token file cannot be used",
-            hint="it must be a file that no other user can read or replace: chmod 600 FILE, in a directory of yours",
-            path=str(path),
-            reason=str(error),
-        ) from error
-    if not token:
-        raise InvalidArgument(
-            "the token file is empty", hint="fill it, e.g. with `openssl rand -hex 16`", path=str(path)
-        )
-    return token
+    return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
 def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:

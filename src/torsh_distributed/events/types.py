@@ -62,6 +62,20 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompileEvent(Event):
+    """The first call of a compiled function ended; torch compiles in it, and its backward in the first backward."""
+
+    kind: ClassVar[str] = "compile"
+
+    function: str
+    progress: str
+    """Which one of how many, as in `3 of 12`; empty for a single function."""
+    duration_s: float
+    graph_breaks: tuple[str, ...] = ()
+    """Why parts of it could not be compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveEvent(Event):
     """One collective or point-to-point operation ended, with or without an error."""
 

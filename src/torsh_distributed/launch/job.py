@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
+from torsh_distributed.comm.trust.job_secret import new_secret
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
@@ -19,12 +21,12 @@ from torsh_distributed.launch.local.signals import SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.nodes.leader import Leader
-from torsh_distributed.launch.nodes.listening_sockets import is_loopback, with_reachable_master
+from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.spec import JobSpec
 
-_CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_JOB_TOKEN", "TORSH_PROGRESS_FILE")
+_CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_SECRET_FILE", "TORSH_PROGRESS_FILE", "TORSH_STORE", "PYTHONPATH")
 
 
 def launch_job(spec: JobSpec) -> int:
@@ -51,7 +53,7 @@ def launch_job(spec: JobSpec) -> int:
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-            leader = stack.enter_context(Leader(spec, loop, output))
+            leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
             if spec.nnodes > 1:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
@@ -66,16 +68,24 @@ def launch_job(spec: JobSpec) -> int:
 
 
 def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
-    """The job's secret: the user's; random on one node; otherwise one that every node can derive alone."""
+    """The job's secret: the user's, or a random one; several nodes without one must be asked for or on one machine."""
+    if spec.serves_torch_store:
+        output.warn(
+            f"--torch-store: torch's store asks for no secret; whoever reaches {spec.master_addr} can read and write it"
+        )
     if spec.token is not None:
         return spec.token
     if spec.nnodes == 1:
-        return secrets.token_hex(16)
-    if not is_loopback(spec.master_addr):
-        output.warn(
-            "no job token: anyone who reaches the master port can join or end this job; "
-            "set TORSH_JOB_TOKEN or --token-file on every node"
+        return new_secret()
+    if not spec.allows_no_token:
+        raise ConfigurationError(
+            "a job on several nodes needs a secret that all of them have",
+            hint="give every node the same --token-file (created if it is missing) or TORSH_JOB_TOKEN; "
+            "--no-token runs without, on a network where everyone may join the job",
+            nnodes=spec.nnodes,
+            master_addr=spec.master_addr,
         )
+    output.warn("--no-token: anyone who reaches the master port can join, read and end this job")
     return hashlib.sha256(f"torsh run {spec.run_id}".encode()).hexdigest()
 
 
@@ -89,7 +99,7 @@ def describe_job(spec: JobSpec) -> list[str]:
         f"node {spec.node_rank} of {spec.nnodes}: {workers}, up to {spec.max_restarts} restarts, run {spec.run_id}"
     ]
     for place in spec.places():
-        env = worker_environment(spec, place, endpoint, base={}, mark="", token="", progress_file=Path())
+        env = worker_environment(spec, place, endpoint, base={}, mark="", secret_file=Path(), progress_file=Path())
         shown = {name: value for name, value in env.items() if name not in _CHOSEN_AT_START}
         if not port:
             shown["MASTER_PORT"] = "a free port"

@@ -85,8 +85,14 @@ class JobSpec:
     is_json: bool = False
     """Whether the report at the end is one JSON object, for programs."""
 
-    token: str | None = None
-    """The secret that launchers sign their records with; None derives one, which protects only against accidents."""
+    token: str | None = field(default=None, repr=False)
+    """The job's secret: launchers and workers prove it to each other. None makes a random one, on one node."""
+
+    allows_no_token: bool = False
+    """Whether several nodes may do without a secret: they then derive one from the run id, which others can too."""
+
+    serves_torch_store: bool = False
+    """Whether the workers' store is torch's TCPStore, which asks for no secret."""
 
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the workers, on top of the launcher's own and the job's."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.parallel.activation import checkpoint_activations
+from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.expert import moe_layers
 from torsh_distributed.parallel.expert.choose import expert_strategy
@@ -34,7 +35,7 @@ def strategy_for(
     *,
     param_init_fn: ParamInit | None = None,
     weights: StoredWeights | None = None,
-    example: tuple[Any, ...] | None = None,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
 
@@ -50,7 +51,7 @@ def strategy_for(
         if is_on_meta(model) and weights is None:
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan, example=example, weights=weights)
-    _checkpoint(model, plan)
+    _prepare_layers(model, plan)
     has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
     if weights is not None and (kind != "sharded" or has_experts):
         _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
@@ -102,8 +103,8 @@ def strategy_kind(plan: Plan) -> StrategyKind:
     return "sharded" if shards_params(plan) else "sharded_optimizer"
 
 
-def _checkpoint(model: nn.Module, plan: Plan) -> None:
-    """Before sharding: recomputing happens inside a piece, whose parameters are gathered by then."""
+def _prepare_layers(model: nn.Module, plan: Plan) -> None:
+    """Before sharding: compiled and recomputed layers are inside a piece, whose parameters are gathered by then."""
     classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
     layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
-    checkpoint_activations(model, plan.activation, layers=layers, group=dist.group.WORLD)
+    compile_and_checkpoint(model, plan.compile, plan.activation, layers=layers, group=dist.group.WORLD)

@@ -36,6 +36,9 @@ class Resumable(Protocol):
     epoch: int
     num_batches: int
 
+    def settle(self) -> None:
+        """Wait for the last update."""
+
 
 class EngineCheckpoints:
     """Saves and loads an Engine; every rank makes the same calls."""
@@ -118,6 +121,7 @@ class EngineCheckpoints:
 
     def _save(self, manager: CheckpointManager, reason: str, loss: float | None) -> None:
         engine = self._engine
+        engine.settle()
         state = engine.strategy.held_state(engine.optimizer)
         state.values["engine"] = {
             "precision": engine.precision.state_dict(),

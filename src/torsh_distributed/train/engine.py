@@ -20,6 +20,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
@@ -29,6 +30,8 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.speed.attention_kernel import attending_with
+from torsh_distributed.train.speed.operation_count import counting_flops
 from torsh_distributed.train.use.evaluation import evaluate
 from torsh_distributed.train.use.export import export_model
 from torsh_distributed.train.use.generation import generate
@@ -88,6 +91,7 @@ class Engine:
         )
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
+        self._unread_norm: HostValue | None = None
         # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
 
@@ -122,6 +126,7 @@ class Engine:
                 yield to_device(piece.batch, self._device)
                 self._evenness = 1.0
                 if self.num_steps >= self.plan.training.steps:
+                    self.settle()
                     return
             if not found and was_whole_epoch:
                 raise InvalidArgument(
@@ -150,6 +155,9 @@ class Engine:
         """
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
+            # What the last step's recordings returned may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
         update = self._update = _Update(num_samples=num_samples)
         pieces = split_rows(batch, num_samples, self.plan.training.gradient_accumulation)
@@ -161,7 +169,12 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
         self.strategy.expect_scale(update.share * self._evenness * (self.precision.loss_scale or 1.0))
-        with events.phase("forward"), self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
+        with (
+            events.phase("forward"),
+            self.strategy.accumulating(is_last=update.is_last),
+            attending_with(self.plan.training.attention),
+            self.precision.computing(),
+        ):
             return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 
     def backward(self, loss: Tensor) -> None:
@@ -175,22 +188,28 @@ class Engine:
                 update.mean.wait()
             # Started before backward so it overlaps with it.
             update.mean = self.strategy.mean_loss(update.loss)
-        with events.phase("backward"), self.strategy.accumulating(is_last=update.is_last):
+        with (
+            events.phase("backward"),
+            self.strategy.accumulating(is_last=update.is_last),
+            attending_with(self.plan.training.attention),  # layers that are recomputed must take the same kernel
+        ):
             self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def apply(self) -> float:
         """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.
 
         A loss or gradient that is not finite raises NonFiniteLoss on every rank and leaves the parameters unchanged;
-        under fp16 all ranks skip such a step.
+        under fp16 all ranks skip such a step. Where the optimizer's kernels decide (fused, on a GPU), the host learns
+        it one step later, because waiting would leave the GPU idle; `settle` asks at once.
         """
+        self.settle()
         update, self._update = self._update, None
         if update is None or update.mean is None:
             raise InvalidArgument(
                 "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
             )
         loss = update.mean.wait()
-        grad_norm = rate = None
+        rate = None
         scale = self.precision.loss_scale
         with events.phase("optimizer"):
             try:
@@ -202,7 +221,6 @@ class Engine:
                     self.learning_rate.updating(self.num_steps) as rate,
                 ):
                     self.precision.update(self.optimizer)
-                grad_norm = self._finite_norm(norm)
             finally:
                 self.optimizer.zero_grad(set_to_none=True)
         new_scale = self.precision.loss_scale
@@ -213,6 +231,7 @@ class Engine:
             self.learning_rate.advance()
         else:
             self.num_skipped += 1
+        self._unread_norm = norm
         comm_s = self.strategy.take_comm_s()
         if events.wanted(events.StepEvent):
             events.emit(
@@ -222,7 +241,7 @@ class Engine:
                     duration_s=time.monotonic() - update.started,
                     comm_s=comm_s,
                     num_samples=self._global(update.num_samples),
-                    grad_norm=grad_norm,
+                    grad_norm=None if norm is None else norm.wait(),
                     learning_rate=rate,
                     loss_scale=scale,
                     is_skipped=not is_done,
@@ -231,6 +250,16 @@ class Engine:
         if is_done and (self._checkpoints is not None or self.plan.checkpoint.enabled):
             self.checkpoints.after_step(loss)
         return loss
+
+    def settle(self) -> None:
+        """Wait for the last update; raise NonFiniteLoss if its gradient was not finite. Every rank calls this.
+
+        All that uses or changes parameters calls it first. The update did not happen then, and is not counted.
+        """
+        norm, self._unread_norm = self._unread_norm, None
+        if norm is not None and not math.isfinite(norm.wait()):
+            self.num_steps -= 1
+            self._require_finite("the norm of the gradient", norm.wait())
 
     @property
     def checkpoints(self) -> EngineCheckpoints:
@@ -282,14 +311,16 @@ class Engine:
         `reset()`, as torchmetrics has them, or functions of outputs and targets, averaged over samples. Without a
         loss_fn they see the model's `logits` and the batch's `labels`.
         """
-        return evaluate(
-            self.strategy,
-            self._sharded(loader, epoch=0, skip=0),
-            loss_fn=self._loss_fn,
-            precision=self.precision,
-            device=self._device,
-            metrics=metrics,
-        )
+        self.settle()
+        with attending_with(self.plan.training.attention):
+            return evaluate(
+                self.strategy,
+                self._sharded(loader, epoch=0, skip=0),
+                loss_fn=self._loss_fn,
+                precision=self.precision,
+                device=self._device,
+                metrics=metrics,
+            )
 
     def export(
         self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
@@ -299,6 +330,7 @@ class Engine:
         `from_pretrained` loads what is written of a transformers model, and of a PEFT model the adapter. The first
         rank writes tensor by tensor; `dtype` converts floating-point values. All ranks raise if it cannot write.
         """
+        self.settle()
         export_model(self.strategy, directory, dtype=dtype, max_file_gb=max_file_gb)
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
@@ -311,11 +343,27 @@ class Engine:
         with self.precision.computing():
             return generate(self.strategy, self._device, seed, inputs, options)
 
+    @torch.no_grad()
+    def step_flops(self, batch: Batch) -> int:
+        """Floating-point operations that forward and backward of this rank's `batch` need, counted in one forward.
+
+        Backward counts twice as much as forward, recomputation not at all. Every rank calls this, between steps.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with uncompiled(), counting_flops() as counter, self.precision.computing():
+                self.strategy.loss(self.unwrapped, to_device(batch, self._device), self._loss_fn, loss_of)
+        finally:
+            self.model.train(was_training)
+        return 3 * int(counter.get_total_flops())
+
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, at this or another world size; every rank calls this.
 
         All of it is equal on every rank except `rank_state`, which belongs to this rank.
         """
+        self.settle()
         return {
             **self.strategy.whole_state(self.optimizer),
             "precision": self.precision.state_dict(),
@@ -387,15 +435,8 @@ class Engine:
             with only_if_finite(self.optimizer, total):
                 yield norm
         else:
-            self._finite_norm(norm)
+            self._require_finite("the norm of the gradient", norm.wait())
             yield norm
-
-    def _finite_norm(self, norm: HostValue | None) -> float | None:
-        if norm is None:
-            return None
-        value = norm.wait()
-        self._require_finite("the norm of the gradient", value)
-        return value
 
     def _require_finite(self, what: str, value: float, update: _Update | None = None) -> None:
         """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""

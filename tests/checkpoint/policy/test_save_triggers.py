@@ -47,6 +47,6 @@ def decisions(folder: str, num_steps: int) -> list[int]:
 
 def test_what_one_rank_was_told_all_ranks_do_at_the_same_step(world: World, tmp_path: Path) -> None:
     assert save_triggers._CHECK_S == 1.0, "far more steps than happen between two exchanges"
-    first, second = world.run(decisions, str(tmp_path), 3000, num_ranks=2)
+    first, second = world.run(decisions, str(tmp_path), 200, num_ranks=2)
     assert first == second
     assert len(first) == 1

@@ -6,17 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import MARKER
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.plan import CheckpointConfig
-
-fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
-from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402 (after the skip)
 
 
 class Flaky(MemoryFileSystem):

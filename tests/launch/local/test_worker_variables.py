@@ -2,7 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, sets_omp_threads, worker_environment
+from torsh_distributed.launch.local.worker_variables import (
+    STARTUP_DIRECTORY,
+    AttemptEndpoint,
+    sets_omp_threads,
+    worker_environment,
+)
 from torsh_distributed.launch.spec import Entry, JobSpec
 from torsh_distributed.launch.worker.environment import read_environment
 
@@ -11,7 +16,13 @@ ENDPOINT = AttemptEndpoint(attempt=2, master_addr="10.0.0.1", master_port=4000)
 
 def environment(spec: JobSpec, base: dict[str, str] | None = None, *, local_rank: int = 0) -> dict[str, str]:
     return worker_environment(
-        spec, spec.places()[local_rank], ENDPOINT, base=base or {}, mark="m", token="t", progress_file=Path("/p")
+        spec,
+        spec.places()[local_rank],
+        ENDPOINT,
+        base=base or {},
+        mark="m",
+        secret_file=Path("/s"),
+        progress_file=Path("/p"),
     )
 
 
@@ -42,7 +53,9 @@ def test_a_worker_finds_the_variables_of_torchrun_and_ours() -> None:
         "OMP_NUM_THREADS": "1",
         "TORSH_LAUNCHER": "run",
         "TORSH_PROGRESS_FILE": "/p",
-        "TORSH_JOB_TOKEN": "t",
+        "TORSH_SECRET_FILE": "/s",
+        "TORSH_STORE": "tcp://10.0.0.1:4000",
+        "PYTHONPATH": str(STARTUP_DIRECTORY),
         "TORSH_JOB_MARKS": "m",
     }
 
@@ -82,3 +95,22 @@ def test_threads_are_limited_only_where_the_user_said_nothing_and_workers_share_
     assert not sets_omp_threads(spec(nproc_per_node=1), {})
     assert environment(spec(), {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
     assert environment(spec(env={"OMP_NUM_THREADS": "6"}))["OMP_NUM_THREADS"] == "6"
+
+
+def test_a_secret_of_the_launcher_is_not_in_the_variables_of_workers() -> None:
+    base = {"TORSH_JOB_TOKEN": "hidden", "TORSH_SECRET_FILE": "/another", "TORSH_STORE": "tcp://another:1", "KEPT": "1"}
+    env = environment(spec(), base)
+    assert "hidden" not in " ".join(env.values())
+    assert (env["TORSH_SECRET_FILE"], env["TORSH_STORE"], env["KEPT"]) == ("/s", "tcp://10.0.0.1:4000", "1")
+    assert "TORSH_JOB_TOKEN" not in env
+
+
+def test_workers_beside_the_store_use_its_unix_socket_and_torchs_store_has_no_address() -> None:
+    local = AttemptEndpoint(attempt=0, master_addr="::1", master_port=4000, local_store="/run/job/store-0")
+    assert local.store_url == "unix:///run/job/store-0"
+    assert AttemptEndpoint(attempt=0, master_addr="::1", master_port=4000).store_url == "tcp://[::1]:4000"
+    assert "TORSH_STORE" not in environment(spec(serves_torch_store=True))
+
+
+def test_the_users_pythonpath_stays_behind_ours() -> None:
+    assert environment(spec(), {"PYTHONPATH": "/mine"})["PYTHONPATH"] == f"{STARTUP_DIRECTORY}:/mine"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bed.world import World
 from tests.launch.jobs import launch, write_script
-from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
+from torsh_distributed.errors import ConfigurationError, OperationTimeout
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
@@ -142,7 +142,11 @@ def free_port() -> int:
 
 def test_absent_nodes_are_named_at_the_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     spec = JobSpec(
-        entry=Entry(kind=EntryKind.COMMAND, target="true"), nnodes=3, master_port=free_port(), join_timeout_s=0.2
+        entry=Entry(kind=EntryKind.COMMAND, target="true"),
+        nnodes=3,
+        master_port=free_port(),
+        join_timeout_s=0.2,
+        token="t",
     )
     assert launch_job(spec) == 1
     assert "node 1 and 2 of 3 did not join within 0.2 s" in capfd.readouterr().err
@@ -155,8 +159,9 @@ def test_a_master_that_is_not_there_is_named() -> None:
         node_rank=1,
         master_port=free_port(),
         join_timeout_s=0.6,
+        token="t",
     )
-    with pytest.raises(OperationTimeout, match=r"node 0 at 127\.0\.0\.1:\d+ was not reached within 0\.6 s") as caught:
+    with pytest.raises(OperationTimeout, match=r"could not join node 0 at 127\.0\.0\.1:\d+ within 0\.6 s") as caught:
         launch_job(spec)
     assert "Connection refused" in str(caught.value)
 
@@ -170,7 +175,7 @@ def test_a_master_that_has_no_address_is_named() -> None:
         join_timeout_s=0.3,
         token="t",
     )
-    with pytest.raises(OperationTimeout, match="was not reached") as caught:
+    with pytest.raises(OperationTimeout, match="could not join") as caught:
         launch_job(spec)
     assert "cannot be resolved" in str(caught.value)
 
@@ -212,7 +217,18 @@ def test_another_token_is_turned_away(world: World, tmp_path: Path) -> None:
     first, second = launch(
         world, script, num_nodes=2, per_node=[{"token": "one"}, {"token": "two"}], join_timeout_s=2.0
     )
-    assert isinstance(second.error, CommunicationError)
-    assert "did not let this node in" in str(second.error)
-    assert "not signed with the token of this job" in first.output
+    assert isinstance(second.error, OperationTimeout)
+    assert "it does not have the job's secret" in str(second.error)
+    assert "--token-file" in str(second.error)
+    assert second.output.count("did not let this node in") == 1
+    assert "were refused" in first.output
     assert first.value == 1
+
+
+def test_several_nodes_without_a_secret_are_refused_unless_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    values = {"entry": Entry(kind=EntryKind.COMMAND, target="true"), "nnodes": 2, "join_timeout_s": 0.1}
+    with pytest.raises(ConfigurationError, match="needs a secret") as caught:
+        launch_job(JobSpec(**values, master_port=free_port()))
+    assert "--token-file" in str(caught.value)
+    assert launch_job(JobSpec(**values, master_port=free_port(), allows_no_token=True)) == 1
+    assert "anyone who reaches the master port" in capfd.readouterr().err

@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
@@ -42,8 +44,10 @@ MESSAGES: list[Message] = [
 
 def pair(token: str = "secret", other: str = "secret") -> tuple[RecordCodec, RecordCodec]:
     server, client = RecordCodec(token, is_server=True), RecordCodec(other, is_server=False)
-    assert server.feed(client.greeting) == []
-    assert client.feed(server.greeting) == []
+    assert server.feed(client.take_outgoing()) == []
+    assert client.feed(server.take_outgoing()) == []
+    assert server.feed(client.take_outgoing()) == []
+    assert server.is_ready
     return server, client
 
 
@@ -119,13 +123,14 @@ def test_a_record_of_another_connection_is_not_taken() -> None:
 
 
 def test_another_token_is_not_taken() -> None:
-    server, client = pair("one", "two")
-    with pytest.raises(BadRecord, match="token"):
-        server.feed(client.seal(Heartbeat()))
+    with pytest.raises(BadRecord, match="does not have the job's secret"):
+        pair("one", "two")
+    with pytest.raises(BadRecord, match="before the proof"):
+        RecordCodec("one", is_server=False).seal(Heartbeat())
 
 
 def test_strangers_and_giants_are_turned_away() -> None:
-    with pytest.raises(BadRecord, match="torsh launcher"):
+    with pytest.raises(BadRecord, match="different protocol"):
         RecordCodec("t", is_server=True).feed(b"GET / HTTP/1.1\r\n")
     server, _ = pair()
     with pytest.raises(BadRecord, match="too long"):
@@ -173,16 +178,24 @@ def test_a_stranger_closes_the_connection_with_the_reason(sockets: tuple[socket.
         sockets[1].sendall(b"hello, are you redis?\r\n")
         loop.call_later(10, lambda: loop.stop(1))
         assert loop.run() == 0
-    assert "torsh launcher" in reasons[0]
+    assert "different protocol" in reasons[0]
+
+
+def prove(codec: RecordCodec, sock: socket.socket) -> None:
+    sock.sendall(codec.take_outgoing())
+    codec.feed(sock.recv(HELLO_BYTES + MAC_BYTES, socket.MSG_WAITALL))
+    sock.sendall(codec.take_outgoing())
 
 
 def test_finish_sends_what_is_queued(sockets: tuple[socket.socket, socket.socket]) -> None:
     codec = RecordCodec("t", is_server=False)
     with Loop() as loop:
         server = Connection(loop, sockets[0], "t", is_server=True)
-        sockets[1].sendall(codec.greeting)
-        loop.call_later(0.05, lambda: loop.stop(0))
+        proving = threading.Thread(target=prove, args=(codec, sockets[1]))
+        proving.start()
+        loop.call_later(0.2, lambda: loop.stop(0))
         loop.run()
+        proving.join()
         server.send(End(exit_code=7))
         server.finish(timeout_s=5)
         data = b""

@@ -82,7 +82,7 @@ def compare_all() -> None:
 
 def test_spread_experts_compute_as_whole_ones(world: World) -> None:
     world.run(compare_all, num_ranks=2, backend="gloo")
-    world.run(compare_all, num_ranks=2, backend="torsh")
+    world.run(compare_all, num_ranks=EXPERTS, backend="torsh")  # one expert on each rank
 
 
 def test_what_cannot_be_spread_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.bed.world import World
 from tests.parallel.models.zoo import BATCH, SPECIMENS, Batch, Specimen
 from torsh_distributed.errors import TorshError
-from torsh_distributed.plan import MeshConfig, Plan, TrainingConfig
+from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TrainingConfig
 from torsh_distributed.train import parallelize
 
 STEPS, TOLERANCE = 5, 1e-4
@@ -41,6 +41,8 @@ AXES: dict[str, Axis] = {
     "shard": Axis(lambda ranks: plan_of(MeshConfig(dp=1, shard=ranks))),
     "tp": Axis(lambda ranks: plan_of(MeshConfig(dp=1, tp=ranks))),
     "ep": Axis(lambda ranks: plan_of(MeshConfig(dp=1, ep=ranks)), lambda one: one.has_experts),
+    "pp": Axis(lambda ranks: plan_of(MeshConfig(dp=1, pp=ranks))),
+    "cp": Axis(lambda ranks: plan_of(MeshConfig(dp=1, cp=ranks))),
 }
 
 
@@ -103,6 +105,10 @@ def train_on(name: str, plan: Plan) -> Cell:
 def train_cell(name: str, axis: str) -> Cell:
     """One cell on the ranks of this world; an error that is not ours is a failure, on all ranks or none."""
     plan = AXES[axis].plan(dist.get_world_size())
+    if plan.mesh.pp > 1:
+        plan = plan.replace(
+            pipeline=PipelineConfig(schedule="gpipe", num_microbatches=SPECIMENS[name].num_microbatches)
+        )
     try:
         return train_on(name, plan)
     except Exception as error:

@@ -10,13 +10,13 @@ from torch import nn
 
 from tests.parallel.weights.checkpoints import gpt
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.weights.safetensors_format import StoredTensor
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 from torsh_distributed.parallel.weights.weight_names import match_names
 
 
-def stored(model: nn.Module, rename=lambda name: name) -> dict[str, StoredTensor]:
+def stored(model: nn.Module, rename=lambda name: name) -> dict[str, FileTensor]:
     return {
-        rename(name): StoredTensor(Path(name), value.dtype, tuple(value.shape), 0)
+        rename(name): FileTensor(Path(name), value.dtype, tuple(value.shape), 0)
         for name, value in model.state_dict().items()
     }
 
@@ -41,17 +41,17 @@ def test_names_match_with_the_base_models_prefix_more_or_less() -> None:
     found = match_names(model, stored(model.model), where="x")
     assert found["model.0.weight"].file == Path("0.weight")
     assert found["head.weight"] is found["model.0.weight"], "shared: one of its names is enough"
-    with_head = {**stored(model), "head.extra": StoredTensor(Path("e"), torch.float32, (1,), 0)}
+    with_head = {**stored(model), "head.extra": FileTensor(Path("e"), torch.float32, (1,), 0)}
     assert match_names(base, with_head, where="x")["1.bias"].file == Path("model.1.bias")
-    old = {**stored(model), "model.table": StoredTensor(Path("t"), torch.float32, (3,), 0)}
+    old = {**stored(model), "model.table": FileTensor(Path("t"), torch.float32, (3,), 0)}
     assert "model.table" not in match_names(model, old, where="x"), "computed, so what a file has of it is left"
 
 
 def test_every_difference_is_listed_with_the_nearest_name() -> None:
     model = gpt()
     given = stored(model, lambda name: name.replace("projection", "proj"))
-    given["head.weight"] = StoredTensor(Path("h"), torch.float32, (30, 16), 0)
-    given["norm.weight"] = StoredTensor(Path("n"), torch.int64, (16,), 0)
+    given["head.weight"] = FileTensor(Path("h"), torch.float32, (30, 16), 0)
+    given["norm.weight"] = FileTensor(Path("n"), torch.int64, (16,), 0)
     del given["position.weight"]
     with pytest.raises(InvalidArgument) as caught:
         match_names(model, given, where="folder")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, sync_directory
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, read_manifest
-from torsh_distributed.errors import CheckpointError, FeatureNotAvailable, IoError
+from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.retry import retry
 
 R = TypeVar("R")
@@ -24,12 +24,9 @@ class RemoteMirror:
     """Checkpoints under a URL. Transfers that fail are tried again, with growing delays."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # has no types
-        except ImportError as error:
-            raise FeatureNotAvailable(
-                f"checkpoint.remote = {url} needs fsspec", hint='pip install "torsh-distributed[remote]"'
-            ) from error
+        # Here, not above: torch brings it along, but few jobs use it.
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # has no types
+
         self.url = url
         try:
             self._files, self._root = url_to_fs(url)

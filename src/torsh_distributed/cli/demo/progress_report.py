@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.events import CheckpointEvent, Event, StepEvent
+from torsh_distributed.events import CheckpointEvent, CompileEvent, Event, StepEvent
 
 _BAR_WIDTH = 24
 
 
 @dataclass
 class TrainReport:
-    """Collects step events on rank 0 and says how training goes. Subscribe `handle` to StepEvent."""
+    """Collects step events on rank 0 and says how training goes. Subscribe `handle` to StepEvent and CompileEvent."""
 
     total_steps: int
     log_every: int
@@ -29,7 +29,11 @@ class TrainReport:
     started: float = field(default_factory=time.monotonic)
 
     def handle(self, event: Event) -> None:
-        """Keep a step; print a line at the first, at every `log_every`-th and at the last."""
+        """Keep a step; print a line at the first, at every `log_every`-th and at the last, and for what is compiled."""
+        if isinstance(event, CompileEvent):
+            which = f" ({event.progress})" if event.progress else ""
+            self.console.print(f"compiled {event.function}{which} in {event.duration_s:.1f} s", highlight=False)
+            return
         assert isinstance(event, StepEvent)
         if event.is_skipped:
             self.num_skipped += 1

@@ -62,6 +62,7 @@ def _register(c10d: Any) -> None:
         if name.upper() not in c10d.Backend._plugins:
             c10d.Backend.register_backend(name, _creator(home), extended_api=True, devices=["cpu"])
     _register_mpi_rendezvous(sys.modules["torch.distributed.rendezvous"])
+    _register_job_store(sys.modules["torch.distributed.rendezvous"])
 
 
 def _creator(home: str) -> Callable[..., object]:
@@ -97,6 +98,27 @@ def _register_mpi_rendezvous(torch_rendezvous: Any) -> None:
 
     find.knows_mpi = True  # type: ignore[attr-defined]  # so registering twice wraps once
     handlers["env"] = find
+
+
+def _register_job_store(torch_rendezvous: Any) -> None:
+    """Let torch's `env://` and `tcp://` open the store of `torsh run`, which asks for the job's secret.
+
+    torch makes its TCPStore in one function; it is wrapped, and left alone for every address but the job's.
+    """
+    create = torch_rendezvous._create_c10d_store
+    if getattr(create, "knows_job_store", False):
+        return
+
+    def create_or_find(hostname: str, port: int, rank: int, world_size: int, timeout: Any, *options: Any) -> object:
+        from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
+
+        url = job_store_url(hostname, port)
+        if url is not None:
+            return open_job_store(url, timeout)
+        return create(hostname, port, rank, world_size, timeout, *options)
+
+    create_or_find.knows_job_store = True  # type: ignore[attr-defined]  # so registering twice wraps once
+    torch_rendezvous._create_c10d_store = create_or_find
 
 
 def _is_left_to_mpi(url: str) -> bool:

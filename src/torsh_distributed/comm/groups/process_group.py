@@ -82,7 +82,9 @@ def start_world(
         store = dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
     if store is None:
         is_host = rank == 0 and not has_agent_store
-        store = open_store(master_addr, master_port, is_host=is_host, timeout_s=timeout_s)
+        store = open_store(
+            master_addr, master_port, is_host=is_host, timeout_s=timeout_s, has_torch_agent=has_agent_store
+        )
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)

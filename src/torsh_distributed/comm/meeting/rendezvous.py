@@ -18,10 +18,14 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
+from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.meeting.node_identity import node_identity
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
+from torsh_distributed.comm.store.registry import open_store as open_store_at
+from torsh_distributed.comm.store.tcp.tcp_server import tcp_url
+from torsh_distributed.comm.trust.job_secret import job_secret
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,
@@ -81,12 +85,20 @@ class Roster:
         return self.node_ranks(rank).index(rank)
 
 
-def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> dist.Store:
+def open_store(host: str, port: int, *, is_host: bool, timeout_s: float, has_torch_agent: bool = False) -> dist.Store:
     """Connect to the store of the job at host:port, hosting it first on the rank that should.
 
-    The listener is bound to `host` alone (loopback stays loopback). Connecting is retried until the deadline.
+    `has_torch_agent`: torchrun serves a store of torch's there.
+    With the job's secret it is our store, which asks for it; without one it is torch's, which asks for nothing. The
+    listener is bound to `host` alone (loopback stays loopback). Connecting is retried until the deadline.
     """
     limit = timedelta(seconds=timeout_s)
+    launchers = job_store_url(host, port)
+    if launchers is not None:
+        return open_job_store(launchers, limit)
+    secret = None if has_torch_agent else job_secret()
+    if secret is not None:
+        return open_store_at(tcp_url(host, port), timeout_s=timeout_s, is_server=is_host, token=secret.decode())
     if is_host:
         listener = _listen(host, port)
         actual_port = listener.getsockname()[1]

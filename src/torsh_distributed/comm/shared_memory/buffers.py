@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_distributed.comm.backends.base import TorshProcessGroup
-from torsh_distributed.comm.backends.shm.segment import PREAMBLE_BYTES, SegmentAddress, SharedSegment
+from torsh_distributed.comm.backends.shm.segment import (
+    PREAMBLE_BYTES,
+    SegmentAddress,
+    SharedSegment,
+    open_memory_file,
+)
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.comm.backends.wire import BufferUse, SharedBuffer
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.errors import TorshError
+from torsh_distributed.errors import BackendError, TorshError
 
 _log = logging.getLogger(__name__)
 
@@ -77,21 +82,21 @@ def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | Non
     if not all(all_gather_object(_has_room(buffer.nbytes * group.size()), group=group)):
         _log.info("buffers of %d bytes are not shared by the ranks: /dev/shm has too little room", buffer.nbytes)
         return None
-    offer: tuple[str, int] | None = None
+    offer: tuple[int, int, int] | None = None
     everyone, problem = list[Tensor](), ""
     try:
         fd, _ = buffer.untyped_storage()._share_fd_cpu_()
-        offer = f"/proc/{os.getpid()}/fd/{fd}", os.fstat(fd).st_ino
+        offer = os.getpid(), fd, os.fstat(fd).st_ino
     except (RuntimeError, OSError) as error:  # the others wait to learn of any error
         problem = str(error)
     offers = all_gather_object(offer, group=group)
     try:
         if None not in offers:
             everyone = [
-                buffer if rank == group.rank() else _mapped(path, inode, buffer.nbytes)
-                for rank, (path, inode) in enumerate(offers)
+                buffer if rank == group.rank() else _mapped(f"/proc/{pid:d}/fd/{fd:d}", inode, buffer.nbytes)
+                for rank, (pid, fd, inode) in enumerate(offers)
             ]
-    except OSError as error:
+    except (OSError, BackendError) as error:
         problem = str(error)
     problems = [text for text in all_gather_object(problem, group=group) if text]
     if problems:
@@ -113,7 +118,7 @@ def _has_room(num_bytes: int) -> bool:
 
 
 def _mapped(path: str, inode: int, num_bytes: int) -> Tensor:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_memory_file(path, size_bytes=num_bytes)
     try:
         if os.fstat(fd).st_ino != inode:
             raise OSError(f"{path} is not what the other rank has offered")

@@ -11,13 +11,14 @@ from torsh_distributed.comm.store.keyspace import DEFAULT_TIMEOUT_S, Keyspace
 from torsh_distributed.comm.store.memory import MemoryKeyspace
 from torsh_distributed.comm.store.redis import RedisKeyspace
 from torsh_distributed.comm.store.store import Store
-from torsh_distributed.comm.store.tcp import TcpKeyspace
+from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
 from torsh_distributed.errors import InvalidArgument
 
 _EXAMPLES = {
     "memory": "memory://",
     "file": "file:///shared/job7.store",
     "tcp": "tcp://127.0.0.1:29400",
+    "unix": "unix:///run/job7/store",
     "redis": "redis://127.0.0.1:6379/0",
     "rediss": "rediss://redis.example:6380/0",
 }
@@ -31,14 +32,17 @@ def open_store(
     memory://             threads of this process; every call opens a new one
     file:///path          processes of a node, or of several on a shared POSIX file system
     tcp://host:port       a server, started elsewhere or here with `is_server=True` (port 0: a free one, see `.url`)
+    unix:///path          a server on this node, as `torsh run` serves its workers
     redis://host:port/db  a Redis server (rediss:// with TLS); needs the [redis] extra
 
     `timeout_s` bounds connecting, each operation, and waiting for keys if a call gives no other limit.
-    `token` is the job's shared secret for tcp://; both sides must have the same.
+    `token` is the job's shared secret for tcp:// and unix://; both sides must have the same.
     """
     parts = urlsplit(url)
-    if parts.scheme != "tcp" and (is_server or token is not None):
-        raise InvalidArgument("is_server and token are for tcp:// stores", url=url, is_server=is_server)
+    if (is_server and parts.scheme != "tcp") or (token is not None and parts.scheme not in ("tcp", "unix")):
+        raise InvalidArgument(
+            "is_server is for tcp:// stores, token for tcp:// and unix://", url=url, is_server=is_server
+        )
     if not timeout_s > 0:
         raise InvalidArgument("a store's timeout is above 0 seconds", timeout_s=timeout_s)
     return Store(_open_keyspace(url, parts, timeout_s=timeout_s, is_server=is_server, token=token), timeout_s=timeout_s)
@@ -58,7 +62,9 @@ def _open_keyspace(url: str, parts: SplitResult, *, timeout_s: float, is_server:
             host, port = _host_and_port(url, parts)
             if port == 0 and not is_server:
                 raise InvalidArgument("port 0 is for the server; a client needs the real one", url=url)
-            return TcpKeyspace(host, port, timeout_s=timeout_s, is_server=is_server, token=token)
+            return TcpKeyspace((host, port), timeout_s=timeout_s, is_server=is_server, token=token)
+        case "unix":
+            return TcpKeyspace(str(_file_path(url, parts)), timeout_s=timeout_s, token=token)
         case "redis" | "rediss":
             _host_and_port(url, parts, default_port=6379)
             return RedisKeyspace(url, timeout_s=timeout_s)

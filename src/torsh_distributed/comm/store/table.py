@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torsh_distributed.comm.store.keyspace import MAX_VALUE_BYTES, Swap, checked_sum, parse_counter, value_too_large
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredValue:
     """A value and when it expires, on the table's clock."""
 

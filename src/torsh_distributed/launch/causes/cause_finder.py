@@ -37,8 +37,12 @@ class CauseFinder:
     def note_status(self, status: RankStatus) -> None:
         """Keep what a rank says; a status without history does not make an earlier one forgotten."""
         before = self.statuses.get(status.rank)
-        if before is not None and not status.groups and before.groups:
-            status = dataclasses.replace(status, groups=before.groups)
+        if before is not None:
+            status = dataclasses.replace(
+                status,
+                groups=status.groups or before.groups,
+                has_finished=status.has_finished or before.has_finished,
+            )
         self.statuses[status.rank] = status
 
     def explain(self) -> WaitFinding | None:
@@ -61,8 +65,23 @@ class CauseFinder:
 
     def is_explained_by_end(self) -> bool:
         """Whether the failures so far follow from ranks that ended normally."""
-        blamed = self.blamed()
-        return bool(self.finished) and (blamed <= self.finished if blamed else not self.running)
+        blamed, finished = self.blamed(), self.finished
+        if not finished or blamed:
+            return bool(finished) and blamed <= finished
+        return not self.running or any(
+            self._ended_before(rank, failure) for failure in self.failures.values() for rank in finished
+        )
+
+    def _ended_before(self, finished: int, failure: JobFailure) -> bool:
+        """Whether a rank ended without the operation that failed on another."""
+        there, here = self.statuses.get(finished), self.statuses.get(failure.rank if failure.rank is not None else -1)
+        if there is None or here is None or failure.raised is None or failure.raised.sequence is None:
+            return False
+        for name, history in here.groups.items():
+            last = history.operations[-1] if history.operations else None
+            if last is not None and (last.op, last.sequence) == (failure.raised.operation, failure.raised.sequence):
+                return name in there.groups and there.last_sequence(name) < last.sequence
+        return False
 
     def verdict(self) -> JobFailure:
         """The cause by all that is known now; there is at least one failure, or a finding about a rank that ended."""

@@ -20,6 +20,7 @@ _CONSEQUENCE_WAIT_S = 1.5
 _STATUS_WAIT_S = 0.8
 _FIRST_NOTICE_S = 2.0
 _LAST_NOTICE_S = 120.0
+_TOGETHER_NOTICE_S = 20.0
 _END_LOOKS_S = (0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -158,6 +159,8 @@ class Inquiry:
         found = self._finder.explain()
         if found is None or found.call is None:
             return
+        if found.kind == "together" and found.call.age_s < _TOGETHER_NOTICE_S:
+            return  # everyone has come: it is slow, or the network is
         key = (found.call.group, found.call.op, found.call.sequence)
         if key in self._noticed:
             return

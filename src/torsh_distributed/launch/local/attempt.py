@@ -55,7 +55,8 @@ class AttemptContext:
     """Private and temporary, for progress files."""
     mark: str
     """In the environment of every process of the job."""
-    token: str
+    secret_file: Path
+    """Where the workers find the job's secret."""
     oom_counter: OomCounter | None
 
 
@@ -114,7 +115,7 @@ class LocalAttempt:
             self._endpoint,
             base=os.environ,
             mark=context.mark,
-            token=context.token,
+            secret_file=context.secret_file,
             progress_file=progress_file,
         )
         line = WorkerLine(context.loop, partial(self._hear, place.rank))
@@ -146,7 +147,7 @@ class LocalAttempt:
         if raised is None or worker is None:
             return
         self._raised[rank] = raised
-        if raised.how == "uncaught" and isinstance(message.get("full"), str):
+        if message.get("is_printed") is False and isinstance(message.get("full"), str):
             # The worker leaves it to us to print: into its log, and on the terminal if everything is wanted.
             self._pump.note(rank, message["full"], is_shown=self._context.spec.is_verbose)
         history = status_from(rank, {"groups": {}, **message})

@@ -48,7 +48,7 @@ class LauncherOutput:
         self._terminal = terminal
         self._is_json = is_json
         self._failures: list[dict[str, Any]] = []
-        self._waits: list[str] = []
+        self._messages: list[str] = []
 
     @cached_property
     def _console(self) -> Console:
@@ -60,6 +60,7 @@ class LauncherOutput:
     def say(self, message: str, *, style: str = "bold") -> None:
         """Print one line."""
         if self._is_json:
+            self._messages.append(message)
             return
         from rich.text import Text
 
@@ -71,7 +72,6 @@ class LauncherOutput:
 
     def show_wait(self, text: str, *, stack: Sequence[str]) -> None:
         """Say who waits for whom, with the late rank's stack."""
-        self._waits.append(text)
         self.warn("\n".join([text, *(f"  {line}" for line in stack)]))
 
     def show_failure(self, failure: JobFailure, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> None:
@@ -89,8 +89,8 @@ class LauncherOutput:
         self._console.print(text, soft_wrap=not self._terminal.is_tty("stderr"))
 
     def finish_json(self, exit_code: int, *, attempts: int) -> None:
-        """Print the one object: how the job ended, the cause of every attempt that failed, and the waits."""
-        report = {"exit_code": exit_code, "attempts": attempts, "failures": self._failures, "waits": self._waits}
+        """Print the one object: how the job ended, why every attempt failed, and what else would be said."""
+        report = {"exit_code": exit_code, "attempts": attempts, "failures": self._failures, "messages": self._messages}
         self._terminal.post("stderr", (json.dumps(report) + "\n").encode())
 
 

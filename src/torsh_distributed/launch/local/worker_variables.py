@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.comm.meeting.network_interface import interface_variables
+from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
+
+STARTUP_DIRECTORY = Path(__file__).parents[1] / "worker" / "startup"
+"""On the workers' PYTHONPATH: its sitecustomize tells torch where the job's store is, also in scripts without us."""
 
 # Overrides for a process started by hand. Inherited, they would give every worker the same rank.
 _PERSONAL = (
@@ -18,6 +23,8 @@ _PERSONAL = (
     "TORSH_NODE_ID",
     "TORSH_MASTER_ADDR",
     "TORSH_MASTER_PORT",
+    # Of a job around this one.
+    STORE_VARIABLE,
 )
 
 
@@ -30,6 +37,14 @@ class AttemptEndpoint:
     master_port: int
     interface: str | None = None
     """The network interface that torch's backends are told to use; None leaves it to them."""
+    local_store: str = ""
+    """Path of the store's Unix socket, for workers on its node."""
+
+    @property
+    def store_url(self) -> str:
+        """Where a worker finds the store that asks for the job's secret."""
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"unix://{self.local_store}" if self.local_store else f"tcp://{host}:{self.master_port}"
 
 
 def worker_environment(
@@ -39,11 +54,11 @@ def worker_environment(
     *,
     base: Mapping[str, str],
     mark: str,
-    token: str,
+    secret_file: Path,
     progress_file: Path,
 ) -> dict[str, str]:
     """Every variable of one worker. The job's values win over `base`, and `spec.env` over both."""
-    env = {name: value for name, value in base.items() if name not in _PERSONAL}
+    env = {name: value for name, value in without_secrets(base).items() if name not in _PERSONAL}
     env.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
@@ -63,8 +78,11 @@ def worker_environment(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORSH_LAUNCHER="run",
         TORSH_PROGRESS_FILE=str(progress_file),
-        TORSH_JOB_TOKEN=token,
+        TORSH_SECRET_FILE=str(secret_file),
+        PYTHONPATH=os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), base.get("PYTHONPATH")))),
     )
+    if not spec.serves_torch_store:
+        env[STORE_VARIABLE] = endpoint.store_url
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     for name, value in interface_variables(endpoint.interface).items():
         env.setdefault(name, value)

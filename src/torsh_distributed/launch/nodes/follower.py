@@ -53,6 +53,7 @@ class Follower:
         self._connecting: socket.socket | None = None
         self._connect_timer: Timer | None = None
         self._last_problem = "no answer yet"
+        self._has_warned = False
         self._heartbeat = HeartbeatSender(loop, spec.heartbeat_timeout_s, self._beat)
         node.report = self._report
         self._join_timer = loop.call_later(spec.join_timeout_s, self._give_up)
@@ -94,6 +95,8 @@ class Follower:
         self._connection = Connection(self._loop, sock, self._token, is_server=False)
         self._connection.on_message = self._receive
         self._connection.on_close = self._lose
+        # Whoever answers here must prove the secret and let this node in soon; it may not be node 0.
+        self._connect_timer = self._loop.call_later(_CONNECT_TIMEOUT_S, self._abandon_join)
         self._connection.send(
             JoinRequest(
                 node_rank=self._spec.node_rank,
@@ -112,6 +115,11 @@ class Follower:
             self._connecting = None
         self._retry_connect(problem)
 
+    def _abandon_join(self) -> None:
+        if not self._is_member and self._connection is not None:
+            self._connection.close()
+            self._lose(f"no answer within {_CONNECT_TIMEOUT_S:g} s")
+
     def _retry_connect(self, problem: str) -> None:
         self._last_problem = problem
         self._connect_timer = self._loop.call_later(_RETRY_S, self._connect)
@@ -128,11 +136,14 @@ class Follower:
     def _give_up(self) -> None:
         if not self._is_member:
             raise OperationTimeout(
-                f"the launcher of {self._where} was not reached within {self._spec.join_timeout_s:g} s",
-                hint="start `torsh run` with --node-rank 0 there; check --master-addr, --master-port and firewalls",
+                f"this node could not join {self._where} within {self._spec.join_timeout_s:g} s: {self._last_problem}",
+                hint=(
+                    "every node needs the same --token-file or TORSH_JOB_TOKEN"
+                    if "let this node in" in self._last_problem
+                    else "start `torsh run` with --node-rank 0 there; check --master-addr, --master-port and firewalls"
+                ),
                 operation="join",
                 node_rank=self._spec.node_rank,
-                reason=self._last_problem,
             )
 
     # Exchanging records with the leader
@@ -173,13 +184,15 @@ class Follower:
 
     def _lose(self, reason: str) -> None:
         self._connection = None
+        if self._connect_timer is not None:
+            self._connect_timer.cancel()
         if not self._is_member:
-            raise CommunicationError(
-                f"{self._where} did not let this node in: {reason}",
-                hint="every node needs the same TORSH_JOB_TOKEN or --token-file, and --rdzv-id if there is no token",
-                operation="join",
-                node_rank=self._spec.node_rank,
-            )
+            # It may be busy with strangers, or not be node 0 yet: try again until --join-timeout.
+            self._retry_connect(f"it did not let this node in: {reason}")
+            if not self._has_warned:
+                self._has_warned = True
+                self._output.warn(f"{self._where} did not let this node in: {reason}; trying again")
+            return
         failure = JobFailure(node_rank=0, node_name=self._spec.master_addr, cause=f"its launcher is gone: {reason}")
         self._node.handle(End(exit_code=1, failure=failure))
 

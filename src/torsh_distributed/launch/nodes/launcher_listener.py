@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import Self
 
+from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -30,8 +31,6 @@ from torsh_distributed.launch.nodes.records import (
 from torsh_distributed.launch.nodes.signed_connection import Connection
 from torsh_distributed.launch.spec import DEFAULT_MASTER_PORT, JobSpec
 
-_JOIN_REQUEST_TIMEOUT_S = 10.0
-_MAX_UNIDENTIFIED = 128
 _FINISH_TIMEOUT_S = 2.0
 _FIRST_NOTICE_S = 3.0
 _NEXT_NOTICE_S = 15.0
@@ -71,7 +70,9 @@ class LauncherListener:
         self._leader = leader
         self._token = token
         self._log_name = log_name
-        self._unidentified: dict[Connection, Timer] = {}
+        self._strangers: StrangerPool[Connection] = StrangerPool()
+        self._deadlines: dict[Connection, Timer] = {}
+        self._summary_timer: Timer | None = None
         self._members: dict[int, Connection] = {}
         self._names = {0: socket.gethostname()}
         self._refusals: list[str] = []
@@ -88,32 +89,40 @@ class LauncherListener:
         except OSError:
             # The client left before it was accepted.
             return
-        if len(self._unidentified) >= _MAX_UNIDENTIFIED:
-            sock.close()
-            return
         connection = Connection(self._loop, sock, self._token, is_server=True)
-        connection.on_message = partial(self._handle_join_request, connection, str(address[0]))
-        connection.on_close = partial(self._reject, connection, str(address[0]))
-        too_slow = partial(
-            self._reject, connection, str(address[0]), f"it said nothing for {_JOIN_REQUEST_TIMEOUT_S:g} s"
-        )
-        self._unidentified[connection] = self._loop.call_later(_JOIN_REQUEST_TIMEOUT_S, too_slow)
+        connection.on_message = partial(self._handle_join_request, connection)
+        connection.on_close = partial(self._turn_away, connection)
+        too_slow = partial(self._turn_away, connection, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
+        self._deadlines[connection] = self._loop.call_later(PROOF_TIMEOUT_S, too_slow)
+        evicted = self._strangers.admit(connection, str(address[0]))
+        if evicted is not None:
+            self._turn_away(evicted, "too many at once without a proof of the job's secret")
 
-    def _reject(self, connection: Connection, address: str, reason: str) -> None:
-        self._unidentified.pop(connection).cancel()
+    def _turn_away(self, connection: Connection, reason: str) -> None:
+        """Close a connection that has not joined; those are reported together, in one line."""
+        self._deadlines.pop(connection).cancel()
+        self._strangers.refuse(connection, reason)
         connection.close()
-        self._refuse(f"a connection from {address} was rejected: {reason}")
+        if self._summary_timer is None:
+            now_s = time.monotonic()
+            due_s = self._strangers.summary_due_s(now_s)
+            self._summary_timer = self._loop.call_later(max(0.0, (due_s or now_s) - now_s), self._summarize)
+
+    def _summarize(self) -> None:
+        self._summary_timer = None
+        self._refuse(self._strangers.summary(time.monotonic()))
 
     def _refuse(self, what: str) -> None:
         self._refusals.append(what)
         self._output.warn(what)
 
-    def _handle_join_request(self, connection: Connection, address: str, message: Message) -> None:
-        """The first record of a connection with the right token: the node joins, or is told why not."""
+    def _handle_join_request(self, connection: Connection, message: Message) -> None:
+        """The first record of a connection that proved the secret: the node joins, or is told why not."""
         if not isinstance(message, JoinRequest):
-            self._reject(connection, address, "its first record is no join request")
+            self._turn_away(connection, "its first record is no join request")
             return
-        self._unidentified.pop(connection).cancel()
+        self._deadlines.pop(connection).cancel()
+        self._strangers.release(connection)
         reason = disagreement(self._spec, message)
         if reason is None and message.node_rank in self._members:
             reason = f"node rank {message.node_rank} is already taken by {self._names[message.node_rank]}"
@@ -156,6 +165,8 @@ class LauncherListener:
     def _end_if_absent(self) -> None:
         absent = self._leader.coordinator.absent
         if absent and self._leader.coordinator.phase is JobPhase.GATHERING:
+            if self._summary_timer is not None:
+                self._summary_timer.fire()
             cause = f"did not join within {self._spec.join_timeout_s:g} s"
             self._leader.lose(
                 JobFailure(
@@ -171,7 +182,9 @@ class LauncherListener:
         self._heartbeat.stop()
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
-        for connection in self._unidentified:
+        if self._summary_timer is not None:
+            self._summary_timer.fire()
+        for connection in self._deadlines:
             connection.close()
         for member in self._members.values():
             member.finish(timeout_s=_FINISH_TIMEOUT_S)

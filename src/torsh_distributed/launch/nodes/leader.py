@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from torsh_distributed.launch.causes.inquiry import Inquiry
@@ -13,7 +14,7 @@ from torsh_distributed.launch.local.failure_report import LauncherOutput, join_n
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
-from torsh_distributed.launch.nodes.listening_sockets import listen_on
+from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
     Ask,
     End,
@@ -35,13 +36,17 @@ from torsh_distributed.launch.spec import JobSpec
 class Leader:
     """Runs on node 0. Every attempt gets an empty store, so its workers meet no key of an earlier one."""
 
-    def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput) -> None:
+    def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput, *, token: str, directory: Path) -> None:
+        """`directory` is private to this user; the store's Unix socket for the workers of this node is in it."""
         self._spec = spec
         self._loop = loop
         self._output = output
+        self._token = token
+        self._directory = directory
         self._inquiry: Inquiry | None = None
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
+        self._local_listener: socket.socket | None = None
         self._send: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
 
@@ -119,17 +124,40 @@ class Leader:
         """An empty store for the attempt, on a port of its own or on the one the user chose."""
         address = self._spec.master_addr
         port = (self._spec.master_port or 0) if self._spec.nnodes == 1 else 0
-        if port and self._store is not None:
-            # The next attempt has the same port: the old store must not answer its workers.
+        serves_torch = self._spec.serves_torch_store
+        if port and serves_torch and self._store is not None:
+            # The next attempt has the same port: torch's old store must not answer its workers.
             self._close_store()
         if self._listener is None or not port:
-            self._close_listener()
+            self._close_listeners()
             self._listener = listen_on(address, port)
         if self._store is None:
-            self._store = StoreProcess()
+            self._store = StoreProcess(self._token)
             self._loop.watch(self._store.pidfd, self._lose_store)
-        self._store.serve(self._listener)
-        return Start(attempt=attempt, master_addr=address, master_port=self._listener.getsockname()[1])
+            self._loop.watch(self._store.reports.fileno(), self._show_report)
+        path = ""
+        if serves_torch:
+            self._store.serve_torch(self._listener)
+        else:
+            path = str(self._directory / f"store-{attempt}")
+            self._close_local_listener()
+            self._local_listener = listen_on_path(path)
+            self._store.serve([self._listener, *filter(None, [self._local_listener])])
+        return Start(
+            attempt=attempt,
+            master_addr=address,
+            master_port=self._listener.getsockname()[1],
+            local_store=path if self._local_listener is not None else "",
+        )
+
+    def _show_report(self) -> None:
+        """The store refused connections, and says so in one line."""
+        assert self._store is not None, "only a store that was started reports"
+        line = self._store.take_report()
+        if line:
+            self._output.warn(f"the workers' store: {line}")
+        else:
+            self._loop.unwatch(self._store.reports.fileno())
 
     def _lose_store(self) -> None:
         """The store's process ended: no worker can meet the others."""
@@ -141,14 +169,21 @@ class Leader:
         cause = f"the process of the workers' store (pid {self._store.pid}) ended: {status.describe()}"
         self.lose(JobFailure(node_rank=0, node_name=socket.gethostname(), cause=cause))
 
-    def _close_listener(self) -> None:
+    def _close_listeners(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._close_local_listener()
+
+    def _close_local_listener(self) -> None:
+        if self._local_listener is not None:
+            self._local_listener.close()
+            self._local_listener = None
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._loop.unwatch(self._store.pidfd)
+            self._loop.unwatch(self._store.reports.fileno())
             self._store.close()
             self._store = None
 
@@ -156,7 +191,7 @@ class Leader:
         """End the store and the inquiry."""
         if self._inquiry is not None:
             self._inquiry.close()
-        self._close_listener()
+        self._close_listeners()
         self._close_store()
 
     def __enter__(self) -> Self:

@@ -11,6 +11,8 @@ from torsh_distributed.comm.meeting.network_interface import address_for_peers
 from torsh_distributed.errors import CommunicationError
 from torsh_distributed.launch.spec import JobSpec
 
+_MAX_UNIX_PATH_BYTES = 107
+
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
     """Address family and numeric address of a name, IPv4 first."""
@@ -84,5 +86,24 @@ def listen_on(address: str, port: int) -> socket.socket:
             message, hint = f"cannot listen on {address}:{port}", "choose a port above 1023 that this user may open"
         raise CommunicationError(
             message, hint=hint, master_addr=address, master_port=port, reason=error.strerror or str(error)
+        ) from error
+    return listener
+
+
+def listen_on_path(path: str) -> socket.socket | None:
+    """A Unix socket at a path in a directory of this user's own; None if the path is longer than the kernel takes."""
+    if len(path.encode()) > _MAX_UNIX_PATH_BYTES:
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise CommunicationError(
+            f"cannot listen on {path}",
+            hint="set TMPDIR to a directory on a local file system",
+            path=path,
+            reason=error.strerror or str(error),
         ) from error
     return listener

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
+from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -47,17 +48,20 @@ class Node:
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
         self._guardian = Guardian(mark)
-        self._directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
-        self._guardian.remove_directory(self._directory)
+        self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
+        """Private to this user and temporary: progress files, the secret, the store's socket."""
+        self._guardian.remove_directory(self.directory)
+        secret_file = self.directory / "secret"
+        write_secret_file(secret_file, token)
         self._context = AttemptContext(
             spec=spec,
             loop=loop,
             terminal=terminal,
             output=output,
             guardian=self._guardian,
-            directory=self._directory,
+            directory=self.directory,
             mark=mark,
-            token=token,
+            secret_file=secret_file,
             oom_counter=find_oom_counter(),
         )
         self._spec = spec
@@ -100,6 +104,7 @@ class Node:
                 master_addr=message.master_addr,
                 master_port=message.master_port,
                 interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
+                local_store=message.local_store if self._spec.is_leader else "",
             ),
             log_dir=self._log_dir(message.attempt),
             reports=AttemptReports(
@@ -222,7 +227,7 @@ class Node:
     def close(self) -> None:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 

@@ -121,6 +121,8 @@ class Start:
     attempt: int
     master_addr: Text
     master_port: int
+    local_store: Text = ""
+    """Where workers on the leader's node reach the store without the network; empty if they cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,96 +1,80 @@
 """Signed records over a socket, between the launchers of a job.
 
-Both ends open with a magic word and 32 random bytes. From these and the job's token they derive a key for
-this connection alone, so without the token a record can be neither forged, replayed nor reflected. A
-record on the wire: length (4 bytes, big-endian), HMAC-SHA256 over direction, sequence number and body, body
-(JSON). It is not encrypted: records contain no secret.
+Both ends prove the job's secret first (see `comm.trust.handshake`). A record on the wire: length (4 bytes, big-endian),
+HMAC-SHA256 over direction, sequence number and body, body (JSON); so without the secret a record can be neither forged,
+replayed nor reflected. It is not encrypted: records contain no secret.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable
 
+from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.records import Message, decode, encode
 
-_MAGIC = b"TORSHL1\n"
-_NONCE_BYTES = 32
+_MAGIC = b"TORSHLN2"
 _LENGTH = struct.Struct("!I")
-_SEQUENCE = struct.Struct("!Q")
-_MAC_BYTES = 32
 _MAX_BODY_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 
 
 class BadRecord(Exception):
-    """What arrived is not a record of a launcher that has the token; the connection must be closed."""
+    """What arrived is not a record of a launcher that has the secret; the connection must be closed."""
 
 
 class RecordCodec:
     """Turns messages into signed bytes and back, for one end of one connection. Pure."""
 
     def __init__(self, token: str, *, is_server: bool) -> None:
-        self._token = token.encode()
-        self._ours, self._theirs = (b"s", b"c") if is_server else (b"c", b"s")
-        self._is_server = is_server
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._key: bytes | None = None
-        self._sent = 0
-        self._received = 0
+        self._handshake = Handshake(token.encode(), _MAGIC, is_server=is_server, wants_signing=True)
+        self._outgoing = self._handshake.opening
+        self._sending: Signer | None = None
+        self._receiving: Signer | None = None
         self._buffer = bytearray()
 
     @property
-    def greeting(self) -> bytes:
-        """What must be sent first."""
-        return _MAGIC + self._nonce
-
-    @property
     def is_ready(self) -> bool:
-        """Whether the other end's greeting has arrived, so records can be signed."""
-        return self._key is not None
+        """Whether the other end has proved the secret, so records can be sent."""
+        return self._handshake.is_done
+
+    def take_outgoing(self) -> bytes:
+        """What the handshake has to send now, before any record."""
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
 
     def seal(self, message: Message) -> bytes:
         """The bytes of the next record; only once ready."""
+        if self._sending is None:
+            raise BadRecord("a record before the proof")
         body = encode(message)
-        data = _LENGTH.pack(len(body)) + self._mac(self._ours, self._sent, body) + body
-        self._sent += 1
-        return data
+        return _LENGTH.pack(len(body)) + self._sending.sign(body) + body
 
     def feed(self, data: bytes) -> list[Message]:
         """The records that `data` completes, all of them genuine; raises BadRecord at the first that is not."""
-        self._buffer += data
-        if self._key is None and not self._take_greeting():
-            return []
-        messages = []
-        while (body := self._take_body()) is not None:
-            try:
+        try:
+            if not self._handshake.is_done:
+                self._outgoing += self._handshake.feed(data)
+                signers = self._handshake.signers() if self._handshake.is_done else None
+                if signers is None:
+                    return []
+                self._sending, self._receiving = signers
+                data = self._handshake.rest
+            self._buffer += data
+            messages = []
+            while (body := self._take_body()) is not None:
                 messages.append(decode(body))
-            except SerializationError as error:
-                raise BadRecord(str(error)) from error
+        except (NotAMember, SerializationError) as error:
+            raise BadRecord(str(error)) from error
         return messages
 
-    def _take_greeting(self) -> bool:
-        if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
-            raise BadRecord("it is no torsh launcher")
-        size = len(_MAGIC) + _NONCE_BYTES
-        if len(self._buffer) < size:
-            return False
-        theirs = bytes(self._buffer[len(_MAGIC) : size])
-        del self._buffer[:size]
-        nonces = self._nonce + theirs if self._is_server else theirs + self._nonce
-        self._key = hmac.digest(self._token, _MAGIC + nonces, hashlib.sha256)
-        return True
-
     def _take_body(self) -> bytes | None:
-        head = _LENGTH.size + _MAC_BYTES
+        head = _LENGTH.size + MAC_BYTES
         if len(self._buffer) < head:
             return None
         (length,) = _LENGTH.unpack(self._buffer[: _LENGTH.size])
@@ -100,16 +84,10 @@ class RecordCodec:
             return None
         mac = bytes(self._buffer[_LENGTH.size : head])
         body = bytes(self._buffer[head : head + length])
-        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
-            raise BadRecord("its records are not signed with the token of this job")
+        assert self._receiving is not None, "records follow the proof"
+        self._receiving.check(body, mac)
         del self._buffer[: head + length]
-        self._received += 1
         return body
-
-    def _mac(self, direction: bytes, sequence: int, body: bytes) -> bytes:
-        if self._key is None:
-            raise BadRecord("a record before the greeting")
-        return hmac.digest(self._key, direction + _SEQUENCE.pack(sequence) + body, hashlib.sha256)
 
 
 class Connection:
@@ -127,7 +105,7 @@ class Connection:
         self._sock = sock
         self._codec = RecordCodec(token, is_server=is_server)
         self._waiting: list[Message] = []
-        self._outgoing = bytearray(self._codec.greeting)
+        self._outgoing = bytearray(self._codec.take_outgoing())
         self._is_open = True
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,6 +120,7 @@ class Connection:
         self._loop.watch(self._sock.fileno(), self._serve, writable=True)
 
     def _seal_waiting(self) -> None:
+        self._outgoing += self._codec.take_outgoing()
         if self._codec.is_ready:
             for message in self._waiting:
                 self._outgoing += self._codec.seal(message)

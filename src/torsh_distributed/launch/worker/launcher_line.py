@@ -56,15 +56,15 @@ class LauncherLine:
             except OSError:  # the launcher is gone
                 return False
 
-    def report(self, error: BaseException, *, how: str) -> bool:
-        """Tell the launcher about an exception; whether it has been told."""
+    def report(self, error: BaseException, *, how: str, is_printed: bool = True) -> bool:
+        """Tell the launcher about an exception; whether it has been told. It shows what is not printed here."""
         try:
             described = describe_error(error, how=how)
         except Exception as problem:  # the report must never hide what it reports
             described = {"how": how, "kind": type(error).__name__, "message": f"cannot be described: {problem!r}"}
         if isinstance(error, SystemExit):
             described["exit_code"] = error.code if isinstance(error.code, int) else 1
-        message = {"type": "raised", **described, **self._watch.history(error)}
+        message = {"type": "raised", "is_printed": is_printed, **described, **self._watch.history(error)}
         for name in ("full", "groups", "traceback"):
             if len(json.dumps(message, default=repr)) > MAX_MESSAGE_BYTES - 1024:
                 message.pop(name, None)
@@ -164,8 +164,9 @@ def join_late() -> None:
     previous = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_told = line.report(error.with_traceback(trace), how="uncaught")
-        if not (is_told and _is_plain(previous)):
+        is_plain = _is_plain(previous)
+        is_told = line.report(error.with_traceback(trace), how="uncaught", is_printed=not is_plain)
+        if not (is_told and is_plain):
             previous(kind, error, trace)
 
     sys.excepthook = tell
@@ -189,11 +190,13 @@ def leave(error: BaseException) -> None:
         if line is not None:
             line.say_goodbye()
         return
-    is_told = line is not None and line.report(error, how="exit" if is_exit else "uncaught")
     previous = sys.excepthook
+    is_plain = _is_plain(previous)
+    how = "exit" if is_exit else "uncaught"
+    is_told = line is not None and line.report(error, how=how, is_printed=is_exit or not is_plain)
 
     def finish(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if is_told and _is_plain(previous):
+        if is_told and is_plain:
             return
         bare = without_start(error)
         previous(kind, bare, bare.__traceback__)

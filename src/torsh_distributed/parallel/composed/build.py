@@ -1,8 +1,8 @@
-"""Combines a plan's axes in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
+"""Combines a plan's axes in the right order: tensor, compiled and recomputed layers, shards or replicas, pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,15 +13,17 @@ from torch import nn
 
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.activation import checkpoint_activations
+from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
-from torsh_distributed.parallel.composed.split_model import Composed, Context
+from torsh_distributed.parallel.composed.split_model import Composed, Context, SequenceContext
 from torsh_distributed.parallel.composed.split_weights import SplitWeights
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
+from torsh_distributed.parallel.context.context_check import AttentionFacts, check_context
 from torsh_distributed.parallel.context.context_parallel import require_positions
+from torsh_distributed.parallel.context.interface_context import InterfaceContext
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
@@ -31,6 +33,7 @@ from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_
 from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.anatomy import is_from_transformers
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank
@@ -46,7 +49,7 @@ def composed_strategy(
     model: nn.Module,
     plan: Plan,
     *,
-    example: tuple[Any, ...] | None = None,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
     weights: StoredWeights | None = None,
 ) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
@@ -67,8 +70,7 @@ def composed_strategy(
         spread = spread_names(model, plan.mesh.ep)
         tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor, spread=spread)
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
-    if plan.mesh.cp > 1:
-        require_positions(model, cp=plan.mesh.cp)
+    facts = _attention_facts(model, plan) if plan.mesh.cp > 1 else None
     device = check_one_device(model) if weights is None else weights.device
     mesh = Mesh(plan.mesh, device_type=device.type)
     world = dist.group.WORLD
@@ -88,18 +90,35 @@ def composed_strategy(
     spread_experts(model, mesh)
     # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
-    checkpoint_activations(model, plan.activation, group=peers)
+    compile_and_checkpoint(model, plan.compile, plan.activation, group=peers)
     if stages is not None:
-        return _pipelined(model, plan, mesh, stages, splitting, device)
-    context = ContextParallel(model, mesh.group("cp")) if plan.mesh.cp > 1 else None
+        return _pipelined(model, plan, mesh, stages, splitting, facts, device)
+    context = _context(model, model, plan, mesh, facts)
     contexts = (splitting,) if context is None else (splitting, context.attending)
     inner = _inner(model, plan, mesh)
-    return Composed(
-        model, mesh, inner=inner, contexts=contexts, take_part=context.take if context else None, device=device
-    )
+    return Composed(model, mesh, inner=inner, contexts=contexts, context=context, device=device)
 
 
-def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> StagePlan:
+def _attention_facts(model: nn.Module, plan: Plan) -> AttentionFacts | None:
+    """What is known about the attention of a model of transformers; refuses models that cannot run on parts."""
+    if is_from_transformers(model):
+        return check_context(model, cp=plan.mesh.cp, tp=plan.mesh.tp, form=plan.context.form)
+    require_positions(model, cp=plan.mesh.cp)
+    return None
+
+
+def _context(
+    model: nn.Module, part: nn.Module, plan: Plan, mesh: Mesh, facts: AttentionFacts | None
+) -> SequenceContext | None:
+    """Splits sequences for `part`, the modules of `model` that are on this rank."""
+    if plan.mesh.cp == 1:
+        return None
+    if facts is not None:
+        return InterfaceContext(model, mesh.group("cp"), form=plan.context.form, facts=facts)
+    return ContextParallel(part, mesh.group("cp"), is_part=part is not model, form=plan.context.form)
+
+
+def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | Mapping[str, Any] | None) -> StagePlan:
     """The split into stages; checks that there is an order in which they can run."""
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
     planned_order(plan.pipeline, plan.mesh.pp)
@@ -146,7 +165,13 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
 
 
 def _pipelined(
-    model: nn.Module, plan: Plan, mesh: Mesh, stages: StagePlan, splitting: Context, device: torch.device
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    stages: StagePlan,
+    splitting: Context,
+    facts: AttentionFacts | None,
+    device: torch.device,
 ) -> PipelineStages:
     wraps: list[Wrap] = []
     if plan.mesh.tp > 1 and plan.tensor.sequence_parallel:
@@ -160,9 +185,9 @@ def _pipelined(
     pipe = PipelineParallel(
         stages, plan.pipeline, group=mesh.group("pp"), wrap=partial(_wrapped, wraps), context=splitting
     )
-    context = None
-    if plan.mesh.cp > 1:
-        context = ContextParallel(nn.ModuleList(pipe.built.values()), mesh.group("cp"), is_part=True)
+    context = _context(model, nn.ModuleList(pipe.built.values()), plan, mesh, facts)
+    if isinstance(context, InterfaceContext):
+        context.rows_from(stages.microbatches.first_row)
     return PipelineStages(
         pipe,
         model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,19 @@ from torsh_distributed.parallel.tensor import cut_lengths, param_cuts
 Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
 
-TakePart = Callable[[Any], Any]
-"""From a batch to the part this rank works on, such as its piece of every sequence."""
+
+class SequenceContext(Protocol):
+    """Splits the sequences of batches over ranks."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What the loss of the batch taken last is multiplied by; None: nothing."""
+
+    def take(self, batch: Any, *, has_loss_fn: bool) -> Any:
+        """The part of a batch that this rank works on."""
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a part."""
 
 
 class SplitModel(MeshStrategy):
@@ -139,14 +150,14 @@ class Composed(SplitModel):
         *,
         inner: Strategy | None,
         contexts: tuple[Context, ...],
-        take_part: TakePart | None,
+        context: SequenceContext | None,
         device: torch.device,
     ) -> None:
         self._alone = model
         self._inner = inner
         self._contexts = contexts
         self._is_inside = False
-        self._take_part = take_part
+        self._context = context
         super().__init__(mesh, model, device=device)
 
     @property
@@ -166,11 +177,13 @@ class Composed(SplitModel):
 
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
-        part = batch if self._take_part is None else self._take_part(batch)
+        part = batch if self._context is None else self._context.take(batch, has_loss_fn=loss_fn is not None)
         with self._entered():
             value = compute(model, part, loss_fn)
             # Computed from split logits it is a DTensor, equal on all ranks.
-            return value.full_tensor() if isinstance(value, DTensor) else value
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        weight = None if self._context is None else self._context.weight
+        return whole if weight is None else whole * weight
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ class PlacedExperts:
             param.data = param.data[list(self.placement.experts_of(self.ep_rank))].clone()
             param.grad = None
         if hasattr(self.module, "num_experts"):
-            self.module.num_experts = self.placement.per_rank
+            setattr(self.module, "num_experts", self.placement.per_rank)  # noqa: B010 (typed for tensors and modules only)
         own = type(self.module)
         self.module.__class__ = type(f"Placed{own.__name__}", (_SpreadForward, own), {})
 
@@ -89,12 +89,14 @@ class PlacedExperts:
 
 def placed_experts(model: nn.Module) -> dict[str, PlacedExperts]:
     """The modules of experts that are not ours, by name; each has one handle, however often this is called."""
+    unknown = set(expert_modules(model))
     found: dict[str, PlacedExperts] = {}
-    for name in expert_modules(model):
-        module = model.get_submodule(name)
-        if isinstance(module, Experts) or not any(param.dim() == 3 for param in module.parameters(recurse=False)):
-            continue
+    for name, module in model.named_modules():
+        # A module that was placed may have one expert left, which no longer looks like a stack.
         if _HANDLE not in module.__dict__:
+            is_stacked = any(param.dim() == 3 for param in module.parameters(recurse=False))
+            if name not in unknown or isinstance(module, Experts) or not is_stacked:
+                continue
             module.__dict__[_HANDLE] = PlacedExperts(module)
         found[name] = module.__dict__[_HANDLE]
     return found

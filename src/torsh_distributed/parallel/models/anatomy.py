@@ -247,11 +247,8 @@ def _head(outside: Mapping[str, nn.Module], lists: Mapping[str, Any]) -> str | N
     ends = [order.index(name) for name in lists if name in outside] or [-1]
     linear = [name for name, module in outside.items() if isinstance(module, nn.Linear)]
     named = [name for name in linear if structure.is_head(name, outside[name])]
-    after = [
-        name
-        for name in linear
-        if order.index(name) > max(ends) and (_parent(name) in around or "." not in _parent(name))
-    ]
+    near = [name for name in linear if {_parent(name), _parent(_parent(name))} & around]
+    after = [name for name in near if order.index(name) > max(ends)]
     return next(iter(named or reversed(after)), None)
 
 

@@ -45,9 +45,8 @@ class _Projections:
 
 
 def _block_styles(model: nn.Module, name: str, block: nn.Module) -> dict[str, str]:
-    linears = {
-        f"{name}.{path}": one for path, child in block.named_modules() if path and (one := structure.widths(child))
-    }
+    shapes = {f"{name}.{path}": structure.widths(child) for path, child in block.named_modules() if path}
+    linears = {path: shape for path, shape in shapes.items() if shape is not None}
     modules = {f"{name}.{path}" if path else name: child for path, child in block.named_modules()}
     styles: dict[str, str] = {}
     for path in structure.attention_modules(block):

@@ -46,7 +46,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.precision import PrecisionConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class LatentModule(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = super().forward(*args, **kwargs)
-        first, last = out.split([out.shape[-1] - self.tail, self.tail], dim=-1)
+        first, last = torch.split(out, [out.shape[-1] - self.tail, self.tail], dim=-1)
         return torch.cat([first, enter_split(last, self.tp_mesh.get_group())], dim=-1)
 
 
@@ -127,8 +127,9 @@ class KeyValueLinear(nn.Linear):
         group = self.mesh.get_group()
         bias = None if self.bias is None else enter_split(self.bias, group)
         whole = functional.linear(whole_input(input, self.mesh), enter_split(self.weight, group), bias)
-        by_head = whole.unflatten(-1, (self.num_key_value_heads, -1))
-        return by_head[..., list(self.heads), :].flatten(-2)
+        by_head = whole.view(*whole.shape[:-1], self.num_key_value_heads, -1)
+        mine: Tensor = by_head[..., list(self.heads), :].flatten(-2)
+        return mine
 
 
 def adapt(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:

@@ -21,7 +21,7 @@ from torsh_distributed.parallel.tensor.layers import (
     RowParallelLinear,
     keeps_logits_split,
 )
-from torsh_distributed.parallel.tensor.planning.rows import PlannedModule
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
 from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
 from torsh_distributed.parallel.tensor.random_streams import draws_numbers, end_local_stream, share_random_state
@@ -84,7 +84,7 @@ def tensor_parallel(
             for param in module.parameters(recurse=False):
                 replicate_param(param, group)
         if hasattr(module, "activation_relu_or_gelu"):  # torch's encoder layer would read split weights in evaluation
-            module.activation_relu_or_gelu = 0
+            setattr(module, "activation_relu_or_gelu", 0)  # noqa: B010 (typed for tensors and modules only)
     return chosen
 
 

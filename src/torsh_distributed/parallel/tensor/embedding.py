@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class ParallelEmbedding(nn.Embedding):
     def from_embedding(cls, embedding: nn.Embedding, mesh: DeviceMesh, *, sequence_output: bool = False) -> Self:
         """The same table, split; it reuses the parameter of `embedding`, which keeps its identity."""
         kind = class_for(cls, embedding, nn.Embedding)
-        layer: Self = kind.__new__(kind)
+        layer = cast(Self, kind.__new__(kind))
         adopt(layer, embedding)
         layer._split(mesh, sequence_output=sequence_output)
         return layer
@@ -81,7 +81,7 @@ class NarrowEmbedding(nn.Embedding):
     def from_embedding(cls, embedding: nn.Embedding, mesh: DeviceMesh) -> Self:
         """The same table, split; it reuses the parameter of `embedding`, which keeps its identity."""
         kind = class_for(cls, embedding, nn.Embedding)
-        layer: Self = kind.__new__(kind)
+        layer = cast(Self, kind.__new__(kind))
         adopt(layer, embedding)
         require_plain_table(layer)
         layer.mesh = mesh

@@ -11,7 +11,7 @@ Activations between two layers of a pair are one of
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class ColumnParallelLinear(nn.Linear):
         cls, linear: nn.Module, mesh: DeviceMesh, *, output: Activation = "whole", sections: tuple[int, ...] = ()
     ) -> Self:
         """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
-        layer = _as_linear(cls, linear)
+        layer = cast(Self, _as_linear(cls, linear))
         layer._split(mesh, output, sections)
         return layer
 
@@ -154,7 +154,7 @@ class RowParallelLinear(nn.Linear):
         sections: tuple[int, ...] = (),
     ) -> Self:
         """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
-        layer = _as_linear(cls, linear)
+        layer = cast(Self, _as_linear(cls, linear))
         layer._split(mesh, input_is_parallel=input_is_parallel, sequence_output=sequence_output, sections=sections)
         return layer
 

@@ -52,8 +52,8 @@ def begin_local_stream(device: torch.device, rank: int) -> None:
         return
     common = _state(device)
     _current = _LocalStream(device, common)
-    seed = zlib.crc32(common.numpy().tobytes()) ^ ((rank + 1) << 33)
-    _seed(device, seed)
+    # 32 bits: torch's generator on the CPU ignores the others.
+    _seed(device, zlib.crc32(common.numpy().tobytes(), rank + 1))
 
 
 def end_local_stream() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.parallel.weights.safetensors_format import StoredTensor
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 
 _NUM_READERS = 4
 _READ_BYTES = 8 * 2**20
@@ -29,7 +29,7 @@ _READ_BYTES = 8 * 2**20
 class RowRead:
     """Rows of a stored tensor for the rows of a tensor in memory."""
 
-    stored: StoredTensor
+    stored: FileTensor
     start: int
     stop: int
     into: Tensor
@@ -68,7 +68,7 @@ def _read(file: int, piece: RowRead) -> None:
         into.copy_(buffer)
 
 
-def _fill(file: int, offset: int, buffer: Tensor, stored: StoredTensor) -> None:
+def _fill(file: int, offset: int, buffer: Tensor, stored: FileTensor) -> None:
     """Read as many bytes as `buffer`, a contiguous tensor of the host, has."""
     if not buffer.numel():
         return
@@ -82,7 +82,7 @@ def _fill(file: int, offset: int, buffer: Tensor, stored: StoredTensor) -> None:
         left, offset = left[count:], offset + count
 
 
-def with_whole(stored: StoredTensor, use: Callable[[Tensor], Any]) -> None:
+def with_whole(stored: FileTensor, use: Callable[[Tensor], Any]) -> None:
     """Call `use` with the whole tensor, mapped from the file: only what is touched is read, and nothing stays mapped.
 
     For parts that are not rows, such as columns.
@@ -98,7 +98,7 @@ def with_whole(stored: StoredTensor, use: Callable[[Tensor], Any]) -> None:
     use(_aligned(values, stored).view(stored.shape))
 
 
-def _aligned(values: Tensor, stored: StoredTensor) -> Tensor:
+def _aligned(values: Tensor, stored: FileTensor) -> Tensor:
     """The bytes as elements; a file may have them at an odd offset, where torch cannot read them in place."""
     if (
         values.storage_offset() * values.element_size() % stored.dtype.itemsize

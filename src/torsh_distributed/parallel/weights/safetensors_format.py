@@ -37,7 +37,7 @@ _MOST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """Where a tensor is: a file and its bytes there, which are contiguous."""
 
     file: Path
@@ -57,7 +57,7 @@ class StoredTensor:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name; CheckpointError if it is damaged, or no safetensors file."""
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -77,7 +77,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if about["dtype"] not in DTYPES:
             raise _damaged(file, f"{name} has the unknown dtype {about['dtype']}")
         start, stop = about["data_offsets"]
-        one = StoredTensor(file, DTYPES[about["dtype"]], tuple(about["shape"]), data + start)
+        one = FileTensor(file, DTYPES[about["dtype"]], tuple(about["shape"]), data + start)
         if stop - start != one.num_bytes or data + stop > size:
             raise _damaged(file, f"the bytes of {name} are not all there")
         found[name] = one

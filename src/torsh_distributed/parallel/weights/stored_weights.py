@@ -21,7 +21,7 @@ from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
 from torsh_distributed.parallel.weights.held_parts import HeldParts
 from torsh_distributed.parallel.weights.reading import RowRead, read_rows, with_whole
-from torsh_distributed.parallel.weights.safetensors_format import StoredTensor
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 from torsh_distributed.parallel.weights.weight_files import stored_tensors
 from torsh_distributed.parallel.weights.weight_names import match_names
 
@@ -37,7 +37,7 @@ class StoredWeights:
     def __init__(self, model: nn.Module, path: str | Path, *, init_fn: ParamInit | None = None) -> None:
         self.path = Path(path)
         self.device = process_group.device()
-        self._stored: dict[str, StoredTensor] = {}
+        self._stored: dict[str, FileTensor] = {}
         with fail_together(f"read the weights in {path}", dist.group.WORLD):
             try:
                 self._stored = match_names(model, stored_tensors(self.path), where=str(path))

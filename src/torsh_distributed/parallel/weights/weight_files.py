@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from torsh_distributed.errors import CheckpointError, InvalidArgument
-from torsh_distributed.parallel.weights.safetensors_format import StoredTensor, read_header
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: str | Path) -> dict[str, FileTensor]:
     """The tensors at `path` by name: a file, a directory with an index, or one with any safetensors files.
 
     Reads headers only. A name in two files, a file that the index names and that is missing, or a tensor that is not
@@ -36,7 +36,7 @@ def stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
             hint="convert it: AutoModel.from_pretrained(path).save_pretrained(new_path)",
             holds=held,
         )
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, FileTensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():
             if name in found:
@@ -48,7 +48,7 @@ def stored_tensors(path: str | Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _by_index(place: Path) -> dict[str, StoredTensor]:
+def _by_index(place: Path) -> dict[str, FileTensor]:
     where: dict[str, str] = json.loads((place / INDEX).read_text())["weight_map"]
     missing = sorted({name for name in where.values() if not (place / name).is_file()})
     if missing:

@@ -34,7 +34,7 @@ class _YamlLoader(yaml.SafeLoader):
     @override
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         # Any: PyYAML's own index of a child. The event is looked at before super() takes it.
-        event = self.peek_event()
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         before = self._num_chars
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -75,7 +75,7 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 def _refusal(reason: str, event: yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.composer.ComposerError(None, None, reason, event.start_mark)
+    return yaml.MarkedYAMLError(None, None, reason, event.start_mark)  # type: ignore[arg-type]  # the C parser's mark
 
 
 class _YamlDumper(yaml.SafeDumper):

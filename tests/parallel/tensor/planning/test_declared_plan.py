@@ -9,7 +9,7 @@ from torch import nn
 from tests.parallel.models.zoo import SPECIMENS, decoder
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.tensor import SplitStyle, TensorCut, find_tensor_plan
-from torsh_distributed.parallel.tensor.planning.rows import AttributeChange
+from torsh_distributed.parallel.tensor.planning.planned_rows import AttributeChange
 from torsh_distributed.plan import TensorConfig
 
 pytestmark = pytest.mark.needs_library("transformers")

@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torsh_distributed.comm.backends.mpi.library import MpiLibrary, library
 from torsh_distributed.comm.meeting.rendezvous import open_store
+from torsh_distributed.comm.store.store import Store
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, TorshError
 
 Found = tuple[dist.Store, int, int]
@@ -42,12 +43,19 @@ def meet_through_mpi(timeout: timedelta = default_pg_timeout) -> Found:
     except TorshError:
         _broadcast_port(ours, _NO_PORT, timeout_s)
         raise
-    port = _broadcast_port(ours, store.port if isinstance(store, dist.TCPStore) else _NO_PORT, timeout_s)
+    port = _broadcast_port(ours, _port_of(store), timeout_s)
     if port == _NO_PORT:
         raise CommunicationError(
             "rank 0 could not open the store of the job", hint="look at that rank's error", operation="rendezvous"
         )
     return store or open_store(host, port, is_host=False, timeout_s=timeout_s), rank, size
+
+
+def _port_of(store: dist.Store | None) -> int:
+    """The port of a store hosted here: torch's without a secret of the job, ours with one."""
+    if isinstance(store, dist.TCPStore):
+        return store.port
+    return int(store.url.rpartition(":")[2]) if isinstance(store, Store) else _NO_PORT
 
 
 def _check_launcher(ours: MpiLibrary, size: int) -> None:

@@ -14,7 +14,12 @@ from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.models.anatomy import ModelAnatomy
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
-from torsh_distributed.parallel.tensor.planning.rows import AttributeChange, PlannedModule, planned, planned_param
+from torsh_distributed.parallel.tensor.planning.planned_rows import (
+    AttributeChange,
+    PlannedModule,
+    planned,
+    planned_param,
+)
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
@@ -44,7 +49,8 @@ def declared_rows(
     """
     names = _Patterns(anatomy.tensor_plan, overrides, left_alone)
     heads = [one for where in anatomy.attention if (one := _heads(model, where, names)) is not None]
-    rows, attributes = {}, []
+    rows: dict[str, PlannedModule] = {}
+    attributes: list[AttributeChange] = []
     for found in heads:
         check_heads(found.num_heads, None, tp, where=found.where)
         attributes += found.changes(model.get_submodule(found.where), tp)

@@ -16,7 +16,7 @@ from torsh_distributed.parallel.models.anatomy import FOUND, ModelAnatomy, anato
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.planning.declared_plan import declared_rows
-from torsh_distributed.parallel.tensor.planning.rows import AttributeChange, PlannedModule, planned
+from torsh_distributed.parallel.tensor.planning.planned_rows import AttributeChange, PlannedModule, planned
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.problems import did_you_mean
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig

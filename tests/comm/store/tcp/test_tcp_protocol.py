@@ -6,23 +6,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.comm.store.tcp_protocol import FRAME_HEADER, decode, encode, number
+from torsh_distributed.comm.store.tcp.tcp_protocol import FRAME_HEADER, decode, encode, frame, number
+from torsh_distributed.comm.trust.handshake import MAC_BYTES, Signer
 
 
 @given(fields=st.lists(st.none() | st.binary(max_size=50), max_size=8))
 def test_a_frame_holds_its_fields(fields: list[bytes | None]) -> None:
-    frame = encode(fields)
-    (length,) = FRAME_HEADER.unpack_from(frame)
-    body = frame[FRAME_HEADER.size :]
+    data = frame(encode(fields))
+    (length,) = FRAME_HEADER.unpack_from(data)
+    body = data[FRAME_HEADER.size :]
     assert len(body) == length
     assert decode(body) == fields
 
 
+def test_a_signed_frame_has_its_signature_before_the_body() -> None:
+    data = frame(b"body", Signer(b"key"))
+    assert data.endswith(b"body")
+    Signer(b"key").check(b"body", data[FRAME_HEADER.size : FRAME_HEADER.size + MAC_BYTES])
+
+
 @given(fields=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=4), data=st.data())
 def test_a_frame_cut_short_is_refused_or_ends_between_fields(fields: list[bytes], data: st.DataObject) -> None:
-    body = encode(fields)[FRAME_HEADER.size :]
+    body = encode(fields)
     cut = body[: data.draw(st.integers(min_value=1, max_value=len(body) - 1))]
-    borders = {len(encode(fields[:count])) - FRAME_HEADER.size for count in range(len(fields))}
+    borders = {len(encode(fields[:count])) for count in range(len(fields))}
     if len(cut) in borders:
         assert decode(cut) == fields[: len(decode(cut))]
     else:

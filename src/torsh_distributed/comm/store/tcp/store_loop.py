@@ -1,0 +1,448 @@
+"""The server of TCP and Unix stores: one thread, one table, and every connection proves the job's secret first.
+
+Not asyncio: its streams take three times as long per request as the table does. Imports no torch, so the process that
+serves a job's store starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torsh_distributed.comm.store.table import Table
+from torsh_distributed.comm.store.tcp import tcp_protocol
+from torsh_distributed.comm.store.tcp.tcp_protocol import TcpField
+from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_name, peer_uid
+from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
+from torsh_distributed.errors import InvalidArgument
+
+_READ_BYTES = 2**16
+_LARGE_READ_BYTES = 2**20
+_ACCEPTS_PER_TURN = 32
+# torch's server closes the connection if a client's first message arrives in pieces, so it is forwarded whole.
+_TORCH_OPENING_BYTES = 5
+_HEADER_BYTES = tcp_protocol.FRAME_HEADER.size
+_KEY_HEADER_BYTES = tcp_protocol.KEY_HEADER.size
+
+TorchForwarder = Callable[[socket.socket, bytes], None]
+
+
+class _StorePeer:
+    """One connection, from its first byte to its end."""
+
+    __slots__ = ("address", "handshake", "inbox", "is_open", "is_ours", "outbox", "receiving", "sending", "sock")
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock = sock
+        self.address = address
+        self.handshake: Handshake | None = None
+        self.receiving: Signer | None = None
+        self.sending: Signer | None = None
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.is_open = True
+        self.is_ours = False
+
+
+class _KeyWait:
+    """A client that waits for keys. It is kept under one that is missing, and looks again when that arrives."""
+
+    __slots__ = ("is_over", "keys", "peer")
+
+    def __init__(self, peer: _StorePeer, keys: list[str]) -> None:
+        self.peer = peer
+        self.keys = keys
+        self.is_over = False
+
+
+class StoreLoop:
+    """Serves until `stop`. Only `stop` may be called from another thread.
+
+    `secret` is what clients must prove; without one `b""` lets in everyone who speaks the protocol. `forward` takes
+    connections of plain torch clients; without it they are refused. `report` gets a line about refused connections.
+    """
+
+    def __init__(self, secret: bytes, *, report: Callable[[str], None], forward: TorchForwarder | None = None) -> None:
+        self._secret = secret
+        self._report = report
+        self._forward = forward
+        self._table = Table()
+        self._waiting: dict[str, list[_KeyWait]] = {}
+        self._deadlines: list[tuple[float, int, _KeyWait]] = []
+        self._order = itertools.count()
+        self._peers: dict[int, _StorePeer] = {}
+        self._strangers: StrangerPool[_StorePeer] = StrangerPool()
+        self._proof_deadlines: deque[tuple[float, _StorePeer]] = deque()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._listeners: list[socket.socket] = []
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_over = False
+        self.watch(self._wakeup, lambda: None)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back when the descriptor is readable."""
+        self._callbacks[fd] = callback
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def serve(self, listeners: Sequence[socket.socket]) -> None:
+        """Serve an empty store on these sockets, which now belong to the loop; the previous ones are closed."""
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        for listener in self._listeners:
+            self._forget(listener)
+        self._table = Table()
+        self._waiting.clear()
+        self._deadlines.clear()
+        self._listeners = list(listeners)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self.watch(listener.fileno(), lambda listener=listener: self._accept(listener))  # type: ignore[misc]
+
+    def stop(self) -> None:
+        """End `run`; clients see their connection close."""
+        self._is_over = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        peers, callbacks = self._peers, self._callbacks
+        try:
+            while not self._is_over:
+                for fd, mask in self._epoll.poll(self._next_timeout_s()):
+                    peer = peers.get(fd)
+                    if peer is None:
+                        if fd in callbacks:
+                            callbacks[fd]()
+                    elif mask & select.EPOLLOUT:
+                        self._flush(peer)
+                    elif peer.handshake is None:
+                        self._receive(peer)
+                    else:
+                        self._question(peer)
+        finally:
+            self._close()
+
+    def _next_timeout_s(self) -> float | None:
+        """Handle what is due, and return the time to the next deadline."""
+        if not (self._deadlines or self._proof_deadlines or self._strangers.has_refused):
+            return None
+        now_s = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            wait = heapq.heappop(self._deadlines)[2]
+            if not wait.is_over:
+                self._end_wait(wait)
+        while self._proof_deadlines and self._proof_deadlines[0][0] <= now_s:
+            peer = self._proof_deadlines.popleft()[1]
+            if peer in self._strangers:
+                self._refuse(peer, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
+        due_s = self._strangers.summary_due_s(now_s)
+        if due_s is not None and due_s <= now_s:
+            self._report(self._strangers.summary(now_s))
+            due_s = None
+        moments = [due_s] if due_s is not None else []
+        if self._deadlines:
+            moments.append(self._deadlines[0][0])
+        if self._proof_deadlines:
+            moments.append(self._proof_deadlines[0][0])
+        return max(0.0, min(moments) - now_s) if moments else None
+
+    # Strangers, until they have proved the secret
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                # No more of them, or it left before it was accepted.
+                return
+            sock.setblocking(False)
+            peer = _StorePeer(sock, peer_name(sock))
+            self._peers[sock.fileno()] = peer
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+            evicted = self._strangers.admit(peer, peer.address)
+            if evicted is not None:
+                self._refuse(evicted, "too many at once without a proof of the job's secret")
+            if peer_uid(sock) not in (None, os.geteuid()):
+                self._refuse(peer, "it runs as another user")
+                continue
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            is_signed = bool(self._secret) and not is_same_machine(sock)
+            peer.handshake = Handshake(self._secret, tcp_protocol.MAGIC, is_server=True, wants_signing=is_signed)
+            self._proof_deadlines.append((time.monotonic() + PROOF_TIMEOUT_S, peer))
+
+    def _question(self, peer: _StorePeer) -> None:
+        """Take the next bytes of a stranger."""
+        handshake = peer.handshake
+        assert handshake is not None, "only strangers are questioned"
+        try:
+            data = peer.sock.recv(_READ_BYTES)
+            if not data:
+                self._refuse(peer, "it left without a proof of the job's secret")
+                return
+            if self._forward is not None and not peer.is_ours:
+                peer.inbox += data
+                if self._is_torch(peer):
+                    return
+                data = bytes(peer.inbox)
+                peer.inbox.clear()
+            reply = handshake.feed(data)
+            if reply:
+                peer.sock.sendall(reply)
+        except BlockingIOError:
+            return
+        except NotAMember as error:
+            self._refuse(peer, str(error))
+            return
+        except OSError as error:
+            self._refuse(peer, error.strerror or str(error))
+            return
+        if handshake.is_done:
+            self._strangers.release(peer)
+            signers = handshake.signers()
+            if signers is not None:
+                peer.sending, peer.receiving = signers
+            peer.handshake = None
+            rest = handshake.rest
+            if rest:
+                self._take(peer, rest)
+
+    def _is_torch(self, peer: _StorePeer) -> bool:
+        """Whether a torch client sent these first bytes; it is forwarded, once its greeting is complete."""
+        assert self._forward is not None, "otherwise nobody asks"
+        peer.is_ours = tcp_protocol.MAGIC.startswith(peer.inbox[:_TORCH_OPENING_BYTES])
+        if peer.is_ours or len(peer.inbox) < _TORCH_OPENING_BYTES:
+            return not peer.is_ours
+        self._strangers.release(peer)
+        self._epoll.unregister(peer.sock.fileno())
+        del self._peers[peer.sock.fileno()]
+        peer.is_open = False
+        self._forward(peer.sock, bytes(peer.inbox))
+        return True
+
+    def _refuse(self, peer: _StorePeer, reason: str) -> None:
+        self._strangers.refuse(peer, reason)
+        self._drop(peer)
+
+    # Members
+
+    def _receive(self, peer: _StorePeer) -> None:
+        try:
+            data = peer.sock.recv(_LARGE_READ_BYTES if peer.inbox else _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._take(peer, data)
+        else:
+            self._drop(peer)
+
+    def _take(self, peer: _StorePeer, data: bytes | bytearray) -> None:
+        """Carry out the requests that `data` completes, and send the replies together."""
+        inbox = peer.inbox
+        if inbox:
+            inbox += data
+            data = inbox
+        overhead = _HEADER_BYTES + (MAC_BYTES if peer.receiving is not None else 0)
+        replies: list[bytes] = []
+        position, end = 0, len(data)
+        try:
+            while end - position >= overhead:
+                (num_bytes,) = tcp_protocol.FRAME_HEADER.unpack_from(data, position)
+                if num_bytes > tcp_protocol.MAX_FRAME_BYTES:
+                    raise ValueError(f"it announced a frame of {num_bytes} bytes")
+                start = position + overhead
+                stop = start + num_bytes
+                if stop > end:
+                    break
+                body = bytes(data[start:stop])
+                if peer.receiving is not None:
+                    peer.receiving.check(body, data[start - MAC_BYTES : start])
+                reply = self._answer(peer, body)
+                if reply is not None:
+                    replies.append(tcp_protocol.frame(reply, peer.sending))
+                position = stop
+        except (ValueError, NotAMember) as error:
+            self._report(f"a client at {peer.address} was cut off: {error}")
+            self._drop(peer)
+            return
+        if data is inbox:
+            del inbox[:position]
+        elif position < end:
+            inbox += data[position:]
+        if replies:
+            self._send(peer, b"".join(replies) if len(replies) > 1 else replies[0])
+
+    def _answer(self, peer: _StorePeer, body: bytes) -> bytes | None:
+        """Do one request on the table; None if there is no reply, or not yet."""
+        op = body[:1]
+        if op == tcp_protocol.SET:
+            start = _KEY_HEADER_BYTES
+            if len(body) >= start:
+                start += tcp_protocol.KEY_HEADER.unpack_from(body)[1]
+            if len(body) < start:
+                raise ValueError("a write ends within its key")
+            key = body[_KEY_HEADER_BYTES:start].decode()
+            self._table.set(key, body[start:], None)
+            if key in self._waiting:
+                self._wake(key)
+            return None
+        if op == tcp_protocol.GET:
+            value = self._table.get(body[1:].decode())
+            return tcp_protocol.MISSING if value is None else tcp_protocol.DONE + value
+        if op == tcp_protocol.CHECK:
+            return tcp_protocol.MISSING if self._table.entry(body[1:].decode()) is None else tcp_protocol.DONE
+        try:
+            if op == tcp_protocol.ADD:
+                return self._add(body)
+            if op != tcp_protocol.FIELDS:
+                raise ValueError(f"it asked for {op!r}")
+            name, *args = tcp_protocol.decode(body[1:]) or [None]
+            if name == b"wait":
+                return self._start_wait(peer, args)
+            return tcp_protocol.DONE + tcp_protocol.encode(self._apply(name, args))
+        except InvalidArgument as error:
+            return tcp_protocol.INVALID + json.dumps(error.to_dict()).encode()
+
+    def _add(self, body: bytes) -> bytes:
+        if len(body) < tcp_protocol.ADD_HEADER.size:
+            raise ValueError("an addition ends within its number")
+        key = body[tcp_protocol.ADD_HEADER.size :].decode()
+        total = self._table.add(key, tcp_protocol.ADD_HEADER.unpack_from(body)[1])
+        if key in self._waiting:
+            self._wake(key)
+        return tcp_protocol.DONE + str(total).encode()
+
+    def _apply(self, op: TcpField, args: list[TcpField]) -> list[TcpField]:
+        """Do one operation of the general form."""
+        table = self._table
+        match op, args:
+            case b"get", names:
+                return [table.get(key) for key in _keys(names)]
+            case b"set", [bytes(key), bytes(value), ttl_s]:
+                return self._write(key, lambda name: table.set(name, value, _seconds(ttl_s)))
+            case b"delete", [bytes(key)]:
+                return [tcp_protocol.number(int(table.delete(key.decode())))]
+            case b"cas", [bytes(key), expected, bytes(desired), ttl_s]:
+                swap = table.compare_and_swap(key.decode(), expected, desired, _seconds(ttl_s))
+                if swap:
+                    self._wake(key.decode())
+                return [tcp_protocol.number(int(swap.swapped)), swap.value]
+            case b"append", [bytes(key), bytes(suffix)]:
+                return self._write(key, lambda name: table.append(name, suffix))
+            case b"count", [bytes(prefix)]:
+                return [tcp_protocol.number(table.count(prefix.decode()))]
+            case b"flush", []:
+                return []
+        raise ValueError(f"it asked for {op!r} with {len(args)} arguments")
+
+    def _write(self, key: bytes, action: Callable[[str], int | None]) -> list[TcpField]:
+        name = key.decode()
+        result = action(name)
+        self._wake(name)
+        return [tcp_protocol.number(result)]
+
+    # Waiting for keys
+
+    def _start_wait(self, peer: _StorePeer, args: list[TcpField]) -> bytes | None:
+        """The reply if all keys are there or no time is given; otherwise the client is told later."""
+        timeout_s, *names = args
+        keys = _keys(names)
+        missing = self._table.missing(keys)
+        remaining_s = _seconds(timeout_s) or 0.0
+        if not missing or remaining_s <= 0:
+            return _still_missing(missing)
+        wait = _KeyWait(peer, keys)
+        self._waiting.setdefault(missing[0], []).append(wait)
+        heapq.heappush(self._deadlines, (time.monotonic() + remaining_s, next(self._order), wait))
+        return None
+
+    def _wake(self, key: str) -> None:
+        for wait in self._waiting.pop(key, ()):
+            if wait.is_over or not wait.peer.is_open:
+                continue
+            missing = self._table.missing(wait.keys)
+            if missing:
+                self._waiting.setdefault(missing[0], []).append(wait)
+            else:
+                self._end_wait(wait)
+
+    def _end_wait(self, wait: _KeyWait) -> None:
+        wait.is_over = True
+        if wait.peer.is_open:
+            reply = _still_missing(self._table.missing(wait.keys))
+            self._send(wait.peer, tcp_protocol.frame(reply, wait.peer.sending))
+
+    # Sending, and the end of a connection
+
+    def _send(self, peer: _StorePeer, data: bytes) -> None:
+        if peer.outbox:
+            peer.outbox += data
+            return
+        try:
+            num_sent = peer.sock.send(data)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            self._drop(peer)
+            return
+        if num_sent < len(data):
+            peer.outbox += memoryview(data)[num_sent:]
+            # Reads nothing more until this client has taken its replies.
+            self._epoll.modify(peer.sock.fileno(), select.EPOLLOUT)
+
+    def _flush(self, peer: _StorePeer) -> None:
+        try:
+            del peer.outbox[: peer.sock.send(peer.outbox)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(peer)
+            return
+        if not peer.outbox:
+            self._epoll.modify(peer.sock.fileno(), select.EPOLLIN)
+
+    def _drop(self, peer: _StorePeer) -> None:
+        if peer.is_open:
+            peer.is_open = False
+            if peer in self._strangers:
+                self._strangers.release(peer)
+            self._epoll.unregister(peer.sock.fileno())
+            del self._peers[peer.sock.fileno()]
+            peer.sock.close()
+
+    def _forget(self, listener: socket.socket) -> None:
+        self._epoll.unregister(listener.fileno())
+        del self._callbacks[listener.fileno()]
+        listener.close()
+
+    def _close(self) -> None:
+        now_s = time.monotonic()
+        if self._strangers.summary_due_s(now_s) is not None:
+            self._report(self._strangers.summary(now_s))
+        self.serve([])
+        self._epoll.close()
+        os.close(self._wakeup)
+
+
+def _keys(names: list[TcpField]) -> list[str]:
+    return [name.decode() for name in names if name is not None]
+
+
+def _seconds(field: TcpField) -> float | None:
+    return None if field is None else float(field)
+
+
+def _still_missing(keys: list[str]) -> bytes:
+    return tcp_protocol.DONE + tcp_protocol.encode([key.encode() for key in keys])

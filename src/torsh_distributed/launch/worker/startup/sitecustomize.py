@@ -1,0 +1,45 @@
+"""Runs first in every Python process of a worker, so torch's `env://` finds the job's store in scripts without us.
+
+Importing torch then imports torsh_distributed first, which adds what torch has to know; programs without torch do not
+notice. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize that this one hides runs
+too.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_NAME = "sitecustomize"
+
+
+class _BeforeTorch:
+    """Imports torsh_distributed when torch is first looked for; finds nothing itself."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == "torch":
+            sys.meta_path.remove(self)
+            if importlib.util.find_spec("torsh_distributed") is not None:
+                importlib.import_module("torsh_distributed")
+        return None
+
+
+def _run_hidden(here: str) -> None:
+    """Run the sitecustomize that would have been found without ours."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]  # noqa: PTH100 - no pathlib this early
+    spec = importlib.machinery.PathFinder.find_spec(_NAME, sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_NAME] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == _NAME:
+    sys.meta_path.insert(0, _BeforeTorch())
+    _run_hidden(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
