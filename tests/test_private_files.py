@@ -132,6 +132,12 @@ def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
         read_secret(secret_in(tmp_path / "theirs"))
 
 
-def test_a_secret_without_end_is_refused() -> None:
+def test_a_secret_is_a_file_of_some_bytes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(OSError, match="it is not a regular file"):
+            read_secret(path)
+    long = secret_in(tmp_path)
+    long.write_text("x" * 5000)
     with pytest.raises(OSError, match="at most 4096 bytes"):
-        read_secret(Path("/dev/zero"))
+        read_secret(long)

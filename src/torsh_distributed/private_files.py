@@ -71,13 +71,12 @@ def read_secret(path: Path) -> str:
 
     Links are followed, because Kubernetes mounts secrets behind one; the checks apply to what they lead to.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    # Non-blocking: opening a pipe that nobody writes would wait for ever.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode):
-            _require_secret(found, path)
-            for directory in path.resolve().parents:
-                _require_safe_directory(directory)
+        _require_secret(os.fstat(fd), path)
+        for directory in path.resolve().parents:
+            require_safe_directory(directory)
         data = file.read(_MAX_SECRET_BYTES + 1)
     if len(data) > _MAX_SECRET_BYTES:
         raise OSError(errno.EFBIG, f"a secret has at most {_MAX_SECRET_BYTES} bytes", str(path))
@@ -85,6 +84,8 @@ def read_secret(path: Path) -> str:
 
 
 def _require_secret(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused("it is not a regular file", path)
     if found.st_uid not in (os.geteuid(), 0):
         raise _refused("it belongs to another user", path)
     # An administrator may give a secret to a group: Kubernetes does so for processes that are not root.
@@ -93,7 +94,7 @@ def _require_secret(found: os.stat_result, path: Path) -> None:
         raise _refused(f"other users can read or write it (mode {stat.S_IMODE(found.st_mode):04o})", path)
 
 
-def _require_safe_directory(directory: Path) -> None:
+def require_safe_directory(directory: Path) -> None:
     """Refuse a directory in which another user could replace the file. Where the sticky bit is set, only owners can."""
     found = directory.stat()
     if found.st_uid not in (os.geteuid(), 0):

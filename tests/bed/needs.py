@@ -107,6 +107,13 @@ def library(name: str) -> str | None:
     return None if importlib.util.find_spec(name) is not None else f"no {name}; pip install {name}"
 
 
+@functools.cache
+def torchvision() -> str | None:
+    """torchvision that loads: its wheels on PyPI are linked with CUDA and need a torch built with it."""
+    reason = _first_failure([sys.executable, "-c", "import torchvision"])
+    return None if reason is None else "torchvision cannot be imported; its wheels on PyPI need a torch built with CUDA"
+
+
 NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_redis": redis,
     "needs_netns": netns,
@@ -114,8 +121,9 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_browser": browser,
     "needs_mpi": mpi,
     "needs_library": library,
+    "needs_torchvision": torchvision,
 }
-_HARDWARE = frozenset({"needs_cuda"})
+_HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 
 

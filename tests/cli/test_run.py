@@ -150,7 +150,7 @@ def test_variables_that_change_the_plan_are_checked_with_it(specs: list[JobSpec]
         ("-m --no-python t.py", InvalidArgument, "exclude"),
         ("--local-ranks-filter a t.py", InvalidArgument, "numbers with commas"),
         ("--token-file /no/such/file t.py", IoError, "file of the secret"),
-        ("--token-file /dev/null t.py", InvalidArgument, "regular file"),
+        ("--token-file /dev/null t.py", IoError, "regular file"),
         ("--join-timeout 0 t.py", InvalidArgument, "positive"),
     ],
 )

@@ -19,7 +19,6 @@ LIBRARIES = {
     "accelerate_script": ["accelerate"],
     "lightning_trainer": ["lightning"],
     "lightning_fabric": ["lightning"],
-    "torchvision_resnet": ["torchvision"],
 }
 LAUNCHERS = {
     "torsh": [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--nproc-per-node", "2"],
@@ -51,6 +50,8 @@ def cases() -> list[object]:
     for script in sorted(FOLDER.glob("*.py")):
         for launcher in LAUNCHERS:
             marks = [pytest.mark.needs_library(name) for name in LIBRARIES.get(script.stem, [])]
+            if script.stem.startswith("torchvision"):
+                marks.append(pytest.mark.needs_torchvision)
             if (script.stem, launcher) not in SHORT:
                 marks.append(pytest.mark.matrix)
             out.append(pytest.param(script, launcher, marks=marks, id=f"{script.stem}-{launcher}"))

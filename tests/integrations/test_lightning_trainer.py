@@ -94,14 +94,14 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
 
     losses: list[float] = []
 
-    def trainer(num_steps: int) -> Any:
+    def trainer(num_epochs: int) -> Any:
         return pl.Trainer(
             strategy=TorshStrategy(plan=Plan(**plan)),
             accelerator="cpu",
             devices=2,
             plugins=[place()],
             use_distributed_sampler=False,  # its own always shuffles
-            max_steps=num_steps,
+            max_epochs=num_epochs,
             gradient_clip_val=0.5,
             logger=False,
             enable_checkpointing=False,
@@ -112,11 +112,11 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, on workers and loggers
         loader = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), shuffle=False))
-        first = trainer(4)
+        first = trainer(1)
         first.fit(module(losses), loader)
         first.save_checkpoint(folder / "half.ckpt")
         again = module(losses)
-        second = trainer(8)
+        second = trainer(2)
         second.fit(again, loader, ckpt_path=folder / "half.ckpt", weights_only=False)
         second.save_checkpoint(folder / "end.ckpt")
     return losses, torch.load(folder / "end.ckpt", weights_only=False)["state_dict"]

@@ -68,7 +68,8 @@ def first_calls(kind: type[Layer]) -> tuple[list[events.CompileEvent], bool, lis
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torsh_distributed").addHandler(handler)
+    logger = logging.getLogger("torsh_distributed")
+    logger.addHandler(handler)
     stop = events.subscribe(seen.append, events.CompileEvent)  # type: ignore[arg-type]
     names = [name for name, _ in model.named_parameters()]
     with_eager_backend(CompileConfig(enabled=True), model)
@@ -76,6 +77,7 @@ def first_calls(kind: type[Layer]) -> tuple[list[events.CompileEvent], bool, lis
     x = torch.randn(2, 4)
     is_equal = all(torch.allclose(model(x), plain(x)) for _ in range(2))
     stop()
+    logger.removeHandler(handler)
     return seen, is_equal, warned
 
 

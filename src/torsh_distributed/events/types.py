@@ -278,6 +278,7 @@ class LogEvent(Event):
 _EVENT_TYPES: tuple[type[Event], ...] = (
     StepEvent,
     CollectiveEvent,
+    CompileEvent,
     PhaseEvent,
     WaitEvent,
     BucketEvent,

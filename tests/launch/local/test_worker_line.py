@@ -35,6 +35,7 @@ class Listener:
             [sys.executable, "-c", WORKER + script],
             env={**os.environ, FD_VARIABLE: str(self.line.worker_fd)},
             pass_fds=(self.line.worker_fd,),
+            stdin=subprocess.PIPE,  # which stays open: the script waits for a line that never comes
         )
         self.line.close_worker_end()
 
@@ -54,7 +55,7 @@ def listening(script: str) -> Iterator[Listener]:
         yield listener
     finally:
         listener.process.kill()
-        listener.process.wait()
+        listener.process.communicate()
         listener.line.close()
         listener.loop.close()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,7 @@ def table(found: dict[int, dict[tuple[str, str], str]], names: Sequence[str], ax
 def _cell(said: dict[int, str], reasons: list[str]) -> str:
     if not said:
         return ""
+    said = {ranks: re.sub(r"(mesh\.\w+) \d+", r"\1", verdict) for ranks, verdict in said.items()}
     if set(said.values()) == {"equal"}:
         return "equal"
     parts = []

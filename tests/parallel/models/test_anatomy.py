@@ -15,7 +15,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.models.anatomy import anatomy_of
 
 needs_transformers = pytest.mark.needs_library("transformers")
-needs_torchvision = pytest.mark.needs_library("torchvision")
+needs_torchvision = pytest.mark.needs_torchvision
 
 
 @needs_transformers

@@ -43,6 +43,7 @@ class Specimen:
     batch: Callable[[torch.Generator], Batch]
     has_experts: bool = False
     is_decoder: bool = True
+    is_from_torchvision: bool = False
     num_microbatches: int = 4
     """In a pipeline; 1 for models with batch norms, which would see the statistics of a microbatch."""
 
@@ -213,6 +214,7 @@ SPECIMENS: dict[str, Specimen] = {
             vision("resnet18", norm_layer=partial(nn.GroupNorm, 8)),
             image_batch,
             is_decoder=False,
+            is_from_torchvision=True,
             num_microbatches=1,
         ),
         Specimen(
@@ -222,6 +224,7 @@ SPECIMENS: dict[str, Specimen] = {
             ),
             image_batch,
             is_decoder=False,
+            is_from_torchvision=True,
         ),
         Specimen(
             "Swin",
@@ -236,6 +239,7 @@ SPECIMENS: dict[str, Specimen] = {
             ),
             image_batch,
             is_decoder=False,
+            is_from_torchvision=True,
         ),
     )
 }

@@ -146,26 +146,39 @@ def open_memory_file(path: str, *, size_bytes: int, seals: int = 0) -> int:
     Looked at before it is opened: opening a device or a pipe has effects of its own.
     """
     try:
-        _check_status(path, os.stat(path), size_bytes)  # noqa: PTH116 - a Path would resolve the link
+        before = os.stat(path)  # noqa: PTH116 - a Path would resolve the link
+    except OSError as error:
+        raise _unopened(path, error) from error
+    _check_status(path, before, size_bytes)
+    try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise BackendError(
-            f"rank 0's shared memory cannot be opened: {error.strerror}",
-            hint="all ranks of a node must run as the same user and see each other in /proc",
-            backend="shm",
-            path=path,
-        ) from error
+        raise _unopened(path, error) from error
     try:
         _check_status(path, os.fstat(fd), size_bytes)
-        if seals and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
+        if seals and _seals_of(fd) & seals != seals:
             raise _not_memory(path, "its size is not sealed")
-    except OSError as error:
-        os.close(fd)
-        raise _not_memory(path, "it cannot be sealed") from error
     except BackendError:
         os.close(fd)
         raise
     return fd
+
+
+def _seals_of(fd: int) -> int:
+    """The file's seals; a file that cannot have any has none."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0
+
+
+def _unopened(path: str, error: OSError) -> BackendError:
+    return BackendError(
+        f"another rank's shared memory cannot be opened: {error.strerror}",
+        hint="all ranks of a node must run as the same user and see each other in /proc",
+        backend="shm",
+        path=path,
+    )
 
 
 def _check_status(path: str, status: os.stat_result, size_bytes: int) -> None:

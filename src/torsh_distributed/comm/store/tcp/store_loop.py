@@ -86,7 +86,7 @@ class StoreLoop:
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_over = False
-        self.watch(self._wakeup, lambda: None)
+        self.watch(self._wakeup, self._end)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back when the descriptor is readable."""
@@ -109,8 +109,10 @@ class StoreLoop:
 
     def stop(self) -> None:
         """End `run`; clients see their connection close."""
-        self._is_over = True
         os.eventfd_write(self._wakeup, 1)
+
+    def _end(self) -> None:
+        self._is_over = True
 
     def run(self) -> None:
         """Serve until `stop`."""
