@@ -24,6 +24,10 @@ pytestmark = [pytest.mark.needs_library("transformers"), pytest.mark.needs_libra
 SGD = functools.partial(torch.optim.SGD, lr=0.3)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 PLANS: dict[str, dict[str, Any]] = {"dp": {"dp": 2}, "shard": {"dp": 1, "shard": 2}}
+SPLIT: dict[str, dict[str, Any]] = {
+    "tp": {"dp": 1, "tp": 2},
+    "pp": {"dp": 1, "pp": 2, "pipeline": {"num_microbatches": 2}},
+}
 
 
 def llama() -> Any:
@@ -85,12 +89,13 @@ def loads_as_from_pretrained(folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder)
     table = reference.model.rotary_emb.inv_freq.clone()
     wanted = alone(reference)
-    for plan in PLANS.values():
+    for plan in (PLANS | SPLIT).values():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         losses = together(parallelize(model, SGD, Plan(**plan), weights=folder))
-        assert losses == pytest.approx(wanted, abs=1e-4)
+        assert losses == pytest.approx(wanted, abs=1e-4), plan
         assert torch.equal(model.model.rotary_emb.inv_freq, table)
+    for plan in PLANS.values():
         with torch.device("meta"):
             fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         begun = together(parallelize(fresh, SGD, Plan(**plan)))
@@ -114,10 +119,11 @@ def exports_and_generates(folder: Path) -> None:
         assert text(loaded.generate) == text(engine.generate)
         state = engine.state_dict()["model"]
         assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
-    split = parallelize(gpt2(), SGD, Plan(dp=1, tp=2))
-    assert text(split.generate, 5 + dist.get_rank()) == text(gpt2().generate)
-    split.export(folder / "tp")
-    assert text(AutoModelForCausalLM.from_pretrained(folder / "tp").generate) == text(gpt2().generate)
+    for name, plan in SPLIT.items():
+        split = parallelize(gpt2(), SGD, Plan(**plan))
+        assert text(split.generate, 5 + dist.get_rank()) == text(gpt2().generate), name
+        split.export(folder / name)
+        assert text(AutoModelForCausalLM.from_pretrained(folder / name).generate) == text(gpt2().generate), name
 
 
 def trains_adapters(folder: Path) -> None:

@@ -57,13 +57,20 @@ def composed_strategy(
     The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
     anything is changed or sent.
     `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`. `weights` fill a model
-    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded.
+    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded; all of it
+    where the model has to run once to be split.
     """
     if weights is not None and plan.mesh.pp > 1 and plan.pipeline.balance == "time":
         raise ConfigurationError(
             'pipeline.balance = "time" measures layers, which a model without weights cannot run',
             hint='balance by "auto" or "parameters", or build the model outside the meta device',
         )
+    is_run = is_from_transformers(model) or example is not None
+    if weights is not None and is_run and (plan.mesh.pp > 1 or plan.mesh.cp > 1):
+        # Stages and attention are found by a run, and a run needs values.
+        weights.allocate(model)
+        weights.load(model)
+        weights = None
     check_experts(model, plan)
     tensors = None
     if plan.mesh.tp > 1:
