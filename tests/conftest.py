@@ -5,6 +5,7 @@ What a test may need of the machine is checked by `tests/bed/needs.py`, what it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,16 @@ pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
 # The same examples in every run, however long one takes: what fails, fails for all, and a busy machine fails nothing.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _level_of_our_messages() -> Iterator[None]:
+    """Commands set it for the whole process; the next test reads messages of every level."""
+    logger = logging.getLogger("torsh_distributed")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

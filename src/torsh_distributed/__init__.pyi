@@ -1,3 +1,4 @@
+from torsh_distributed import checkpoint as checkpoint
 from torsh_distributed import comm as comm
 from torsh_distributed import compress as compress
 from torsh_distributed import errors as errors
@@ -6,6 +7,7 @@ from torsh_distributed import launch as launch
 from torsh_distributed import parallel as parallel
 from torsh_distributed import plan as plan
 from torsh_distributed import train as train
+from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
 from torsh_distributed.comm.collectives.moves import all_gather as all_gather
 from torsh_distributed.comm.collectives.moves import all_gather_single as all_gather_single
 from torsh_distributed.comm.collectives.moves import all_to_all as all_to_all
@@ -54,6 +56,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel a
 from torsh_distributed.parallel.tensor.apply import tensor_parallel as tensor_parallel
 from torsh_distributed.plan.plan import Plan as Plan
 from torsh_distributed.plan.sections.activation import ActivationConfig as ActivationConfig
+from torsh_distributed.plan.sections.axes.context import ContextConfig as ContextConfig
 from torsh_distributed.plan.sections.axes.ddp import DdpConfig as DdpConfig
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig as ExpertConfig
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig as FsdpConfig
@@ -61,6 +64,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig as MeshConfig
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig as PipelineConfig
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig as TensorConfig
 from torsh_distributed.plan.sections.checkpoint import CheckpointConfig as CheckpointConfig
+from torsh_distributed.plan.sections.compile import CompileConfig as CompileConfig
 from torsh_distributed.plan.sections.compress import CompressConfig as CompressConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig as DistributedConfig
 from torsh_distributed.plan.sections.elastic import ElasticConfig as ElasticConfig
@@ -72,5 +76,6 @@ from torsh_distributed.plan.sections.training import TrainingConfig as TrainingC
 from torsh_distributed.train.assemble import parallelize as parallelize
 from torsh_distributed.train.engine import Engine as Engine
 from torsh_distributed.train.sampler import DistributedSampler as DistributedSampler
+from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 __version__: str

@@ -43,6 +43,8 @@ class TorshError(Exception):
     """
 
     retryable: ClassVar[bool] = False
+    world_peers: tuple[int, ...] = ()
+    """The ranks of the world that the error points to, where its facts name ranks of a smaller group."""
     advice: ClassVar[tuple[str, ...]] = (
         "read the facts under `got:`; they are the values that broke the rule",
         "run again with TORSH_DEBUG=1 for checks on every collective",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
+from torsh_distributed.cli.entry_point import end_quietly_at_interrupt
+from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.cli.run import app
 from torsh_distributed.errors import TorshError
+from torsh_distributed.log_level import set_log_level
 
 
 def main() -> None:
     """Read the command line, run the job, exit with its code."""
+    end_quietly_at_interrupt()
     try:
+        set_log_level(os.environ, default="WARNING")
         app(prog_name="torsh run")
     except TorshError as error:
-        from torsh_distributed.cli.app import print_error
-
         print_error(error)
         sys.exit(1)
 

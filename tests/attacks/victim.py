@@ -170,7 +170,9 @@ class Victim:
                 above = parents[above]
             if above in roots:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                name = next((part for part in command[1:] if not part.startswith(b"-")), b"launcher")
+                # Workers begin in our own start-up, which is followed by the user's script.
+                names = (part for part in command[1:] if not part.startswith(b"-"))
+                name = next((part for part in names if not part.endswith(b"worker_start.py")), b"launcher")
                 found.append((Path(name.decode()).name, pid))
         return found
 

@@ -20,7 +20,7 @@ from tests.bed.world import ZYGOTES
 
 TOKEN = "TORSH_TEST_TOKEN"
 # Pytest sets the second for every phase of a test; torch sets the third when it first imports its compiler.
-_NOT_OF_TESTS = frozenset({TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+_NOT_OF_TESTS = frozenset({TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
 _GRACE_S = 3.0
 _numbers = itertools.count()
 

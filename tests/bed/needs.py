@@ -101,14 +101,29 @@ def mpi() -> str | None:
     )
 
 
+@functools.cache
+def library(name: str) -> str | None:
+    """A Python package that ours works with but does not need: `needs_library("transformers")`."""
+    return None if importlib.util.find_spec(name) is not None else f"no {name}; pip install {name}"
+
+
+@functools.cache
+def torchvision() -> str | None:
+    """torchvision that loads: its wheels on PyPI are linked with CUDA and need a torch built with it."""
+    reason = _first_failure([sys.executable, "-c", "import torchvision"])
+    return None if reason is None else "torchvision cannot be imported; its wheels on PyPI need a torch built with CUDA"
+
+
 NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_redis": redis,
     "needs_netns": netns,
     "needs_cuda": cuda,
     "needs_browser": browser,
     "needs_mpi": mpi,
+    "needs_library": library,
+    "needs_torchvision": torchvision,
 }
-_HARDWARE = frozenset({"needs_cuda"})
+_HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bed.stopped_rank import stop_here
 from tests.bed.world import ROOT, World, WorldError
 from tests.chaos.faults import process_state
 
@@ -43,13 +44,6 @@ def wait_where_a_reader_finds_it() -> None:
 
 def start_a_child_and_leave_it() -> int:
     return subprocess.Popen(["sleep", "600"]).pid
-
-
-def stop_here(folder: Path) -> None:
-    (folder / f"rank-{dist.get_rank()}").write_text(str(os.getpid()))
-    if dist.get_rank() == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
 
 
 def is_running(pid: int) -> bool:
@@ -108,8 +102,8 @@ def test_what_a_rank_leaves_running_is_ended_with_its_world(world: World) -> Non
 @pytest.mark.parametrize("victim", ["the test process", "the zygote"])
 def test_no_rank_outlives_a_killed(victim: str, tmp_path: Path) -> None:
     script = (
-        "from pathlib import Path; from tests.bed.world import World; from tests.bed.test_world import stop_here\n"
-        f"World().outcomes(stop_here, Path({str(tmp_path)!r}), timeout_s=600)\n"
+        "from pathlib import Path; from tests.bed.world import World; from tests.bed.stopped_rank import stop_here\n"
+        f"World(is_light=True).outcomes(stop_here, Path({str(tmp_path)!r}), timeout_s=600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
@@ -125,7 +119,7 @@ def test_no_rank_outlives_a_killed(victim: str, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_exchange_does_not_disturb_the_next() -> None:
-    world = World()
+    world = World(is_light=True)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -42,7 +42,9 @@ def _describe(outcome: Outcome) -> str:
 class World:
     """Runs functions on real processes, forked from one that has already imported torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_light: bool = False) -> None:
+        """`is_light`: the process imports torch and nothing more, for tests of this class that start several."""
+        self._is_light = is_light
         self._sock: socket.socket | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +54,13 @@ class World:
             ours, theirs = socket.socketpair()
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._zygote = subprocess.Popen(
-                [sys.executable, "-c", "from tests.bed.zygote import main; main()", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-c",
+                    "from tests.bed.zygote import main; main()",
+                    str(theirs.fileno()),
+                    str(int(self._is_light)),
+                ],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env={**os.environ, **threads},

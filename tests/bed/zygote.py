@@ -319,7 +319,8 @@ def main() -> None:
     # A process's first optimizer step imports torch._dynamo, which takes over a second. Data-parallel jobs do not
     # import the other strategies, which takes half a second per rank.
     ours = ("torsh_distributed", "torsh_distributed.train", "torsh_distributed.parallel.composed")
-    for module in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours):
+    heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours)
+    for module in ("torch.distributed",) if sys.argv[2] == "1" else heavy:
         importlib.import_module(module)
     zygote = os.getpid()
     while True:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from torsh_distributed.cli.plan.commands import app as plan_app
 from torsh_distributed.cli.run import app
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch import job
 from torsh_distributed.launch.spec import EntryKind, JobSpec
+from torsh_distributed.launch.worker import worker_start
 
 pytestmark = pytest.mark.ranks
 
@@ -80,15 +82,55 @@ def test_the_token_comes_from_the_file_or_the_environment(specs: list[JobSpec], 
     assert parse(specs, "--token-file", str(file), "train.py", env=env).token == "from-file"
 
 
-def test_a_plan_is_checked_before_anything_starts(specs: list[JobSpec], tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
-    good.write_text("[training]\nsteps = 10\n")
-    bad.write_text("[training]\nstepz = 10\n")
-    assert parse(specs, "--plan", str(good), "train.py").env == {"TORSH_PLAN": str(good)}
-    with pytest.raises(ConfigurationError, match="stepz"):
-        parse(specs, "--plan", str(bad), "train.py")
-    with pytest.raises((ConfigurationError, IoError), match=r"absent\.toml"):
-        parse(specs, "--plan", str(tmp_path / "absent.toml"), "train.py")
+def test_a_token_that_another_user_could_read_or_replace_is_refused(specs: list[JobSpec], tmp_path: Path) -> None:
+    file = tmp_path / "open" / "token"
+    file.parent.mkdir()
+    file.write_text("secret")
+    file.chmod(0o644)
+    with pytest.raises(IoError, match="other users can read or write it"):
+        parse(specs, "--token-file", str(file), "train.py")
+    file.chmod(0o600)
+    file.parent.chmod(0o777)
+    with pytest.raises(IoError, match="other users can write its directory"):
+        parse(specs, "--token-file", str(file), "train.py")
+    assert specs == []
+
+
+PLANS = {
+    "good": "[training]\nsteps = 10\n",
+    "an unknown key": "[training]\nstepz = 10\n",
+    "too few ranks": "[mesh]\ndp = 3\ntp = 2\n",
+    "two keys that clash": '[mesh]\nshard = 2\n[fsdp]\nstrategy = "hybrid_shard"\n',
+    "what this version lacks": "[observe]\nprometheus_port = 9000\n",
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_is_checked_for_the_world_before_anything_starts(
+    specs: list[JobSpec], tmp_path: Path, case: str
+) -> None:
+    """The check of `torsh plan validate`: the same words, and status 2 as for any other wrong option."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLANS[case])
+    checked = CliRunner().invoke(plan_app, ["validate", str(plan), "--world", "2"])
+    done = CliRunner().invoke(app, ["--plan", str(plan), "--nproc-per-node", "2", "train.py"])
+    if case == "good":
+        assert (done.exit_code, checked.exit_code) == (0, 0)
+        assert specs[0].env == {"TORSH_PLAN": str(plan)}
+    else:
+        assert done.exit_code == 2
+        assert all(line.strip() in done.stderr for line in str(checked.exception).splitlines())
+        assert specs == []
+
+
+def test_variables_that_change_the_plan_are_checked_with_it(specs: list[JobSpec], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[mesh]\ndp = 2\n")
+    env = {"TORSH_PLAN__MESH__DP": "3"}
+    for args, code in ((["--nproc-per-node", "2"], 2), (["--nproc-per-node", "3"], 0), (["--nnodes", "3"], 0)):
+        assert CliRunner().invoke(app, [*args, "--plan", str(plan), "train.py"], env=env).exit_code == code
+    done = CliRunner().invoke(app, ["--plan", str(tmp_path / "absent.toml"), "train.py"])
+    assert (done.exit_code, "absent.toml" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +150,7 @@ def test_a_plan_is_checked_before_anything_starts(specs: list[JobSpec], tmp_path
         ("-m --no-python t.py", InvalidArgument, "exclude"),
         ("--local-ranks-filter a t.py", InvalidArgument, "numbers with commas"),
         ("--token-file /no/such/file t.py", IoError, "file of the secret"),
-        ("--token-file /dev/null t.py", InvalidArgument, "regular file"),
+        ("--token-file /dev/null t.py", IoError, "regular file"),
         ("--join-timeout 0 t.py", InvalidArgument, "positive"),
     ],
 )
@@ -133,7 +175,7 @@ def test_a_dry_run_starts_nothing_and_shows_every_worker(specs: list[JobSpec], t
     args = ["--dry-run", "--nproc-per-node", "2", str(script), "--lr", "1"]
     result = CliRunner().invoke(app, args, env={"TORSH_JOB_TOKEN": "very-secret"}, catch_exceptions=False)
     assert result.exit_code == 0
-    assert f"rank 1: {sys.executable} -u {script} --lr 1" in result.output
+    assert f"rank 1: {sys.executable} -u {worker_start.__file__} {script} --lr 1" in result.output
     assert "MASTER_PORT='a free port'" in result.output
     assert "very-secret" not in result.output
     assert specs == []
@@ -154,6 +196,18 @@ def test_the_module_runs_a_job_and_returns_its_code(tmp_path: Path) -> None:
     assert "OMP_NUM_THREADS=1 for every worker" in done.stderr
     assert "failed first: exit code 4" in done.stderr
     assert "hello" in done.stdout
+
+
+def test_a_plan_that_does_not_fit_is_one_error_and_no_worker_starts(tmp_path: Path) -> None:
+    script, plan = tmp_path / "train.py", tmp_path / "plan.toml"
+    script.write_text("open('started', 'w')\n")
+    plan.write_text("[mesh]\ndp = 3\ntp = 2\n")
+    done = run_module("--nproc-per-node", "2", "--plan", str(plan), str(script), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("error ConfigurationError") == 1
+    assert "but the world has 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_the_module_says_what_is_wrong_in_one_paragraph(tmp_path: Path) -> None:

@@ -30,19 +30,27 @@ def test_a_setting_that_differs_is_named_on_every_rank_without_its_equal_neighbo
     assert world.run(compare, 1.0, num_ranks=3) == [expected] * 3
 
 
-def fail_on(rank: int) -> tuple[type, str]:
+EMPTY = InvalidArgument("the file is empty")
+
+
+def fail_on(rank: int, error: Exception = EMPTY) -> tuple[type, str]:
     try:
         with fail_together("read its shard", dist.group.WORLD):
             if dist.get_rank() == rank:
-                raise InvalidArgument("the file is empty")
-    except TorshError as error:
-        return type(error), error.message
+                raise error
+    except Exception as raised:
+        return type(raised), raised.message if isinstance(raised, TorshError) else str(raised)
     return type(None), ""
 
 
 def test_an_error_of_one_rank_raises_on_all(world: World) -> None:
     told = (ProcessFailure, "rank 1 could not read its shard: the file is empty")
     assert world.run(fail_on, 1, num_ranks=3) == [told, (InvalidArgument, "the file is empty"), told]
+
+
+def test_an_error_that_is_not_ours_raises_on_all_too(world: World) -> None:
+    told = (ProcessFailure, "rank 0 could not read its shard: OSError: the disk is full")
+    assert world.run(fail_on, 0, OSError("the disk is full"), num_ranks=2) == [(OSError, "the disk is full"), told]
 
 
 def test_nothing_raises_where_no_rank_fails(world: World) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from tests.bed.world import World
 from tests.docs.blocks import ROOT, Block, blocks_of, pages, programs, torsh_commands
 from torsh_distributed.cli.app import app
 
 pytestmark = pytest.mark.ranks
 
+IN_AN_INTERPRETER = ("README.md", "mpi.md")
+"""Pages whose programs start from nothing: what a newcomer runs first, and MPI, which knows its processes."""
 PAGES_WITH_CODE = [page for page in pages() if programs(list(blocks_of(page)))]
 COMMANDS = [
     pytest.param(words, id=f"{block.place} torsh {' '.join(words[:3])}")
@@ -43,8 +49,31 @@ def is_value_of_a_placeholder(error: Exception) -> bool:
     return "BadParameter" in kinds and "MissingParameter" not in kinds
 
 
-def run_program(blocks: list[Block], folder: Path, name: str) -> None:
+def write_program(blocks: list[Block], folder: Path, name: str) -> None:
     (folder / name).write_text("".join(block.source for block in blocks))
+
+
+def be_program(path: Path) -> None:
+    """Runs on a rank: be what `python path` would be, without importing torch again."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.chdir(path.parent)
+    sys.argv[:] = [str(path)]
+    sys.path[0] = str(path.parent)
+    warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def run_forked(world: World, blocks: list[Block], folder: Path, name: str) -> None:
+    """Run the program in a process forked from one that has imported torch, instead of importing it again."""
+    write_program(blocks, folder, name)
+    (outcome,) = world.outcomes(be_program, folder / name, num_ranks=1, backend=None, timeout_s=100)
+    assert outcome.is_ok, f"{blocks[0].place} failed:\n{outcome.output}{outcome.trace}{outcome.stacks}"
+
+
+def run_fresh(blocks: list[Block], folder: Path, name: str) -> None:
+    """Run the program as a reader does, in an interpreter of its own."""
+    write_program(blocks, folder, name)
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", name],
         cwd=folder,
@@ -56,14 +85,18 @@ def run_program(blocks: list[Block], folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path, world: World) -> None:
     blocks = list(blocks_of(page))
     for block in blocks:
         if block.title:
             (tmp_path / block.title).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / block.title).write_text(block.source)
     for number, program in enumerate(programs(blocks)):
-        run_program(program, tmp_path, program[0].title or f"block_{number}.py")
+        name = program[0].title or f"block_{number}.py"
+        if page.name in IN_AN_INTERPRETER:
+            run_fresh(program, tmp_path, name)
+        else:
+            run_forked(world, program, tmp_path, name)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -111,10 +144,25 @@ def test_a_block_runs_alone_unless_it_continues(tmp_path: Path) -> None:
     assert [[block.line for block in program] for program in programs(page_with(tmp_path, text))] == [[1, 5], [8]]
 
 
-def test_a_failing_block_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_failing_block_is_named_with_its_line(tmp_path: Path, world: World) -> None:
     blocks = page_with(tmp_path, "\n```python\nraise ValueError('as told')\n```\n")
     with pytest.raises(AssertionError, match=r"page\.md:2 failed:(?s:.*)as told"):
-        run_program(blocks, tmp_path, "block.py")
+        run_fresh(blocks, tmp_path, "block.py")
+    with pytest.raises(AssertionError, match=r"page\.md:2 failed:(?s:.*)as told"):
+        run_forked(world, blocks, tmp_path, "block.py")
+
+
+def test_a_program_in_a_fork_is_alone_and_strict(tmp_path: Path, world: World) -> None:
+    for source, failure in (
+        ("import os\nassert 'RANK' not in os.environ\nassert __name__ == '__main__'", None),
+        ("import warnings\nwarnings.warn('old', DeprecationWarning)", "DeprecationWarning: old"),
+    ):
+        blocks = page_with(tmp_path, f"```python\n{source}\n```\n")
+        if failure is None:
+            run_forked(world, blocks, tmp_path, "block.py")
+        else:
+            with pytest.raises(AssertionError, match=failure):
+                run_forked(world, blocks, tmp_path, "block.py")
 
 
 def test_commands_are_found_in_shell_blocks(tmp_path: Path) -> None:

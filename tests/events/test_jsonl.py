@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import resource
 import signal
 import subprocess
 import sys
@@ -93,12 +93,31 @@ def test_an_unusable_directory_is_refused_with_the_variable_to_set(tmp_path: Pat
         JsonlSink(tmp_path / "file" / "events")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may write a full device")
 def test_a_full_disk_is_reported_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = JsonlSink(tmp_path)
-    sink.path.symlink_to("/dev/full")
-    for _ in range(2):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow: each write fails, as on a full disk
+    try:
+        for _ in range(2):
+            events.emit(LogEvent(level="info", message="a"))
+            sink.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.close()
+    assert caplog.text.count("events are being lost") == 1
+
+
+def test_events_are_for_this_user_alone_and_never_written_through_a_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    with JsonlSink(tmp_path / "events") as sink:
         events.emit(LogEvent(level="info", message="a"))
         sink.flush()
-    sink.close()
+        assert sink.path.stat().st_mode & 0o777 == 0o600
+        sink.path.unlink()
+        sink.path.symlink_to(victim)
+        events.emit(LogEvent(level="info", message="b"))
+    assert victim.read_text() == "untouched"
     assert caplog.text.count("events are being lost") == 1

@@ -168,10 +168,10 @@ class Host:
         )
         self._await_carrier()
 
-    def _await_carrier(self) -> None:
+    def _await_carrier(self, *ends: tuple[str, str]) -> None:
         """Wait until the link is up: the kernel takes up to a second, and silently drops packets until then."""
         deadline = time.monotonic() + _COMMAND_TIMEOUT_S
-        ends = ((self.namespace, self.interface), (self._switch, self._port))
+        ends = ends or ((self.namespace, self.interface), (self._switch, self._port))
         while not all(_link(*end)["operstate"] == "UP" for end in ends):
             if time.monotonic() > deadline:
                 raise LabError(f"host {self.index}: no carrier after {_COMMAND_TIMEOUT_S} s")
@@ -244,6 +244,37 @@ class Host:
         stats = _link(self.namespace, self.interface)["stats64"]
         sent, received = stats["tx"], stats["rx"]
         return Counters(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
+
+    def name_means(self, address: str, *names: str) -> None:
+        """Have this host look up `names`, or its own name, as `address`: Debian gives a host's own name 127.0.1.1."""
+        file = HOSTS_DIR / self.namespace / "hosts"
+        lines = [line for line in file.read_text().splitlines() if line.split()[1] not in (names or (self.name,))]
+        file.write_text("\n".join([*lines, *(f"{address} {name}" for name in names or (self.name,))]) + "\n")
+
+    def add_interface(self, interface: str, address: str) -> None:
+        """Give the host a second cable to the switch, with an address on another network."""
+        port = f"port{self.index}{interface}"
+        _ip_batch(
+            self._switch,
+            f"link add {port} type veth peer name {interface} netns {self.namespace}",
+            f"link set {port} master bridge0 up",
+        )
+        _ip_batch(self.namespace, f"address add {address}/24 dev {interface}", f"link set {interface} up")
+        self._await_carrier((self.namespace, interface), (self._switch, port))
+
+    def use_ipv6_only(self) -> None:
+        """Replace the host's address by one of IPv6, which its name means for every host that calls this."""
+        self.address = f"fd00:111::{self.index + 1}"
+        for switch in ("all", "default", self.interface, "lo"):
+            knob = f"/proc/sys/net/ipv6/conf/{switch}/disable_ipv6"
+            _shape("ip", "netns", "exec", self.namespace, "sh", "-c", f"echo 0 > {knob}")
+        _ip_batch(
+            self.namespace,
+            f"address flush dev {self.interface}",
+            f"address add {self.address}/64 dev {self.interface} nodad",
+        )
+        for index in range(MAX_HOSTS):
+            self.name_means(f"fd00:111::{index + 1}", f"node{index}")
 
     def connect_to(self, bridge: str) -> None:
         """Move the cable to another bridge of the switch; `Lab.partition` is the usual way."""

@@ -8,13 +8,16 @@ import pytest
 from torsh_distributed.errors import InvalidArgument, IoError
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.spec import Entry, EntryKind
+from torsh_distributed.launch.worker import worker_start
+
+START = str(Path(worker_start.__file__))
 
 
 def test_a_script_a_module_and_a_command_become_command_lines() -> None:
     args = ("--lr", "0.1")
-    assert command_line(Entry(target="t.py", args=args)) == [sys.executable, "-u", "t.py", "--lr", "0.1"]
+    assert command_line(Entry(target="t.py", args=args)) == [sys.executable, "-u", START, "t.py", "--lr", "0.1"]
     module = Entry(kind=EntryKind.MODULE, target="pkg.train", args=args)
-    assert command_line(module) == [sys.executable, "-u", "-m", "pkg.train", "--lr", "0.1"]
+    assert command_line(module) == [sys.executable, "-u", START, "-m", "pkg.train", "--lr", "0.1"]
     assert command_line(Entry(kind=EntryKind.COMMAND, target="true", args=args)) == ["true", "--lr", "0.1"]
 
 

@@ -7,8 +7,10 @@ import pytest
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
+    ElasticConfig,
     Plan,
     PrecisionConfig,
+    RetryConfig,
     TensorConfig,
     TrainingConfig,
 )
@@ -38,15 +40,15 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(precision=PrecisionConfig(dtype="fp8"), checkpoint=CheckpointConfig(enabled=True))
-    assert plan.unsupported() == ("precision.dtype", "checkpoint.enabled")
-    assert plan.explain()["precision.dtype"].status == "not yet"
+    plan = Plan(retry=RetryConfig(jitter=0.0), elastic=ElasticConfig(enabled=True))
+    assert plan.unsupported() == ("elastic.enabled", "retry.jitter")
+    assert plan.explain()["retry.jitter"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
-        "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
-        "  checkpoint.enabled = true is not supported by this version yet (leave it at its default, false)",
+        "  elastic.enabled = true is not supported by this version yet (leave it at its default, false)",
+        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
     ]
 
 
@@ -55,7 +57,7 @@ def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
     assert plan.explain()["checkpoint.keep"].status == "off by checkpoint.enabled"
     assert plan.unsupported() == ()
-    assert Plan(checkpoint=CheckpointConfig(enabled=True)).unsupported() == ("checkpoint.enabled",)
+    assert Plan(elastic=ElasticConfig(enabled=True)).unsupported() == ("elastic.enabled",)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_retrying_is_not_configurable_and_says_so() -> None:
 
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plan(dp=2, tp=2, precision=PrecisionConfig(dtype="fp8")).validate(6)
+        Plan(dp=2, tp=2, retry=RetryConfig(jitter=0.0)).validate(6)
     assert str(caught.value).splitlines()[1:3] == [
-        "  precision.dtype = fp8 is not supported by this version yet (leave it at its default, fp32)",
+        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
         (
             "  dp 2 × tp 2 × pp 1 = 4, but the world has 6 ranks"
             " (start 4 ranks, or set one degree of [mesh] to -1 to fill the world)"

@@ -89,6 +89,7 @@ def bad_gradient(device: str, fused: bool, sections: dict[str, Any], clip: float
             before, spoilt.is_bad = _held(engine), is_bad_here
             try:
                 engine.step(batch)
+                engine.settle()
             except NonFiniteLoss as error:
                 seen.message = str(error)
             spoilt.is_bad = False

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import Annotated
 
 import typer
 
+from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.cli.lazy_group import lazy_group
 from torsh_distributed.errors import TorshError
+from torsh_distributed.log_level import set_log_level
 
 COMMANDS = {
     "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
@@ -19,6 +20,10 @@ COMMANDS = {
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
     "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
+    "checkpoint": (
+        "torsh_distributed.cli.checkpoint.commands",
+        "Look at checkpoints, verify, compare, remove and exchange them.",
+    ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }
 
@@ -46,9 +51,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    logging.basicConfig(
-        level=os.environ.get("TORSH_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    set_log_level(os.environ, default="WARNING")
 
 
 def main() -> None:
@@ -58,19 +61,6 @@ def main() -> None:
     except TorshError as error:
         print_error(error)
         sys.exit(1)
-
-
-def print_error(error: TorshError) -> None:
-    """Write the error to stderr for people."""
-    # Imported only when needed: most commands print no error.
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    first, *rest = str(error).splitlines()
-    console.print(f"[bold red]error[/] [bold]{escape(error.code)}[/]: {escape(first)}")
-    for line in rest:
-        console.print(escape(line))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torsh_distributed.launch.worker.environment import read_environment
 
 VARIABLES = {
     "TORSH_INIT_TIMEOUT": "seconds the ranks have to meet (300)",
-    "TORSH_LOG": "level of the library's messages: DEBUG, INFO, WARNING (the default), ERROR",
+    "TORSH_LOG": "level of the library's messages, in launcher and workers: DEBUG, INFO, WARNING, ERROR, CRITICAL",
     "TORSH_EVENTS_DIR": "directory for each process's events as JSON lines",
     "TORSH_DEBUG": "1 compares every collective between the ranks before it runs, to find a bug",
     "TORSH_PLAN": "plan file, read by Plan.from_env()",
@@ -33,8 +33,8 @@ VARIABLES = {
     "TORSH_MASTER_PORT": "overrides MASTER_PORT",
     "MASTER_ADDR": "address of the node of rank 0 (127.0.0.1)",
     "MASTER_PORT": "port of the store (29500)",
-    "GLOO_SOCKET_IFNAME": "network interface for gloo",
-    "NCCL_SOCKET_IFNAME": "network interface for nccl",
+    "GLOO_SOCKET_IFNAME": "network interface for gloo (loopback on one node, else the one that reaches the master)",
+    "NCCL_SOCKET_IFNAME": "network interface for nccl (between nodes, the one that reaches the master)",
     "CUDA_VISIBLE_DEVICES": "GPUs this process may use",
     "OMP_NUM_THREADS": "threads of each process",
 }

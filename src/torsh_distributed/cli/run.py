@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
 
 CONTEXT_SETTINGS = {
@@ -48,7 +49,8 @@ Mpi = Annotated[
     bool, typer.Option("--mpi", help="Make the workers one MPI job (MPICH), for mpi4py.", rich_help_panel=_WORKERS)
 ]
 PlanFile = Annotated[
-    Path | None, typer.Option(help="Plan for the workers (TORSH_PLAN), checked first.", rich_help_panel=_WORKERS)
+    Path | None,
+    typer.Option(help="Plan for the workers (TORSH_PLAN), checked first for their number.", rich_help_panel=_WORKERS),
 ]
 
 Nnodes = Annotated[str, typer.Option(help="Nodes of the job.", envvar="PET_NNODES", rich_help_panel=_NODES)]
@@ -128,6 +130,13 @@ LocalRanksFilter = Annotated[
         help="Show only these local ranks, such as 0,1.", envvar="PET_LOCAL_RANKS_FILTER", rich_help_panel=_OUTPUT
     ),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show every rank's traceback, not the cause alone.", rich_help_panel=_OUTPUT),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
 ]
@@ -180,6 +189,8 @@ def run(
     torch_store: TorchStore = False,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
+    verbose: Verbose = False,
+    json: Json = False,
     dry_run: DryRun = False,
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
@@ -192,12 +203,12 @@ def run(
     """
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
-    num_nodes = parse_nnodes(nnodes)
+    num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
-        nproc_per_node=parse_nproc(nproc_per_node),
+        nproc_per_node=num_workers,
         nnodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,
@@ -207,10 +218,12 @@ def run(
         role=role,
         log_dir=log_dir,
         shown_ranks=_parse_ranks(local_ranks_filter),
+        is_verbose=verbose,
+        is_json=json,
         token=_read_token(token_file),
         allows_no_token=no_token,
         serves_torch_store=torch_store,
-        env=_plan_variables(plan),
+        env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -289,11 +302,19 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _plan_variables(path: Path | None) -> dict[str, str]:
-    """TORSH_PLAN for the workers, after the plan was checked."""
+def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:
+    """TORSH_PLAN for the workers, after the check of `torsh plan validate` for their number.
+
+    Exits with status 2, as for any other wrong option, if the plan cannot run.
+    """
     if path is None:
         return {}
     from torsh_distributed.plan import Plan
 
-    Plan.load(path)
+    try:
+        # As the workers read it: variables TORSH_PLAN__SECTION__KEY win over the file.
+        Plan.compose(path, environ=os.environ).validate(num_ranks)
+    except ConfigurationError as error:
+        print_error(error)
+        raise typer.Exit(2) from error
     return {"TORSH_PLAN": str(path.resolve())}

@@ -54,16 +54,16 @@ def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[N
     Every rank of `group` enters. The block may contain collectives only if ranks fail in it alike, or after its last
     one. `operation` completes "rank 1 could not …".
     """
-    failure: TorshError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except TorshError as error:
+    except Exception as error:
         if group is None or group.size() == 1:
             raise
         failure = error
     if group is None or group.size() == 1:
         return
-    messages = all_gather_object(None if failure is None else failure.message, group=group)
+    messages = all_gather_object(None if failure is None else _in_one_line(failure), group=group)
     if failure is not None:
         raise failure
     for position, message in enumerate(messages):
@@ -75,3 +75,7 @@ def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[N
                 operation=operation,
                 rank=rank,
             )
+
+
+def _in_one_line(failure: Exception) -> str:
+    return failure.message if isinstance(failure, TorshError) else f"{type(failure).__name__}: {failure}"

@@ -1,4 +1,4 @@
-"""The JSON-lines sink: every process appends its events to `dir/rank-<R>.jsonl`.
+"""The JSON-lines sink: every process appends its events to `dir/rank-<R>.jsonl`, which this user alone can read.
 
 Lines are buffered and written with one append at least every second and at exit; after SIGKILL the file is complete up
 to the last flush and has no partial line.
@@ -18,6 +18,7 @@ from typing import Any, Self
 from torsh_distributed.errors import IoError
 from torsh_distributed.events.bus import subscribe
 from torsh_distributed.events.types import Event, current_rank
+from torsh_distributed.private_files import open_private
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING_LINES = 10_000
@@ -103,7 +104,7 @@ class JsonlSink:
                 return
             data = ("\n".join(lines) + "\n").encode()
             try:
-                fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
                 try:
                     while data:
                         data = data[os.write(fd, data) :]

@@ -62,6 +62,20 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompileEvent(Event):
+    """The first call of a compiled function ended; torch compiles in it, and its backward in the first backward."""
+
+    kind: ClassVar[str] = "compile"
+
+    function: str
+    progress: str
+    """Which one of how many, as in `3 of 12`; empty for a single function."""
+    duration_s: float
+    graph_breaks: tuple[str, ...] = ()
+    """Why parts of it could not be compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveEvent(Event):
     """One collective or point-to-point operation ended, with or without an error."""
 
@@ -157,7 +171,7 @@ class MembershipEvent(Event):
     kind: ClassVar[str] = "membership"
 
     action: str
-    """joined, left, regrouped, restarted, lost or ended."""
+    """joined, leaving (while an exception is on its way), left, regrouped, restarted, lost or ended."""
     world_size: int
     attempt: int = 0
     detail: str | None = None
@@ -264,6 +278,7 @@ class LogEvent(Event):
 _EVENT_TYPES: tuple[type[Event], ...] = (
     StepEvent,
     CollectiveEvent,
+    CompileEvent,
     PhaseEvent,
     WaitEvent,
     BucketEvent,

@@ -13,14 +13,19 @@ from pathlib import Path
 from torsh_distributed.errors import InvalidArgument, IoError
 from torsh_distributed.launch.spec import Entry, EntryKind
 
+_START = str(Path(__file__).parent / "worker" / "worker_start.py")
+
 
 def command_line(entry: Entry) -> list[str]:
-    """The argument vector of a worker. Python runs with `-u` so no line is lost in a buffer at a crash."""
+    """The argument vector of a worker. Python runs with `-u` so no line is lost in a buffer at a crash.
+
+    A script or module runs under `worker_start`, which tells the launcher how it ends.
+    """
     match entry.kind:
         case EntryKind.SCRIPT:
-            return [sys.executable, "-u", entry.target, *entry.args]
+            return [sys.executable, "-u", _START, entry.target, *entry.args]
         case EntryKind.MODULE:
-            return [sys.executable, "-u", "-m", entry.target, *entry.args]
+            return [sys.executable, "-u", _START, "-m", entry.target, *entry.args]
         case EntryKind.COMMAND:
             return [entry.target, *entry.args]
 

@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import new_secret
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.entry import check_entry, command_line
@@ -20,6 +21,7 @@ from torsh_distributed.launch.local.signals import SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.nodes.leader import Leader
+from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.spec import JobSpec
@@ -35,6 +37,7 @@ def launch_job(spec: JobSpec) -> int:
     handles signals while it runs.
     """
     check_entry(spec.entry)
+    spec = with_reachable_master(spec)
     with ExitStack() as stack:
         events_dir = os.environ.get("TORSH_EVENTS_DIR")
         if events_dir:
@@ -44,7 +47,7 @@ def launch_job(spec: JobSpec) -> int:
         inbox = stack.enter_context(SignalInbox())
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
-        output = LauncherOutput(terminal)
+        output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
@@ -89,7 +92,8 @@ def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
 def describe_job(spec: JobSpec) -> list[str]:
     """What `launch_job` would start on this node, line by line; nothing is opened or started."""
     port = spec.master_port if spec.nnodes == 1 and spec.master_port else 0
-    endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port)
+    interface = interface_between_nodes(spec.master_addr, num_nodes=spec.nnodes)
+    endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port, interface=interface)
     workers = f"{spec.nproc_per_node} of {spec.world_size} workers"
     lines = [
         f"node {spec.node_rank} of {spec.nnodes}: {workers}, up to {spec.max_restarts} restarts, run {spec.run_id}"

@@ -79,6 +79,12 @@ class JobSpec:
     shown_ranks: frozenset[int] | None = None
     """Local ranks whose output is shown; None shows all. Log files are not affected."""
 
+    is_verbose: bool = False
+    """Whether every rank's traceback is shown, not only the report on the cause."""
+
+    is_json: bool = False
+    """Whether the report at the end is one JSON object, for programs."""
+
     token: str | None = field(default=None, repr=False)
     """The job's secret: launchers and workers prove it to each other. None makes a random one, on one node."""
 

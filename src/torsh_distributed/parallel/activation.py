@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.compiling import compile_model
 from torsh_distributed.parallel.models.wrapping import Named, repeated_layers
 from torsh_distributed.plan.sections.activation import ActivationConfig
+from torsh_distributed.plan.sections.compile import CompileConfig
 
 Forward = Callable[..., Any]
 
@@ -75,6 +83,27 @@ def checkpoint_activations(
     return chosen
 
 
+def compile_and_checkpoint(
+    model: nn.Module,
+    compiling: CompileConfig,
+    config: ActivationConfig,
+    *,
+    layers: Named | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compile and checkpoint the layers of a model in the order that torch allows, in place.
+
+    Backward calls a compiled layer again to recompute it. What `selective` keeps is chosen by operation, and operations
+    are seen only while a graph is made: there the graph contains the recomputation.
+    """
+    if config.strategy == "selective":
+        checkpoint_activations(model, config, layers=layers, group=group)
+        compile_model(model, compiling, layers=layers)
+    else:
+        compile_model(model, compiling, layers=layers)
+        checkpoint_activations(model, config, layers=layers, group=group)
+
+
 def activation_bytes(layer: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Bytes that one call of `layer` would keep for backward, without its parameters and inputs.
 
@@ -98,6 +127,9 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a graph keeps its own state, and takes no other contexts than torch's
+            contexts = _KEEP_COSTLY if self._keeps_costly else noop_context_fn
+            return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -127,6 +159,9 @@ class _Recomputed:
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_KEEP_COSTLY = partial(create_selective_checkpoint_contexts, _policy)
 
 
 class _BySize:
@@ -193,6 +228,12 @@ class _Offloading:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._forward = model.forward
+
+    def bound_to(self, twin: nn.Module) -> _Offloading:
+        """The same for a copy of the model, such as a pipeline stage."""
+        made = _Offloading(twin)
+        made._forward = type(twin).forward.__get__(twin)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_host() if torch.is_grad_enabled() else nullcontext():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.parallel.activation import checkpoint_activations
+from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
+from torsh_distributed.parallel.expert import moe_layers
 from torsh_distributed.parallel.expert.choose import expert_strategy
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
@@ -19,6 +21,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
 from torsh_distributed.plan.compatibility.offload_rules import pages_model
@@ -31,24 +34,28 @@ def strategy_for(
     plan: Plan,
     *,
     param_init_fn: ParamInit | None = None,
-    example: tuple[Any, ...] | None = None,
+    weights: StoredWeights | None = None,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
 
     The plan is valid for the world (`Plan.validate`): what does not go together has been refused there.
-    `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`; `example` is a
-    microbatch of inputs, for `pipeline.balance = "time"`.
+    `param_init_fn` fills the modules of a model on the meta device that have no `reset_parameters()`, or `weights` all
+    of it; `example` is a microbatch of inputs, for `pipeline.balance = "time"`.
     """
     kind = strategy_kind(plan)
     if kind == "composed":
         # Here, not above: it takes a second to import, and most plans do not ask for it.
         from torsh_distributed.parallel.composed import composed_strategy
 
-        if is_on_meta(model):
+        if is_on_meta(model) and weights is None:
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
-        return composed_strategy(model, plan, example=example)
-    _checkpoint(model, plan)
-    if is_on_meta(model) and kind != "sharded":
+        return composed_strategy(model, plan, example=example, weights=weights)
+    _prepare_layers(model, plan)
+    has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
+    if weights is not None and (kind != "sharded" or has_experts):
+        _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
+    elif is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
     with_experts = expert_strategy(model, plan)
@@ -68,11 +75,21 @@ def strategy_for(
         mesh=mesh,
         precision=plan.precision,
         param_init_fn=param_init_fn,
+        weights=weights,
         seed=plan.training.seed,
         broadcast_buffers=plan.ddp.broadcast_buffers,
         compression=plan.compress,
     )
     return Sharded(wrapped)
+
+
+def _load_whole(model: nn.Module, weights: StoredWeights, *, is_reader: bool) -> None:
+    """For strategies whose ranks begin with the whole model: the first rank reads it and replicas take it from there.
+
+    Experts are spread without being sent, so then every rank reads.
+    """
+    weights.allocate(model)
+    weights.load(model, names=None if is_reader else ())
 
 
 def strategy_kind(plan: Plan) -> StrategyKind:
@@ -86,8 +103,8 @@ def strategy_kind(plan: Plan) -> StrategyKind:
     return "sharded" if shards_params(plan) else "sharded_optimizer"
 
 
-def _checkpoint(model: nn.Module, plan: Plan) -> None:
-    """Before sharding: recomputing happens inside a piece, whose parameters are gathered by then."""
+def _prepare_layers(model: nn.Module, plan: Plan) -> None:
+    """Before sharding: compiled and recomputed layers are inside a piece, whose parameters are gathered by then."""
     classes, names = plan.fsdp.wrap_classes, plan.fsdp.wrap_names
     layers = matching(model, classes=classes, names=names, section="fsdp.wrap") if classes or names else None
-    checkpoint_activations(model, plan.activation, layers=layers, group=dist.group.WORLD)
+    compile_and_checkpoint(model, plan.compile, plan.activation, layers=layers, group=dist.group.WORLD)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state import whole_state
+from torsh_distributed.parallel.state.held_state import (
+    HeldState,
+    SavedState,
+    held_state,
+    load_model,
+    load_optimizer,
+)
+from torsh_distributed.parallel.state.whole_state import StateParts
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +52,21 @@ class Strategy(ABC):
         inner = getattr(self.model, "module", self.model)
         assert isinstance(inner, nn.Module)
         return inner
+
+    @property
+    def whole_model(self) -> nn.Module:
+        """The user's model with all its modules; those that other ranks hold are on the meta device."""
+        return self.unwrapped
+
+    @property
+    def has_whole_forward(self) -> bool:
+        """Whether the user's model can be called as it was given: its own methods work on this rank's inputs."""
+        return True
+
+    @property
+    def samples_group(self) -> dist.ProcessGroup | None:
+        """The ranks that work on different samples or tokens; None without a process group."""
+        return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     @abstractmethod
@@ -119,10 +143,44 @@ class Strategy(ABC):
             "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer),
         }
 
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        """The entries of the model's state, whole, one at a time; all ranks iterate to the end."""
+        yield from whole_state.iterate_model_state(self.unwrapped)
+
+    def state_names(self) -> list[str]:
+        """The names that `whole_tensors` gives, in its order."""
+        return [whole_state.plain_name(name) for name in self.whole_model.state_dict()]
+
+    def shared_names(self) -> dict[str, str]:
+        """Every further name of a shared tensor to its first one."""
+        return whole_state.shared_names(self.whole_model)
+
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of `whole_state()`, saved under any strategy and world size; equal on all ranks."""
         whole_state.load_model_state(self.unwrapped, state["model"])
         whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
+
+    def before_state(self) -> nn.Module:
+        """Called before state is read or written in place; returns the model whose tensors it is, as its user wrote it.
+
+        Tensors that other ranks hold are on the meta device.
+        """
+        return self.unwrapped
+
+    def state_parts(self) -> StateParts:
+        """How this rank's tensors lie in the whole ones."""
+        return StateParts()
+
+    def held_state(self, optimizer: Optimizer) -> HeldState:
+        """This rank's part of model and optimizer, nothing gathered; every rank calls this."""
+        return held_state(self.before_state(), self.unwrapped, optimizer, self.state_parts())
+
+    def load_held_state(self, optimizer: Optimizer, saved: SavedState, *, with_optimizer: bool = True) -> None:
+        """Load this rank's part of what `held_state` of any plan and world size described; every rank calls this."""
+        model = self.before_state()
+        load_model(model, saved, self.state_parts())
+        if with_optimizer:
+            load_optimizer(self.unwrapped, optimizer, saved, self.state_parts())
 
 
 class PendingNumber(ABC):

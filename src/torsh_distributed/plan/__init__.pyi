@@ -2,6 +2,7 @@ from torsh_distributed.plan.describing.explanation import Explanation as Explana
 from torsh_distributed.plan.plan import Plan as Plan
 from torsh_distributed.plan.plan import PlanDifference as PlanDifference
 from torsh_distributed.plan.sections.activation import ActivationConfig as ActivationConfig
+from torsh_distributed.plan.sections.axes.context import ContextConfig as ContextConfig
 from torsh_distributed.plan.sections.axes.ddp import DdpConfig as DdpConfig
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig as ExpertConfig
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig as FsdpConfig
@@ -9,6 +10,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig as MeshConfig
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig as PipelineConfig
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig as TensorConfig
 from torsh_distributed.plan.sections.checkpoint import CheckpointConfig as CheckpointConfig
+from torsh_distributed.plan.sections.compile import CompileConfig as CompileConfig
 from torsh_distributed.plan.sections.compress import CompressConfig as CompressConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig as DistributedConfig
 from torsh_distributed.plan.sections.elastic import ElasticConfig as ElasticConfig

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from torsh_distributed.plan.section import Section
 from torsh_distributed.plan.sections.activation import ActivationConfig
+from torsh_distributed.plan.sections.axes.context import ContextConfig
 from torsh_distributed.plan.sections.axes.ddp import DdpConfig
 from torsh_distributed.plan.sections.axes.expert import ExpertConfig
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
@@ -13,6 +14,7 @@ from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.axes.pipeline import PipelineConfig
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 from torsh_distributed.plan.sections.checkpoint import CheckpointConfig
+from torsh_distributed.plan.sections.compile import CompileConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 from torsh_distributed.plan.sections.elastic import ElasticConfig
@@ -32,9 +34,11 @@ class PlanArguments(TypedDict, total=False):
     fsdp: FsdpConfig
     tensor: TensorConfig
     pipeline: PipelineConfig
+    context: ContextConfig
     expert: ExpertConfig
     offload: OffloadConfig
     activation: ActivationConfig
+    compile: CompileConfig
     compress: CompressConfig
     precision: PrecisionConfig
     training: TrainingConfig
@@ -71,6 +75,9 @@ class PlanSections(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """How layers become stages."""
 
+    context: ContextConfig = ContextConfig()
+    """How attention runs over split sequences."""
+
     expert: ExpertConfig = ExpertConfig()
     """How tokens find experts."""
 
@@ -79,6 +86,9 @@ class PlanSections(Section):
 
     activation: ActivationConfig = ActivationConfig()
     """Which activations are recomputed."""
+
+    compile: CompileConfig = CompileConfig()
+    """What torch.compile makes one graph of."""
 
     compress: CompressConfig = CompressConfig()
     """How gradients are made smaller."""

@@ -12,12 +12,10 @@ from torsh_distributed.plan.compatibility.offload_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {
-    "checkpoint": None,
     "elastic": None,
     "retry": None,
     "observe.prometheus_port": None,
     "observe.collection_interval_s": None,
-    "precision.dtype": ("fp8",),
 }
 """Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands
 removes its own."""
@@ -26,7 +24,9 @@ GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "fsdp": ("mesh.shard", (1,)),
     "tensor": ("mesh.tp", (1,)),
     "pipeline": ("mesh.pp", (1,)),
+    "context": ("mesh.cp", (1,)),
     "offload": ("offload.enabled", (False,)),
+    "compile": ("compile.enabled", (False,)),
     "compress": ("compress.method", ("none",)),
     "checkpoint": ("checkpoint.enabled", (False,)),
     "elastic": ("elastic.enabled", (False,)),
@@ -47,6 +47,10 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "compress.ef21_momentum": ("compress.error_feedback", ("none", "ef14")),
     "precision.init_loss_scale": ("precision.dtype", ("fp32", "bf16", "fp8")),
     "precision.loss_scale_growth_interval": ("precision.dtype", ("fp32", "bf16", "fp8")),
+    "precision.fp8_recipe": ("precision.dtype", ("fp32", "bf16", "fp16")),
+    "precision.fp8_fast_accumulation": ("precision.dtype", ("fp32", "bf16", "fp16")),
+    "precision.fp8_skip": ("precision.dtype", ("fp32", "bf16", "fp16")),
+    "precision.fp8_emulate": ("precision.dtype", ("fp32", "bf16", "fp16")),
     "offload.disk_budget_gb": ("offload.disk_dir", (None,)),
 }
 """Key to another one, and the values of that, that turn it off."""

@@ -4,6 +4,8 @@ from torsh_distributed.train.batch_size import BatchSizeConfig as BatchSizeConfi
 from torsh_distributed.train.batch_size import plan_batch_size as plan_batch_size
 from torsh_distributed.train.efficiency.meter import EfficiencyMeter as EfficiencyMeter
 from torsh_distributed.train.efficiency.report import EfficiencyReport as EfficiencyReport
+from torsh_distributed.train.efficiency.utilization import UtilizationMeter as UtilizationMeter
+from torsh_distributed.train.efficiency.utilization import UtilizationReport as UtilizationReport
 from torsh_distributed.train.engine import Engine as Engine
 from torsh_distributed.train.learning_rate import LearningRate as LearningRate
 from torsh_distributed.train.learning_rate import scale_learning_rate as scale_learning_rate
@@ -12,3 +14,4 @@ from torsh_distributed.train.optimizers import DistributedOptimizer as Distribut
 from torsh_distributed.train.optimizers import ElasticAveragingSGD as ElasticAveragingSGD
 from torsh_distributed.train.sampler import DistributedSampler as DistributedSampler
 from torsh_distributed.train.sampler import DistributedSamplerWrapper as DistributedSamplerWrapper
+from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy

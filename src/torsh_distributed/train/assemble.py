@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torsh_distributed.comm.agreement import require_same
+from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import BackendNotInitialized
+from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.parallel.choose import strategy_for
-from torsh_distributed.parallel.models.materialize import ParamInit
+from torsh_distributed.parallel.compiling import Compiled
+from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.offload.choose import offloaded_optimizer
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
+from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.precision import cast_buffers
+from torsh_distributed.train.speed.float8 import use_float8
+from torsh_distributed.train.speed.head_loss import defer_logits
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +42,8 @@ def parallelize(
     loss_fn: LossFn | None = None,
     scheduler_fn: SchedulerFn | None = None,
     param_init_fn: ParamInit | None = None,
-    example: tuple[Any, ...] | None = None,
+    weights: str | Path | None = None,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> Engine:
     """Spread `model` over the world as the plan says and return the Engine that trains it; every rank calls this.
 
@@ -40,9 +51,11 @@ def parallelize(
     has its final parameters. `loss_fn(outputs, targets)` is called with the model's output and the second half of each
     `(inputs, targets)` batch; without it the model is called with the whole batch and must return the loss.
     `scheduler_fn(optimizer)` makes a scheduler that is stepped after every update. `param_init_fn(module)` fills the
-    modules of a model on the meta device that have no `reset_parameters()`. `example` is a microbatch of inputs to
-    measure layers on, for `pipeline.balance = "time"`. Parameters and buffers become those of rank 0. Settings that
-    this version does not support are refused here, before the first step.
+    modules of a model on the meta device that have no `reset_parameters()`; or `weights`, a safetensors file or a
+    directory as Hugging Face writes it, is read into what each rank holds of such a model. `example` is a microbatch of
+    inputs, as a tuple or by name: to measure layers on for `pipeline.balance = "time"`, and to run a model once that
+    cannot be traced into stages. Parameters and buffers become those of rank 0. Settings that this version does not
+    support are refused here, before the first step.
     """
     chosen = plan or Plan()
     if not process_group.is_initialized():
@@ -54,8 +67,41 @@ def parallelize(
     chosen = chosen.resolve(process_group.world_size())
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
+    stored = _stored_weights(model, weights, param_init_fn)
     cast_buffers(model, chosen.precision)
-    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, example=example)
+    if chosen.precision.dtype == "fp8":
+        use_float8(model, chosen.precision, _device_of(model))
+        if not (chosen.compile.enabled or chosen.precision.fp8_emulate) and process_group.rank() == 0:
+            _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
+    if chosen.training.fused_loss:
+        defer_logits(model)
+    strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
-    return Engine(strategy, made, chosen, loss_fn=loss_fn, scheduler_fn=scheduler_fn)
+    return Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model will compute: a model on the meta device moves to this rank's."""
+    return process_group.device() if is_on_meta(model) else next(model.parameters()).device
+
+
+def _compiled(loss_fn: LossFn | None, plan: Plan) -> LossFn | None:
+    """The loss as one graph with its cast to fp32, where it gets whole logits of this rank alone."""
+    config = plan.compile
+    if loss_fn is None or not config.enabled or plan.training.fused_loss or splits_model(plan):
+        return loss_fn
+    return Compiled(loss_fn, config, label=f"the loss ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})")
+
+
+def _stored_weights(model: nn.Module, path: str | Path | None, init_fn: ParamInit | None) -> StoredWeights | None:
+    """The weights at `path`, checked against the model; ranks must all give a path, or none."""
+    require_same({"weights": path is not None}, group=resolve_group(None), hint="pass weights on every rank")
+    if path is None:
+        return None
+    if not all(param.is_meta for param in model.parameters()):
+        raise InvalidArgument(
+            "weights are for a model on the meta device, and this one has values already",
+            hint='build it under torch.device("meta"), or leave weights out',
+        )
+    return StoredWeights(model, path, init_fn=init_fn)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument, NonFiniteLoss
+from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
@@ -27,6 +30,15 @@ from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
+from torsh_distributed.train.speed.attention_kernel import attending_with
+from torsh_distributed.train.speed.operation_count import counting_flops
+from torsh_distributed.train.use.evaluation import evaluate
+from torsh_distributed.train.use.export import export_model
+from torsh_distributed.train.use.generation import generate
+
+if TYPE_CHECKING:
+    from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+    from torsh_distributed.train.checkpointing import EngineCheckpoints
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +81,8 @@ class Engine:
         self.num_skipped = 0
         """Updates skipped because gradients overflowed fp16."""
         self.epoch = 0
-        self._num_batches = 0
+        self.num_batches = 0
+        """Batches of this epoch handed out so far."""
         self._loss_fn = loss_fn
         self._device = next(strategy.unwrapped.parameters()).device
         self.precision = make_precision(plan.precision, self._device)
@@ -77,6 +90,8 @@ class Engine:
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
         self._update: _Update | None = None
+        self._checkpoints: EngineCheckpoints | None = None
+        self._unread_norm: HostValue | None = None
         # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
 
@@ -99,10 +114,10 @@ class Engine:
         degree = self.strategy.data_degree
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
-            found, was_whole_epoch = False, self._num_batches == 0
-            pieces = self._sharded(loader, epoch=self.epoch, skip=self._num_batches)
+            found, was_whole_epoch = False, self.num_batches == 0
+            pieces = self._sharded(loader, epoch=self.epoch, skip=self.num_batches)
             for piece in events.each_in_phase("data", pieces):
-                self._num_batches += 1
+                self.num_batches += 1
                 if piece.total < degree:
                     self._warn_left_out(piece.total)
                     continue
@@ -111,6 +126,7 @@ class Engine:
                 yield to_device(piece.batch, self._device)
                 self._evenness = 1.0
                 if self.num_steps >= self.plan.training.steps:
+                    self.settle()
                     return
             if not found and was_whole_epoch:
                 raise InvalidArgument(
@@ -119,7 +135,7 @@ class Engine:
                     num_ranks=degree,
                 )
             self.epoch += 1
-            self._num_batches = 0
+            self.num_batches = 0
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
@@ -139,6 +155,9 @@ class Engine:
         """
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
+            # What the last step's recordings returned may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
         update = self._update = _Update(num_samples=num_samples)
         pieces = split_rows(batch, num_samples, self.plan.training.gradient_accumulation)
@@ -150,7 +169,12 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
         self.strategy.expect_scale(update.share * self._evenness * (self.precision.loss_scale or 1.0))
-        with events.phase("forward"), self.strategy.accumulating(is_last=update.is_last), self.precision.computing():
+        with (
+            events.phase("forward"),
+            self.strategy.accumulating(is_last=update.is_last),
+            attending_with(self.plan.training.attention),
+            self.precision.computing(),
+        ):
             return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
 
     def backward(self, loss: Tensor) -> None:
@@ -164,22 +188,28 @@ class Engine:
                 update.mean.wait()
             # Started before backward so it overlaps with it.
             update.mean = self.strategy.mean_loss(update.loss)
-        with events.phase("backward"), self.strategy.accumulating(is_last=update.is_last):
+        with (
+            events.phase("backward"),
+            self.strategy.accumulating(is_last=update.is_last),
+            attending_with(self.plan.training.attention),  # layers that are recomputed must take the same kernel
+        ):
             self.precision.scaled(weighted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def apply(self) -> float:
         """Clip as the plan says, update the parameters, clear the gradients, count the step; returns the mean loss.
 
         A loss or gradient that is not finite raises NonFiniteLoss on every rank and leaves the parameters unchanged;
-        under fp16 all ranks skip such a step.
+        under fp16 all ranks skip such a step. Where the optimizer's kernels decide (fused, on a GPU), the host learns
+        it one step later, because waiting would leave the GPU idle; `settle` asks at once.
         """
+        self.settle()
         update, self._update = self._update, None
         if update is None or update.mean is None:
             raise InvalidArgument(
                 "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
             )
         loss = update.mean.wait()
-        grad_norm = rate = None
+        rate = None
         scale = self.precision.loss_scale
         with events.phase("optimizer"):
             try:
@@ -191,7 +221,6 @@ class Engine:
                     self.learning_rate.updating(self.num_steps) as rate,
                 ):
                     self.precision.update(self.optimizer)
-                grad_norm = self._finite_norm(norm)
             finally:
                 self.optimizer.zero_grad(set_to_none=True)
         new_scale = self.precision.loss_scale
@@ -202,6 +231,7 @@ class Engine:
             self.learning_rate.advance()
         else:
             self.num_skipped += 1
+        self._unread_norm = norm
         comm_s = self.strategy.take_comm_s()
         if events.wanted(events.StepEvent):
             events.emit(
@@ -211,42 +241,129 @@ class Engine:
                     duration_s=time.monotonic() - update.started,
                     comm_s=comm_s,
                     num_samples=self._global(update.num_samples),
-                    grad_norm=grad_norm,
+                    grad_norm=None if norm is None else norm.wait(),
                     learning_rate=rate,
                     loss_scale=scale,
                     is_skipped=not is_done,
                 )
             )
+        if is_done and (self._checkpoints is not None or self.plan.checkpoint.enabled):
+            self.checkpoints.after_step(loss)
         return loss
 
+    def settle(self) -> None:
+        """Wait for the last update; raise NonFiniteLoss if its gradient was not finite. Every rank calls this.
+
+        All that uses or changes parameters calls it first. The update did not happen then, and is not counted.
+        """
+        norm, self._unread_norm = self._unread_norm, None
+        if norm is not None and not math.isfinite(norm.wait()):
+            self.num_steps -= 1
+            self._require_finite("the norm of the gradient", norm.wait())
+
+    @property
+    def checkpoints(self) -> EngineCheckpoints:
+        """When this engine saves, where to, and how it comes back: the plan's section `checkpoint`."""
+        if self._checkpoints is None:
+            # Here, not above: most of what it imports is for jobs that save.
+            from torsh_distributed.train.checkpointing import EngineCheckpoints
+
+            self._checkpoints = EngineCheckpoints(self)
+        return self._checkpoints
+
+    def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True) -> None:
+        """Save a checkpoint of this step under the directory `path`, or the plan's; every rank calls this.
+
+        Each rank writes what it holds. With `wait`, returns once it is on the disk; else once it is copied into memory:
+        a failure to write it then raises at the next save.
+        """
+        self.checkpoints.save(path, wait=wait)
+
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        model_only: bool = False,
+    ) -> CheckpointMetadata:
+        """Load the newest whole checkpoint under `path`, or the one of `step`, of any plan; every rank calls this.
+
+        `model_only` leaves optimizer, step and generators as they are, for fine-tuning. Differences of names, shapes
+        and dtypes raise, all at once; with `strict=False` what fits is loaded.
+        """
+        return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
+
+    def resume(self) -> CheckpointMetadata | None:
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
+        return self.checkpoints.resume()
+
+    @overload
+    def evaluate(self, loader: Iterable[Batch]) -> float: ...
+
+    @overload
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def evaluate(self, loader: Iterable[Batch], *, metrics: Mapping[str, Any] | None = None) -> float | dict[str, Any]:
+        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value.
+
+        With `metrics`, a dict of `loss` and the metrics: objects with `update(outputs, targets)`, `compute()` and
+        `reset()`, as torchmetrics has them, or functions of outputs and targets, averaged over samples. Without a
+        loss_fn they see the model's `logits` and the batch's `labels`.
+        """
+        self.settle()
+        with attending_with(self.plan.training.attention):
+            return evaluate(
+                self.strategy,
+                self._sharded(loader, epoch=0, skip=0),
+                loss_fn=self._loss_fn,
+                precision=self.precision,
+                device=self._device,
+                metrics=metrics,
+            )
+
+    def export(
+        self, directory: str | Path, *, dtype: Literal["fp32", "bf16", "fp16"] | None = None, max_file_gb: float = 4.0
+    ) -> None:
+        """Write the model to `directory` as safetensors files of at most `max_file_gb`; every rank calls this.
+
+        `from_pretrained` loads what is written of a transformers model, and of a PEFT model the adapter. The first
+        rank writes tensor by tensor; `dtype` converts floating-point values. All ranks raise if it cannot write.
+        """
+        self.settle()
+        export_model(self.strategy, directory, dtype=dtype, max_file_gb=max_file_gb)
+
+    def generate(self, *inputs: Any, **options: Any) -> Any:
+        """The model's own `generate(*inputs, **options)`, for a look during training; every rank calls this.
+
+        All ranks work on the tensors of rank 0 and get its result. Random numbers depend on the seed and the step
+        only. A model split over tp, pp or cp is put together on rank 0, which must have room for it.
+        """
+        seed = self.plan.training.seed + self.num_steps
+        with self.precision.computing():
+            return generate(self.strategy, self._device, seed, inputs, options)
+
     @torch.no_grad()
-    def evaluate(self, loader: Iterable[Batch]) -> float:
-        """The mean loss over every sample of `loader`, each evaluated by one rank; every rank gets the same value."""
+    def step_flops(self, batch: Batch) -> int:
+        """Floating-point operations that forward and backward of this rank's `batch` need, counted in one forward.
+
+        Backward counts twice as much as forward, recomputation not at all. Every rank calls this, between steps.
+        """
         was_training = self.model.training
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         try:
-            for piece in self._sharded(loader, epoch=0, skip=0):
-                if piece.num_samples == 0 and not self.strategy.forward_is_collective:
-                    continue  # other ranks evaluate these samples
-                with self.precision.computing():
-                    batch = to_device(piece.batch, self._device)
-                    loss = self.strategy.loss(self.unwrapped, batch, self._loss_fn, loss_of)
-                if piece.num_samples:
-                    sums[0] += loss.double() * piece.num_samples
-                    sums[1] += piece.num_samples
+            with uncompiled(), counting_flops() as counter, self.precision.computing():
+                self.strategy.loss(self.unwrapped, to_device(batch, self._device), self._loss_fn, loss_of)
         finally:
             self.model.train(was_training)
-        loss_sum, count_sum = (self.strategy.mean_loss(value).wait() for value in sums)
-        if count_sum == 0:
-            raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")
-        return loss_sum / count_sum
+        return 3 * int(counter.get_total_flops())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, at this or another world size; every rank calls this.
 
         All of it is equal on every rank except `rank_state`, which belongs to this rank.
         """
+        self.settle()
         return {
             **self.strategy.whole_state(self.optimizer),
             "precision": self.precision.state_dict(),
@@ -254,7 +371,7 @@ class Engine:
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "epoch": self.epoch,
-            "num_batches": self._num_batches,
+            "num_batches": self.num_batches,
             "random": gather_random_states(),
             "rank_state": {"place": self._place(), "strategy": self.strategy.state_dict()},
         }
@@ -271,7 +388,7 @@ class Engine:
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.epoch = state["epoch"]
-        self._num_batches = state["num_batches"]
+        self.num_batches = state["num_batches"]
         restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
@@ -318,15 +435,8 @@ class Engine:
             with only_if_finite(self.optimizer, total):
                 yield norm
         else:
-            self._finite_norm(norm)
+            self._require_finite("the norm of the gradient", norm.wait())
             yield norm
-
-    def _finite_norm(self, norm: HostValue | None) -> float | None:
-        if norm is None:
-            return None
-        value = norm.wait()
-        self._require_finite("the norm of the gradient", value)
-        return value
 
     def _require_finite(self, what: str, value: float, update: _Update | None = None) -> None:
         """Raise NonFiniteLoss unless `value`, which is equal on all ranks, is a finite number."""

@@ -14,8 +14,13 @@ LossFn = Callable[[Any, Any], Tensor]
 """Takes the model's output and the targets; returns a tensor with one value, the mean over the samples."""
 
 
-def loss_of(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
-    """The loss of `batch`. Without `loss_fn` the model returns it, by itself or as `loss`.
+Seeing = Callable[[Any, Any], None]
+"""Called with the model's outputs and the targets of a batch."""
+
+
+def loss_of(model: nn.Module, batch: Batch, loss_fn: LossFn | None, *, seeing: Seeing | None = None) -> Tensor:
+    """The loss of `batch`. Without `loss_fn` the model returns it, by itself or as `loss`; `seeing` is then shown its
+    `logits` and the batch's `labels`, or the whole output and batch if they have none.
 
     If the model fails on a batch of another dtype than its parameters, the error says so.
     """
@@ -23,6 +28,11 @@ def loss_of(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
         if loss_fn is None:
             output = _call(model, batch)
             loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+            if seeing is not None:
+                seeing(
+                    output["logits"] if isinstance(output, Mapping) and "logits" in output else output,
+                    batch["labels"] if isinstance(batch, Mapping) and "labels" in batch else batch,
+                )
         else:
             inputs, targets = _pair(batch)
             loss = loss_fn(_call(model, inputs), targets)

@@ -16,7 +16,8 @@ from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.errors import NonFiniteLoss
 from torsh_distributed.plan import PrecisionConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Under fp8 everything but the products of fp8 layers is computed in bf16."""
 
 
 class Precision:

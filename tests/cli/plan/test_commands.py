@@ -153,10 +153,10 @@ BROKEN = {
     ),
     "not supported yet": (
         "plan.toml",
-        "[checkpoint]\nenabled = true\n",
+        "[elastic]\nenabled = true\n",
         "2",
         (
-            "FILE: checkpoint.enabled = true is not supported by this version yet\n  got:  key=checkpoint.enabled\n"
+            "FILE: elastic.enabled = true is not supported by this version yet\n  got:  key=elastic.enabled\n"
             "  hint: leave it at its default, false"
         ),
     ),

@@ -17,7 +17,7 @@ from torsh_distributed.comm.trust.job_secret import (
     sign,
     write_secret_file,
 )
-from torsh_distributed.errors import ConfigurationError, InvalidArgument, IoError
+from torsh_distributed.errors import InvalidArgument, IoError
 
 
 def test_a_missing_file_is_created_for_this_user_alone(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: 
     path = tmp_path / "token"
     path.write_text("secret")
     path.chmod(mode)
-    with pytest.raises(ConfigurationError, match="other users can read or change") as caught:
+    with pytest.raises(IoError, match="other users can read or write it") as caught:
         read_secret_file(path)
     assert "chmod 600" in str(caught.value)
 
@@ -56,24 +56,24 @@ def test_a_directory_that_others_can_write_is_refused_unless_sticky(tmp_path: Pa
     path = tmp_path / "token"
     write_secret_file(path, "s")
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="other users can write to the directory"):
+    with pytest.raises(IoError, match="other users can write its directory"):
         read_secret_file(path)
     tmp_path.chmod(0o1777)
     assert read_secret_file(path) == "s"
 
 
 def test_what_is_no_secret_is_named(tmp_path: Path) -> None:
-    with pytest.raises(IoError, match="cannot be read"):
+    with pytest.raises(IoError, match="No such file"):
         read_secret_file(tmp_path / "missing")
-    for content, reason in ((b"", "empty"), (b"\xff\xfe", "not text"), (b"x" * 5000, "longer")):
+    for content, reason in ((b"", "empty"), (b"\xff\xfe", "can't decode"), (b"x" * 5000, "at most 4096 bytes")):
         path = tmp_path / "token"
         path.unlink(missing_ok=True)
         path.touch(0o600)
         path.write_bytes(content)
-        with pytest.raises(InvalidArgument, match=reason):
+        with pytest.raises((InvalidArgument, IoError), match=reason):
             read_secret_file(path)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(InvalidArgument, match="regular file"):
+    with pytest.raises(IoError, match="regular file"):
         read_secret_file(tmp_path / "pipe")
 
 

@@ -98,8 +98,17 @@ def test_in_a_container_the_mount_shows_the_own_group_as_its_root(tmp_path: Path
 
 def test_without_a_counter_nothing_is_claimed(tmp_path: Path) -> None:
     files = cgroup_files(tmp_path, "0::/\n", f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
-    assert find_oom_counter(*files) is None
-    assert find_oom_counter(tmp_path / "absent", tmp_path / "absent") is None
+    assert find_oom_counter(*files, tmp_path / "no-vmstat") is None
+
+
+def test_without_a_group_of_its_own_the_whole_machine_is_the_witness(tmp_path: Path) -> None:
+    files = cgroup_files(tmp_path, "0::/\n", f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 17\noom_kill 3\n")
+    counter = find_oom_counter(*files, vmstat)
+    assert counter is not None
+    assert counter.read() == 3
+    assert find_oom_counter(tmp_path / "absent", tmp_path / "absent", tmp_path / "absent") is None
     assert oom_evidence(None, 0) is None
 
 

@@ -132,6 +132,67 @@ def test_a_full_disk_is_said_and_the_rest_is_still_shown(bench: Bench) -> None:
     assert "No space left" in bench.warnings[0]
 
 
+def test_a_log_is_for_this_user_alone_and_never_written_through_a_link(tmp_path: Path) -> None:
+    directory = tmp_path / "logs" / "run" / "attempt-0"
+    open_log(directory, 0, "stdout").close()
+    assert (directory / "rank-0.stdout.log").stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    (directory / "rank-1.stdout.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(IoError, match="log directory cannot be written"):
+        open_log(directory, 1, "stdout")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+INTERRUPTED = """\
+before
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import torch
+  File "torch/__init__.py", line 9, in <module>
+KeyboardInterrupt
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 2, in <module>
+ImportError: cannot load
+between
+Traceback (most recent call last):
+  File "train.py", line 3, in save
+ValueError: no space
+
+Exception ignored in: <module 'threading'>
+Traceback (most recent call last):
+  File "threading.py", line 4, in _shutdown
+KeyboardInterrupt:
+after
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+KeyboardInterrupt
+"""
+SHOWN = """\
+before
+between
+Traceback (most recent call last):
+  File "train.py", line 3, in save
+ValueError: no space
+
+after
+"""
+
+
+def test_after_an_interrupt_its_tracebacks_are_not_shown_and_all_else_is(bench: Bench, tmp_path: Path) -> None:
+    err, worker_err = os.pipe()
+    bench.pump.hide_interrupts()
+    bench.pump.add(0, "stderr", err, prefix=LinePrefix(0, 1, False), log=open_log(tmp_path, 0, "stderr"))
+    os.write(worker_err, INTERRUPTED.encode())
+    os.close(worker_err)
+    assert bench.pump.wait_ended({0}, timeout_s=10)
+    bench.terminal.close()
+    assert os.read(bench.err_read, 10_000).decode().replace("[rank 0] ", "") == SHOWN
+    assert (tmp_path / "rank-0.stderr.log").read_text() == INTERRUPTED
+
+
 def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(IoError, match="log directory cannot be written"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from torsh_distributed.launch.local.worker_variables import (
@@ -58,6 +59,19 @@ def test_a_worker_finds_the_variables_of_torchrun_and_ours() -> None:
         "PYTHONPATH": str(STARTUP_DIRECTORY),
         "TORSH_JOB_MARKS": "m",
     }
+
+
+def test_backends_are_told_the_interface_unless_the_user_named_one() -> None:
+    endpoint = dataclasses.replace(ENDPOINT, interface="eth1")
+
+    def told(**base: str) -> tuple[str | None, str | None]:
+        one = worker_environment(
+            spec(), spec().places()[0], endpoint, base=base, mark="m", token="t", progress_file=Path("/p")
+        )
+        return one.get("GLOO_SOCKET_IFNAME"), one.get("NCCL_SOCKET_IFNAME")
+
+    assert told() == ("eth1", "=eth1")
+    assert told(GLOO_SOCKET_IFNAME="ib0", NCCL_SOCKET_IFNAME="ib1") == ("ib0", "ib1")
 
 
 def test_what_is_written_here_is_what_the_worker_reads() -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torsh_distributed.checkpoint.policy.preemption import EXIT_CODE
+from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.records import End, Stop
@@ -52,6 +54,12 @@ def test_a_failure_with_restarts_stops_all_nodes_and_the_last_to_stop_starts_the
     assert coordinator.stopped(0, 0) == [StartAttempt(1)]
     assert coordinator.failed(1, first) == [End(exit_code=3, failure=first)]
     assert coordinator.failures == [first, first]
+
+
+def test_workers_that_saved_and_ended_on_a_signal_are_not_started_again() -> None:
+    ended = failure(exit_code=SAVED_EXIT_CODE)
+    assert running(1, max_restarts=3).failed(0, ended) == [End(exit_code=75, failure=ended)]
+    assert SAVED_EXIT_CODE == EXIT_CODE
 
 
 def test_reports_on_an_earlier_attempt_change_nothing() -> None:

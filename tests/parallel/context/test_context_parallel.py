@@ -53,7 +53,7 @@ def check_refusals() -> None:
     with pytest.raises(TensorShapeMismatch, match="differ in length"):
         context.take((torch.zeros(1, 8), torch.zeros(1, 16)))
     heads = torch.zeros(1, 1, 2, 4)
-    with context.attending(), pytest.raises(FeatureNotAvailable, match="neither custom masks nor dropout"):
+    with context.attending(), pytest.raises(FeatureNotAvailable, match="no custom masks, and in a ring no dropout"):
         functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
 
 

@@ -112,7 +112,7 @@ def params_of(model: nn.Module) -> list[DTensor]:
 @contextmanager
 def without_sharing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_module, "share_shards", lambda *_: False)
+        patch.setattr(sharded_module, "share_shards", lambda *_, **__: False)
         yield
 
 

@@ -152,6 +152,73 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"pipeline": {"num_microbatches": 8}},
         2,
     ),
+    "compiled-model-in-parts": (
+        {"mesh": {"shard": 2}, "compile": {"enabled": True, "scope": "model"}},
+        {"compile": {"scope": "layers"}},
+        2,
+    ),
+    "compiled-model-with-recomputation": (
+        {"compile": {"enabled": True, "scope": "model"}, "activation": {"strategy": "uniform"}},
+        {"compile": {"scope": "layers"}},
+        1,
+    ),
+    "compiled-ring-attention": (
+        {"mesh": {"cp": 2}, "compile": {"enabled": True}},
+        {"mesh": {"cp": 1, "dp": 2}},
+        2,
+    ),
+    "compiled-split-backward": (
+        {
+            "mesh": {"pp": 2},
+            "pipeline": {"schedule": "zbv_zero_bubble", "stages_per_rank": 2},
+            "compile": {"enabled": True},
+        },
+        {"pipeline": {"schedule": "interleaved_one_f_one_b"}},
+        2,
+    ),
+    "compiled-paging": (
+        {"offload": {"enabled": True}, "compile": {"enabled": True}},
+        {"offload": STATE_ONLY},
+        2,
+    ),
+    "cuda-graphs-of-layers": (
+        {"compile": {"enabled": True, "cuda_graphs": True}},
+        {"compile": {"scope": "model"}},
+        1,
+    ),
+    "cuda-graphs-with-accumulation": (
+        {
+            "compile": {"enabled": True, "cuda_graphs": True, "scope": "model"},
+            "training": {"gradient_accumulation": 2},
+        },
+        {"training": {"gradient_accumulation": 1}},
+        1,
+    ),
+    "fp8-on-split-layers": (
+        {"mesh": {"tp": 2}, "precision": {"dtype": "fp8"}},
+        {"mesh": {"tp": 1, "shard": 2}},
+        2,
+    ),
+    "fp8-with-paging": (
+        {"offload": {"enabled": True}, "precision": {"dtype": "fp8"}},
+        {"offload": STATE_ONLY},
+        2,
+    ),
+    "fused-loss-of-split-head": (
+        {"mesh": {"tp": 2}, "training": {"fused_loss": True}},
+        {"mesh": {"tp": 1, "shard": 2}},
+        2,
+    ),
+    "fused-loss-in-compiled-model": (
+        {"training": {"fused_loss": True}, "compile": {"enabled": True, "scope": "model"}},
+        {"compile": {"scope": "layers"}},
+        1,
+    ),
+    "fused-loss-with-searched-graph": (
+        {"training": {"fused_loss": True}, "ddp": {"find_unused_parameters": True}},
+        {"ddp": {"find_unused_parameters": False}},
+        2,
+    ),
 }
 """Rule to a minimal plan that breaks it, what its way out changes, and the ranks of the broken plan."""
 

@@ -21,4 +21,3 @@ def test_every_key_has_its_row() -> None:
     for key in keys_of(Plan):
         assert page.count(f"\n| `{key}` | ") == 1
     assert "| `training.steps` | an integer, at least 1 | `1000` | Optimizer updates in a run. | yes |" in page
-    assert "| yes, except fp8 |" in page

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.cli.demo.worker import plan_for
+from torsh_distributed.cli.demo.demo_plan import plan_for
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 

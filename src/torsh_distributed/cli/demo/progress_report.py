@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.events import Event, StepEvent
+from torsh_distributed.events import CheckpointEvent, CompileEvent, Event, StepEvent
 
 _BAR_WIDTH = 24
 
 
 @dataclass
 class TrainReport:
-    """Collects step events on rank 0 and says how training goes. Subscribe `handle` to StepEvent."""
+    """Collects step events on rank 0 and says how training goes. Subscribe `handle` to StepEvent and CompileEvent."""
 
     total_steps: int
     log_every: int
@@ -29,7 +29,11 @@ class TrainReport:
     started: float = field(default_factory=time.monotonic)
 
     def handle(self, event: Event) -> None:
-        """Keep a step; print a line at the first, at every `log_every`-th and at the last."""
+        """Keep a step; print a line at the first, at every `log_every`-th and at the last, and for what is compiled."""
+        if isinstance(event, CompileEvent):
+            which = f" ({event.progress})" if event.progress else ""
+            self.console.print(f"compiled {event.function}{which} in {event.duration_s:.1f} s", highlight=False)
+            return
         assert isinstance(event, StepEvent)
         if event.is_skipped:
             self.num_skipped += 1
@@ -98,6 +102,26 @@ class TrainReport:
         axes.grid(alpha=0.3)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
+
+
+@dataclass
+class CheckpointStalls:
+    """Collects how long training waited for checkpoints. Subscribe `handle` to CheckpointEvent."""
+
+    directory: str
+    stalled_s: list[float] = field(default_factory=list)
+
+    def handle(self, event: Event) -> None:
+        """Keep the wait of a save."""
+        assert isinstance(event, CheckpointEvent)
+        if event.action == "copied" and event.duration_s is not None:
+            self.stalled_s.append(event.duration_s)
+
+    def summary(self) -> str:
+        """In words."""
+        if not self.stalled_s:
+            return "none"
+        return f"{len(self.stalled_s)} in {self.directory}; training waited {sum(self.stalled_s) * 1e3:.0f} ms for them"
 
 
 def comm_share(steps: list[StepEvent]) -> float | None:

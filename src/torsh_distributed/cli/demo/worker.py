@@ -11,14 +11,17 @@ import torch
 from rich.console import Console
 
 from torsh_distributed import events
-from torsh_distributed.cli.demo.progress_report import TrainReport
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
+from torsh_distributed.cli.demo.demo_plan import plan_for
+from torsh_distributed.cli.demo.progress_report import CheckpointStalls, TrainReport
 from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import FeatureNotAvailable, TorshError
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, TorshError
 from torsh_distributed.launch.worker.init import distributed
-from torsh_distributed.plan import Plan
-from torsh_distributed.train import EfficiencyMeter, parallelize
-from torsh_distributed.train.demos import DEFAULTS, DEMOS, Demo
+from torsh_distributed.plan import CheckpointConfig, Plan
+from torsh_distributed.train import EfficiencyMeter, Engine, parallelize
+from torsh_distributed.train.demos import DEMOS, Demo
 
 _WARM_UP_STEPS = 1
 """Not measured: the first step allocates what the others reuse."""
@@ -33,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
-    plan = plan_for(options.demo, options.plan, options.steps)
+    plan = with_checkpoints(plan_for(options.demo, options.plan, options.steps), options.out)
     # A demo runs with as many workers as requested; on the CPU if there are fewer GPUs than that.
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
@@ -46,24 +49,60 @@ def main(argv: list[str]) -> None:
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn, example=example)
         meter = EfficiencyMeter(engine) if options.report else None
         report = _begin_report(demo, plan, num_params)
+        stalls = CheckpointStalls(plan.checkpoint.dir)
+        events.subscribe(stalls.handle, events.CheckpointEvent)
+        _resume(engine, report, own=_own_checkpoints(options.out))
+        first = engine.num_steps
         for batch in engine.batches(demo.loader):
-            if meter is not None and engine.num_steps == min(_WARM_UP_STEPS, plan.training.steps - 1):
+            if meter is not None and engine.num_steps == first + min(_WARM_UP_STEPS, plan.training.steps - first - 1):
                 meter.start()
             engine.step(batch)
+        if engine.num_steps % plan.checkpoint.every_steps:
+            engine.save()
+        engine.checkpoints.wait()
         measured = None if meter is None else meter.report()
         # On every rank: if forward communicates, no rank can sample alone.
         said = None if demo.sample is None else demo.sample(engine.unwrapped)
         if process_group.rank() == 0:
-            _finish_report(report, demo, said, options.out)
+            _finish_report(report, demo, said, options.out, stalls.summary())
             if measured is not None:
                 report.console.print(measured.table(), *measured.findings(), sep="\n")
 
 
-def plan_for(demo: str, path: Path | None, steps: int | None) -> Plan:
-    """The plan of a demo: the given file or TORSH_PLAN, or the demo's own defaults; `steps` wins over all."""
-    is_given = path is not None or "TORSH_PLAN" in os.environ
-    plan = Plan.compose(path, environ=os.environ) if is_given else Plan(training=DEFAULTS[demo])
-    return plan if steps is None else plan.replace(training=plan.training.replace(steps=steps))
+def with_checkpoints(plan: Plan, out: Path) -> Plan:
+    """The plan with ten checkpoints in the demo's own directory, unless it says where they go."""
+    if plan.checkpoint.enabled:
+        return plan
+    every = max(1, plan.training.steps // 10)
+    section = CheckpointConfig(enabled=True, dir=str(_own_checkpoints(out)), every_steps=every, keep=2)
+    return plan.replace(checkpoint=section)
+
+
+def _own_checkpoints(out: Path) -> Path:
+    return out / "checkpoints"
+
+
+def _resume(engine: Engine, report: TrainReport, own: Path) -> None:
+    """Go on where an interrupted run stopped; after one that was finished, begin again in the demo's own directory."""
+    directory = CheckpointDirectory(engine.plan.checkpoint.dir)
+    found = directory.complete_steps()
+    newest = broadcast_object(found[0] if found else None, 0)
+    if newest is None:
+        return
+    if newest >= engine.plan.training.steps:
+        if Path(engine.plan.checkpoint.dir) != own:
+            raise InvalidArgument(
+                f"the run in {engine.plan.checkpoint.dir} is finished, at step {newest}",
+                hint="set checkpoint.dir to another directory, or ask for more steps",
+                steps=engine.plan.training.steps,
+            )
+        if process_group.rank() == 0:
+            for step in found:
+                directory.remove(step)
+        return
+    loaded = engine.load()
+    if process_group.rank() == 0:
+        report.console.print(f"resuming at step {loaded.step}, saved by {loaded.world_size} ranks", highlight=False)
 
 
 def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor] | None:
@@ -89,15 +128,16 @@ def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:
             f"backend {process_group.backend()}, batch {plan.training.batch_size}",
             highlight=False,
         )
-        events.subscribe(report.handle, events.StepEvent)
+        events.subscribe(report.handle, events.StepEvent, events.CompileEvent)
     return report
 
 
-def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path) -> None:
+def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path, saved: str) -> None:
     curve = out / "loss.png"
     facts = {
         "model": demo.description,
         "world": f"{process_group.world_size()} ranks on {process_group.backend()}",
+        "checkpoints": saved,
     }
     try:
         report.plot(curve, title=f"torsh demo {demo.name}, {facts['world']}")

@@ -43,10 +43,15 @@ def show(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="With --world: mesh and schedule as a picture.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODULE:FUNCTION", help="A function that builds the model; it gets no memory."),
+    ] = None,
 ) -> None:
     """Print the keys of a plan: value, source, whether this version honours it.
 
-    With --world, draw the mesh and, for a pipeline, its schedule with the bubble.
+    With --world, draw the mesh and, for a pipeline, its schedule with the bubble. With --model, print the parts of the
+    model and how the plan splits them; no rank is started.
     """
     if png is not None and world is None:
         raise ConfigurationError("--png draws a plan for a number of ranks", hint="add --world N")
@@ -62,6 +67,12 @@ def show(
         console.print(f"{hidden} keys are at their defaults (--all shows them).")
     if world is not None:
         _show_on(plan, world, console, png)
+    if model is not None:
+        from torsh_distributed.cli.plan.model_table import describe_model, load_model
+
+        resolved = plan if world is None else plan.replace(mesh=plan.mesh.resolve(world))
+        for part in describe_model(load_model(model), resolved):
+            console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 
 @app.command("validate")

@@ -240,15 +240,26 @@ class GroupLifecycle(dist.ProcessGroup):
     def _note_failure(self, error: BaseException) -> None:
         """End the group here and on the other ranks: a collective that failed half-way leaves them out of step."""
         reason = _first_line(error)
-        self.refuse(
-            CommunicationError(
-                f"the group does not work any more: {reason}",
-                hint="destroy it and make a new one of the ranks that live",
-                group=self._name or None,
-                backend=self._wire.name,
-            )
+        refusal = CommunicationError(
+            f"the group does not work any more: {reason}",
+            hint="destroy it and make a new one of the ranks that live",
+            group=self._name or None,
+            backend=self._wire.name,
         )
+        if isinstance(error, TorshError):
+            error.world_peers = refusal.world_peers = self._ranks_named(error)
+        self.refuse(refusal)
         self._wire.abort(reason)
+
+    def _ranks_named(self, error: TorshError) -> tuple[int, ...]:
+        """The ranks of the world that an error of this group points to."""
+        facts = error.context
+        named = [facts.get(name) for name in ("failed_rank", "peer", "origin")]
+        named += list(facts.get("missing_ranks") or ())
+        found = {rank for rank in named if isinstance(rank, int) and 0 <= rank < self._wire.num_ranks}
+        with contextlib.suppress(ValueError, RuntimeError):  # a group made without torch has no ranks of a world
+            return tuple(sorted(dist.get_global_rank(self, rank) for rank in found - {self._wire.rank}))
+        return ()
 
     @override
     def abort(self, reason: str = "abort() was called") -> None:

@@ -65,9 +65,12 @@ class CommunicationGroup:
         return self.ranks[group_rank]
 
 
-def group_over(members: Sequence[int]) -> dist.ProcessGroup:
-    """A group over `members`, ranks of the world; all of them call this, and no other rank."""
-    group = _new_group(members, use_local_synchronization=True)
+def group_over(members: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A group over `members`, ranks of the world; all of them call this, and no other rank.
+
+    `options` are c10d's own: `backend`, `timeout`.
+    """
+    group = _new_group(members, use_local_synchronization=True, **options)
     assert group is not None, "the caller is a member"
     return group
 

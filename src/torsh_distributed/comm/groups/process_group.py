@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.groups.abort import forget_group, remember_connections
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
 from torsh_distributed.errors import (
     BackendNotInitialized,
@@ -46,6 +48,8 @@ class _World:
     backend: str
     timeout_s: float
     master_port: int
+    told: tuple[str, ...]
+    """Environment variables that name the network interface to torch's backends, set while the world is up."""
     generation: int = 0
 
 
@@ -84,14 +88,24 @@ def start_world(
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
-    _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
-    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port)
+    told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
+    try:
+        _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
+    except BaseException:
+        _withdraw(told)
+        raise
+    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port, told)
     events.set_rank(rank)
     if backend == "auto":
         reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _withdraw(told: Sequence[str]) -> None:
+    for name in told:
+        os.environ.pop(name, None)
 
 
 def _bring_up(
@@ -200,15 +214,48 @@ def _refuse_second_start() -> None:
 
 def destroy_process_group() -> None:
     """Destroy the group; a second call, or one without a group, does nothing. Runs at interpreter exit too."""
-    global _world
     atexit.unregister(destroy_process_group)
     if _world is not None and _world.pid != os.getpid():
         return
     if dist.is_initialized():
         size = dist.get_world_size()
-        _take_down()
-        events.emit(events.MembershipEvent(action="left", world_size=size))
+        error = sys.exception()
+        if error is not None:
+            # Before the others see this rank leave: whoever supervises them can then tell cause from consequence.
+            events.emit(events.MembershipEvent(action="leaving", world_size=size, detail=type(error).__name__))
+        try:
+            for call in list(_before_destroy):
+                call()
+        finally:
+            _before_destroy.clear()
+            _take_down()
+            events.emit(events.MembershipEvent(action="left", world_size=size))
+            _forget_world()
+    _forget_world()
+
+
+def _forget_world() -> None:
+    global _world
+    if _world is not None:
+        _withdraw(_world.told)
     _world = None
+
+
+_before_destroy: list[Callable[[], None]] = []
+
+
+def before_destroy(call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` when the group is destroyed, while it still works; returns a function that takes this back.
+
+    For work in the background that needs the group to end well, such as a checkpoint being written.
+    """
+    _before_destroy.append(call)
+
+    def forget() -> None:
+        if call in _before_destroy:
+            _before_destroy.remove(call)
+
+    return forget
 
 
 def is_initialized() -> bool:

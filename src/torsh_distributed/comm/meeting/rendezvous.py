@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
+from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.meeting.node_identity import node_identity
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.comm.store.registry import open_store as open_store_at
@@ -50,6 +51,8 @@ class Arrival:
     pid: int
     node: str
     """Equal for ranks of one node; see `node_identity`."""
+    network: str
+    """Equal for ranks that share a loopback; see `network_identity`."""
 
     @override
     def __str__(self) -> str:
@@ -61,6 +64,8 @@ class Roster:
     """Where every rank of the world lives: `nodes[rank]` is the identity of its node."""
 
     nodes: tuple[str, ...]
+    shares_loopback: bool = False
+    """Whether all ranks reach each other without a network, whatever their launcher calls a node."""
 
     @cached_property
     def node_order(self) -> tuple[str, ...]:
@@ -164,6 +169,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         host=socket.gethostname(),
         pid=os.getpid(),
         node=node or node_identity(),
+        network=network_identity(),
     )
     meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
     # Arrivals are numbered in order, not by rank: two processes may claim one rank.
@@ -177,7 +183,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         verdict = _await_verdict(store, meeting, me)
     if "error" in verdict:
         raise _to_error(verdict)
-    return Roster(tuple(verdict["nodes"]))
+    return Roster(tuple(verdict["nodes"]), verdict["shares_loopback"])
 
 
 def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
@@ -203,7 +209,10 @@ def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
                 "hint": "give every process its own RANK; LOCAL_RANK repeats on each node and is not it",
             }
         present[arrival.rank] = arrival
-    return {"nodes": [present[rank].node for rank in range(me.world_size)]}
+    return {
+        "nodes": [present[rank].node for rank in range(me.world_size)],
+        "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
+    }
 
 
 def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:

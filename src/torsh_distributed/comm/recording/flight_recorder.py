@@ -52,7 +52,8 @@ in_thread = _ThreadState()
 class OperationRecord:
     """One operation: what, from where, when. `end_s` is None while it is under way.
 
-    A brief one (`is_brief`) has neither times nor call site: see `BriefRecord`.
+    A brief one (`is_brief`) has neither times nor call site: see `BriefRecord`. A call of torch's (`is_by_torch`) has
+    the number that its group gave it; the others are numbered by the recorder.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class OperationRecord:
         "error",
         "group",
         "is_brief",
+        "is_by_torch",
         "num_bytes",
         "op",
         "peer",
@@ -80,6 +82,7 @@ class OperationRecord:
         self._code = code
         self._at = at
         self.is_brief = False
+        self.is_by_torch = False
         self.error: str | None = None
         self.end_s: float | None = None
         self.start_s = _now_s()
@@ -133,6 +136,8 @@ class FlightRecorder:
             frame = frame.f_back
         number = next(self._sequences[group]) if sequence is None else sequence
         record = OperationRecord(op, group, number, num_bytes, peer, frame.f_code, frame.f_lasti)
+        if sequence is not None:
+            record.is_by_torch = True
         self._ring.append(record)
         return record
 
@@ -165,6 +170,11 @@ class FlightRecorder:
         """The records, oldest first."""
         return map(_as_record, list(self._ring))
 
+    @property
+    def newest(self) -> OperationRecord | BriefRecord | None:
+        """The latest entry as it is kept, to see whether anything happened."""
+        return self._ring[-1] if self._ring else None
+
     def last(self, group: str) -> OperationRecord | None:
         """The newest record of a group."""
         newest_first = map(_as_record, reversed(list(self._ring)))
@@ -175,7 +185,7 @@ def _as_record(entry: OperationRecord | BriefRecord) -> OperationRecord:
     if isinstance(entry, OperationRecord):
         return entry
     record = OperationRecord(*entry, peer=None, code=None, at=0)
-    record.is_brief, record.start_s = True, math.nan
+    record.is_brief, record.is_by_torch, record.start_s = True, True, math.nan
     return record
 
 

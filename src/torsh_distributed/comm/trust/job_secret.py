@@ -11,19 +11,17 @@ import functools
 import hmac
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from torsh_distributed.errors import ConfigurationError, InvalidArgument, IoError
+from torsh_distributed.errors import InvalidArgument, IoError
+from torsh_distributed.private_files import read_secret, require_safe_directory
 
 SECRET_FILE_VARIABLE = "TORSH_SECRET_FILE"  # noqa: S105 - the name of a variable
 STORE_VARIABLE = "TORSH_STORE"
 """The address of the launcher's store, which asks for the secret."""
 TOKEN_VARIABLE = "TORSH_JOB_TOKEN"  # noqa: S105
-_MAX_FILE_BYTES = 4096
 _SECRET_BYTES = 32
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def new_secret() -> str:
@@ -80,12 +78,12 @@ def read_or_create_secret_file(path: Path) -> str:
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
-            _check_folder(path.parent)
+            require_safe_directory(path.parent.resolve())
             write_secret_file(draft, new_secret())
             with contextlib.suppress(FileExistsError):
                 os.link(draft, path)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _unusable(path, error) from error
         finally:
             draft.unlink(missing_ok=True)
     return read_secret_file(path)
@@ -94,62 +92,23 @@ def read_or_create_secret_file(path: Path) -> str:
 def read_secret_file(path: Path) -> str:
     """The secret in the file. Raises if the file is empty, or if another user can read or replace it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            _check_file(path, os.fstat(fd))
-            data = os.read(fd, _MAX_FILE_BYTES + 1)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if isinstance(error, IoError):
-            raise
-        raise _unreadable(path, error) from error
-    _check_folder(path.parent)
-    try:
-        secret = data.decode().strip()
-    except UnicodeDecodeError:
-        raise InvalidArgument("the file of the secret is not text", path=str(path)) from None
-    if not secret or len(data) > _MAX_FILE_BYTES:
+        secret = read_secret(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(path, error) from error
+    if not secret:
         raise InvalidArgument(
-            "the file of the secret is empty" if not secret else f"the secret is longer than {_MAX_FILE_BYTES} bytes",
+            "the file of the secret is empty",
             hint="remove it, and `torsh run --token-file` creates one; or `openssl rand -hex 32 > FILE`",
             path=str(path),
         )
     return secret
 
 
-def _check_file(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgument("the secret must be in a regular file", path=str(path))
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigurationError(
-            "the file of the secret belongs to another user", hint="use a file of your own", path=str(path)
-        )
-    if status.st_mode & (_OTHERS_MAY_WRITE | stat.S_IROTH):
-        raise ConfigurationError(
-            "other users can read or change the file of the secret",
-            hint=f"chmod 600 {path}; for a Kubernetes secret set defaultMode: 0400",
-            path=str(path),
-            mode=oct(stat.S_IMODE(status.st_mode)),
-        )
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a directory in which another user could replace the file; a sticky one, as /tmp, is safe."""
-    status = (folder if folder.parts else Path.cwd()).stat()
-    if status.st_mode & _OTHERS_MAY_WRITE and not status.st_mode & stat.S_ISVTX:
-        raise ConfigurationError(
-            "other users can write to the directory of the secret",
-            hint=f"chmod go-w {folder}, or use another directory",
-            path=str(folder),
-            mode=oct(stat.S_IMODE(status.st_mode)),
-        )
-
-
-def _unreadable(path: Path, error: OSError) -> IoError:
+def _unusable(path: Path, error: OSError | UnicodeDecodeError) -> IoError:
     return IoError(
-        "the file of the secret cannot be read or created",
-        hint="check the path and its permissions",
+        "the file of the secret cannot be used",
+        hint=f"only you may read it or write to its directory: chmod 600 {path}; "
+        "for a Kubernetes secret set defaultMode: 0400",
         path=str(path),
-        reason=error.strerror or str(error),
+        reason=str(error),
     )

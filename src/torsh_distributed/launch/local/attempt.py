@@ -1,29 +1,44 @@
-"""One attempt on one node: its workers, their output, and the report on the first that fails."""
+"""One attempt on one node: its workers, their output, and what is known of each that ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torsh_distributed.launch.entry import command_line
-from torsh_distributed.launch.local.exit_causes import ExitStatus, OomCounter, OomEvidence, oom_evidence
-from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
+from torsh_distributed.launch.local.exit_causes import (
+    ExitStatus,
+    FatalStack,
+    OomCounter,
+    OomEvidence,
+    fatal_stack,
+    is_transport_abort,
+    oom_evidence,
+)
+from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.output import LinePrefix, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
+from torsh_distributed.launch.local.worker_line import WorkerLine, why_silent
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.local.workers import Worker, WorkerExit, Workers
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.progress import read_progress
+from torsh_distributed.launch.worker.rank_status import RaisedError, RankStatus, raised_from, status_from
 
-_EARLY_EXIT_NOTICE_S = 30.0
 _STDERR_WAIT_S = 0.5
+_EXIT_WAIT_S = 0.15
+_ANSWER_WAIT_S = 0.7
 _MAX_LINE_CHARS = 500
 
 
@@ -45,29 +60,40 @@ class AttemptContext:
     oom_counter: OomCounter | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttemptReports:
+    """Whom an attempt tells what it sees."""
+
+    failed: Callable[[JobFailure], None]
+    """A worker failed: its exception arrived, or it ended; once for each."""
+    ended: Callable[[JobFailure], None]
+    """A worker ended with exit code 0."""
+    said: Callable[[RankStatus, bool], None]
+    """A worker says what it does; the flag tells whether it was asked."""
+    finished: Callable[[], None]
+    """All workers ended with exit code 0."""
+
+
 class LocalAttempt:
-    """The workers of one attempt. Calls `on_failed` or `on_finished` once, unless it is stopped first."""
+    """The workers of one attempt. After `stop` only its end is reported."""
 
     def __init__(
-        self,
-        context: AttemptContext,
-        endpoint: AttemptEndpoint,
-        *,
-        log_dir: Path | None,
-        on_failed: Callable[[JobFailure], None],
-        on_finished: Callable[[], None],
+        self, context: AttemptContext, endpoint: AttemptEndpoint, *, log_dir: Path | None, reports: AttemptReports
     ) -> None:
         self.number = endpoint.attempt
+        self.is_interrupted = False
+        """Set when the user ends the job: an exception is then worth a line, unless it is the interrupt itself."""
         self._context = context
         self._endpoint = endpoint
         self._log_dir = log_dir
-        self._on_failed = on_failed
-        self._on_finished = on_finished
+        self._reports = reports
         self._oom_before = context.oom_counter.read() if context.oom_counter is not None else None
         self._pump = OutputPump(context.terminal, warn=context.output.warn)
         self._workers = Workers(context.loop, context.guardian, mark=context.mark, on_exit=self._on_exit)
+        self._raised: dict[int, RaisedError] = {}
+        self._failed: set[int] = set()
+        self._unanswered: set[int] = set()
         self._timers: list[Timer] = []
-        self._is_decided = False
         self._after_stop: Callable[[], None] | None = None
 
     @property
@@ -92,7 +118,8 @@ class LocalAttempt:
             secret_file=context.secret_file,
             progress_file=progress_file,
         )
-        pipes = self._workers.start(place, command_line(spec.entry), env, progress_file=progress_file)
+        line = WorkerLine(context.loop, partial(self._hear, place.rank))
+        pipes = self._workers.start(place, command_line(spec.entry), env, line, progress_file=progress_file)
         is_shown = spec.shown_ranks is None or place.local_rank in spec.shown_ranks
         width = len(str(spec.world_size - 1))
         streams: tuple[StreamName, StreamName] = ("stdout", "stderr")
@@ -102,53 +129,144 @@ class LocalAttempt:
             log = open_log(self._log_dir, place.rank, name) if self._log_dir is not None else None
             self._pump.add(place.rank, name, pipe, prefix=prefix, log=log)
 
+    # What workers say
+
+    def _hear(self, rank: int, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "raised":
+            self._hear_raised(rank, message)
+        elif kind in ("status", "waiting", "bye"):
+            status = status_from(rank, message)
+            if status is not None:
+                status = dataclasses.replace(status, has_finished=kind == "bye")
+                self._tell_status(status, is_asked=kind == "status")
+
+    def _hear_raised(self, rank: int, message: dict[str, Any]) -> None:
+        raised = raised_from(message)
+        worker = self._workers.by_rank(rank)
+        if raised is None or worker is None:
+            return
+        self._raised[rank] = raised
+        if message.get("is_printed") is False and isinstance(message.get("full"), str):
+            # The worker leaves it to us to print: into its log, and on the terminal if everything is wanted.
+            self._pump.note(rank, message["full"], is_shown=self._context.spec.is_verbose)
+        history = status_from(rank, {"groups": {}, **message})
+        if history is not None:
+            self._tell_status(history, is_asked=False)
+        if self._after_stop is not None:
+            if self.is_interrupted and raised.kind != "KeyboardInterrupt" and not raised.is_consequence:
+                self._context.output.warn(f"rank {rank}: {raised.where or 'at its end'}: {raised.summary}")
+        elif raised.is_fatal:
+            timer = self._context.loop.call_later(_EXIT_WAIT_S, lambda: self._fail(worker, None))
+            self._timers.append(timer)
+
+    def ask(self) -> None:
+        """Ask every running worker what it does. Each is told about through `said`; of a silent one, why it is."""
+        self._unanswered = set()
+        for worker in self._workers.running:
+            if worker.line.is_answered and worker.line.ask():
+                self._unanswered.add(worker.place.rank)
+            else:
+                self._tell_silence(worker, "it has no line to the launcher")
+        if self._unanswered:
+            self._timers.append(self._context.loop.call_later(_ANSWER_WAIT_S, self._note_silent))
+
+    def _note_silent(self) -> None:
+        for worker in self._workers.running:
+            if worker.place.rank in self._unanswered:
+                self._tell_silence(worker, why_silent(worker.pid))
+        self._unanswered = set()
+
+    def _tell_silence(self, worker: Worker, reason: str) -> None:
+        self._tell_status(RankStatus(rank=worker.place.rank, silence=reason), is_asked=True)
+
+    def _tell_status(self, status: RankStatus, *, is_asked: bool) -> None:
+        worker = self._workers.by_rank(status.rank)
+        if worker is None or self._after_stop is not None:
+            return
+        if is_asked:
+            self._unanswered.discard(status.rank)
+        progress = read_progress(worker.progress_file)
+        status = dataclasses.replace(
+            status,
+            node_rank=worker.place.node_rank,
+            node_name=socket.gethostname(),
+            pid=worker.pid,
+            step=progress.step,
+            checkpoint_step=progress.checkpoint_step,
+            raised=self._raised.get(status.rank),
+        )
+        self._reports.said(status, is_asked)
+
+    # How workers end
+
     def _on_exit(self, worker: Worker, worker_exit: WorkerExit) -> None:
         if self._after_stop is not None:
             if not self._workers.running:
                 self._after_stop()
             return
-        if self._is_decided:
-            return
         if not worker_exit.status.is_success:
-            self._is_decided = True
-            self._on_failed(self._failure(worker, worker_exit))
-        elif not self._workers.running:
-            self._is_decided = True
-            self._on_finished()
-        elif not self._timers:
-            self._timers.append(self._context.loop.call_later(_EARLY_EXIT_NOTICE_S, self._notice_early_exit))
+            self._fail(worker, worker_exit)
+            return
+        if worker.place.rank in self._failed:
+            return
+        described = self._describe(worker, worker_exit)
+        self._reports.ended(dataclasses.replace(described, cause="ended normally", raised=None, is_consequence=False))
+        if not self._workers.running and not self._failed:
+            self._reports.finished()
 
-    def _notice_early_exit(self) -> None:
-        ended = [worker.place.rank for worker in self._workers.all if worker.exit is not None]
-        if self._after_stop is None and self._workers.running:
-            self._context.output.warn(
-                f"rank {join_numbers(ended)} ended with exit code 0 over {_EARLY_EXIT_NOTICE_S:g} s ago; "
-                f"rank {join_numbers(self.running_ranks)} still running"
-            )
+    def _fail(self, worker: Worker, worker_exit: WorkerExit | None) -> None:
+        """Report a worker that failed: at its exit, or when its end takes long after the exception that ends it."""
+        if worker.place.rank in self._failed or self._after_stop is not None:
+            return
+        self._failed.add(worker.place.rank)
+        self._reports.failed(self._describe(worker, worker_exit))
 
-    def _failure(self, worker: Worker, worker_exit: WorkerExit) -> JobFailure:
-        """Everything known about a worker that failed."""
-        status, rank = worker_exit.status, worker.place.rank
-        self._pump.wait_ended({rank}, timeout_s=_STDERR_WAIT_S)
+    def _describe(self, worker: Worker, worker_exit: WorkerExit | None) -> JobFailure:
+        """Everything known about a worker that ended, or will."""
+        rank, raised = worker.place.rank, self._raised.get(worker.place.rank)
+        status = worker_exit.status if worker_exit is not None else None
+        exit_code = status.shell_code if status is not None else _exit_code(raised)
+        by_signal = status is not None and status.code < 0
+        if raised is not None and (by_signal or (not raised.is_fatal and raised.how != "leaving")):
+            raised = None  # it was handled, or came from a thread: it did not end the process
+        exit_line = None
+        if raised is not None and raised.kind == "SystemExit":
+            exit_line, raised = raised.where, None  # sys.exit: the exit code says it all
+        if raised is None and worker_exit is not None:
+            self._pump.wait_ended({rank}, timeout_s=_STDERR_WAIT_S)
+        tail = tuple(line[:_MAX_LINE_CHARS] for line in self._pump.tail(rank))
         progress = read_progress(worker.progress_file)
+        now_s = worker_exit.at_s if worker_exit is not None else time.monotonic()
+        fatal = fatal_stack(worker.progress_file) if by_signal else FatalStack(where=exit_line)
         evidence = oom_evidence(self._context.oom_counter, self._oom_before)
+        if status is not None and (raised is None or raised.how == "exit"):
+            cause = status.describe()
+        else:
+            cause = raised.summary if raised is not None else f"exit code {exit_code}"
         return JobFailure(
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
             rank=rank,
             pid=worker.pid,
-            exit_code=status.shell_code,
-            cause=status.describe(),
-            evidence=_describe_evidence(evidence, status),
-            ran_s=worker_exit.at_s - worker.started_s,
+            exit_code=exit_code,
+            cause=cause,
+            evidence=_describe_evidence(evidence, status) if status is not None else None,
+            raised=raised,
+            is_consequence=raised.is_consequence if raised is not None else is_transport_abort(status, tail),
+            at_s=raised.at_s if raised is not None else time.time() - (time.monotonic() - now_s),
+            ran_s=now_s - worker.started_s,
             step=progress.step,
             checkpoint_step=progress.checkpoint_step,
-            last_lines=tuple(line[:_MAX_LINE_CHARS] for line in self._pump.tail(rank)),
+            last_lines=tail,
+            stack=fatal.lines,
+            where=fatal.where,
+            call=fatal.call,
             log=str(self._log_dir / f"rank-{rank}.stderr.log") if self._log_dir is not None else None,
             finished_before=tuple(
-                (other.place.rank, worker_exit.at_s - other.exit.at_s)
+                (other.place.rank, now_s - other.exit.at_s)
                 for other in self._workers.all
-                if other.exit is not None and other.exit.status.is_success
+                if other.exit is not None and other.exit.status.is_success and other is not worker
             ),
         )
 
@@ -159,14 +277,18 @@ class LocalAttempt:
     def stop(self, number: signal.Signals, *, grace_s: float, then: Callable[[], None]) -> None:
         """Send a signal to the workers, kill the rest after `grace_s`, call `then` once none runs.
 
-        A second call only replaces `then`.
+        A worker that is on its way out after an exception gets no signal. A second call only replaces `then`.
         """
         is_first = self._after_stop is None
         self._after_stop = then
         if not self._workers.running:
             self._context.loop.call_later(0, then)
         elif is_first:
-            self._workers.send_signal(number)
+            if number == signal.SIGINT:
+                self._pump.hide_interrupts()
+            for worker in self._workers.running:
+                if self.is_interrupted or worker.place.rank not in self._failed:
+                    worker.send_signal(number)
             self._timers.append(self._context.loop.call_later(grace_s, self.kill))
 
     def kill(self) -> None:
@@ -182,6 +304,13 @@ class LocalAttempt:
         if remaining:
             named = ", ".join(f"{command} (pid {pid})" for pid, command in sorted(remaining.items()))
             self._context.output.warn(f"could not end {named}")
+
+
+def _exit_code(raised: RaisedError | None) -> int:
+    """The exit code that Python will have."""
+    if raised is None:
+        return 1
+    return 128 + signal.SIGINT if raised.kind == "KeyboardInterrupt" else raised.exit_code
 
 
 def _describe_evidence(evidence: OomEvidence | None, status: ExitStatus) -> str | None:

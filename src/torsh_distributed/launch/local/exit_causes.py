@@ -1,11 +1,21 @@
-"""Why a process ended: exit code, signal in words, or out of memory if the kernel's count proves it."""
+"""Why a process ended: exit code, signal in words, the stack it left, out of memory if the kernel's count proves it."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from torsh_distributed.launch.worker.raised_error import (
+    communication_call,
+    folded,
+    is_start,
+    is_transport_text,
+    own_line,
+)
 
 _WORDS = {
     signal.SIGKILL: "killed",
@@ -21,6 +31,9 @@ _WORDS = {
     signal.SIGXCPU: "CPU time limit exceeded",
     signal.SIGXFSZ: "file size limit exceeded",
 }
+
+SAVED_EXIT_CODE = 75
+"""EX_TEMPFAIL: a worker was told by a signal to end and has saved its state; the same as in `checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,8 @@ class ExitStatus:
 
     def describe(self) -> str:
         """In words: `exit code 3`, or `signal 11 (SIGSEGV, segmentation fault: …)`."""
+        if self.code == SAVED_EXIT_CODE:
+            return f"exit code {self.code} (ended by a signal after saving; start the job again to go on)"
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -63,9 +78,50 @@ def peek_status(pidfd: int) -> ExitStatus | None:
     return ExitStatus(-result.si_status, dumped_core=result.si_code == os.CLD_DUMPED)
 
 
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_MAX_STACK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class FatalStack:
+    """Where a worker was when a signal such as SIGSEGV ended it."""
+
+    lines: tuple[str, ...] = ()
+    """Outermost first, library frames folded."""
+    where: str | None = None
+    """The user's own line."""
+    call: str | None = None
+    """The communication call it was in."""
+
+
+def fatal_stack(progress_file: Path) -> FatalStack:
+    """What Python's fault handler wrote beside the progress file: of all its threads, the one that was to blame.
+
+    A fault in a thread of C++ has no Python stack of its own; then the main thread's, which is written last.
+    """
+    try:
+        with open(f"{progress_file}.stack", "rb") as file:  # noqa: PTH123 - a name beside the progress file's
+            text = file.read(_MAX_STACK_BYTES).decode(errors="replace")
+    except OSError:
+        return FatalStack()
+    threads = re.split(r"^(?=Current thread|Thread) ?", text, flags=re.MULTILINE)[1:]
+    current = next((part for part in threads if part.startswith("Current")), "")
+    chosen = current if _FRAME.search(current) else threads[-1] if threads else ""
+    found = [(file, int(line), function) for file, line, function in _FRAME.findall(chosen) if not is_start(file)]
+    places = found[::-1]
+    return FatalStack(lines=tuple(folded(places)), where=own_line(places), call=communication_call(places))
+
+
+def is_transport_abort(status: ExitStatus | None, last_lines: Sequence[str]) -> bool:
+    """Whether a process aborted itself because a peer was gone, as NCCL's watchdog and C++ exceptions of c10d do."""
+    if status is None or status.code != -signal.SIGABRT:
+        return False
+    return any(is_transport_text(line) for line in last_lines)
+
+
 @dataclass(frozen=True, slots=True)
 class OomCounter:
-    """The kernel's count of out-of-memory kills in this process's control group, workers included."""
+    """The kernel's count of out-of-memory kills: in this process's control group, or on the whole machine."""
 
     path: Path
 
@@ -82,11 +138,25 @@ class OomCounter:
         return None
 
 
-def find_oom_counter(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/self/mountinfo")) -> OomCounter | None:
-    """The counter of the control group this process is in, for version 2 or 1; None if there is none.
+_WHOLE_MACHINE = Path("/proc/vmstat")
 
-    The root group of version 2 has no counter; then out of memory cannot be proven and is not claimed.
+
+def find_oom_counter(
+    proc: Path = Path("/proc/self"),
+    mounts: Path = Path("/proc/self/mountinfo"),
+    whole_machine: Path = _WHOLE_MACHINE,
+) -> OomCounter | None:
+    """The counter of the control group this process is in, for version 2 or 1; else the machine's; None without any.
+
+    The root group of version 2 has no counter, and only the machine's tells that something was killed for memory.
     """
+    found = _find_group_counter(proc, mounts)
+    if found is None and OomCounter(whole_machine).read() is not None:
+        return OomCounter(whole_machine)
+    return found
+
+
+def _find_group_counter(proc: Path, mounts: Path) -> OomCounter | None:
     try:
         groups = (proc / "cgroup").read_text().splitlines()
         mounted = mounts.read_text().splitlines()
@@ -134,7 +204,8 @@ class OomEvidence:
 
     def describe(self) -> str:
         """The proof, in one line."""
-        return f"the kernel's count of out-of-memory kills rose from {self.before} to {self.after} ({self.path})"
+        where = f"the whole machine's, {self.path}" if self.path == str(_WHOLE_MACHINE) else self.path
+        return f"the kernel's count of out-of-memory kills rose from {self.before} to {self.after} ({where})"
 
 
 def oom_evidence(counter: OomCounter | None, before: int | None) -> OomEvidence | None:

@@ -1,34 +1,44 @@
-"""Why an attempt failed: the record that a node makes and every report is written from."""
+"""Why an attempt failed: the record that a node makes of each worker, and every report is written from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from annotated_types import MaxLen
-
-Text = Annotated[str, MaxLen(4_000)]
-"""A text that travels between launchers."""
+from torsh_distributed.launch.worker.rank_status import RaisedError, Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFailure:
-    """Why an attempt failed: a worker that failed, or a node that was lost (then `rank` is None)."""
+    """How a worker ended, or that a node was lost (then `rank` is None); one of them is the cause of the job's end."""
 
     node_rank: int
     node_name: Text
     rank: int | None = None
     pid: int | None = None
     exit_code: int = 1
-    """For the shell: the worker's, or 128 + signal; never 0."""
+    """For the shell: the worker's, or 128 + signal; 0 only for a worker that succeeded while others need it."""
     cause: Text
     evidence: Text | None = None
     """What proves the cause beyond the exit status, such as the kernel's count of out-of-memory kills."""
+    raised: RaisedError | None = None
+    """The exception that ended the worker."""
+    is_consequence: bool = False
+    """Whether all that is known says that another rank was at fault."""
+    at_s: float = 0.0
+    """Wall-clock time at which the worker failed."""
     ran_s: float | None = None
     step: int | None = None
     checkpoint_step: int | None = None
     last_lines: tuple[Text, ...] = ()
     """The end of the worker's stderr."""
+    stack: tuple[Text, ...] = ()
+    """Where the worker was, if it raised nothing: outermost first, library frames folded."""
+    where: Text | None = None
+    """The user's own line in `stack`."""
+    call: Text | None = None
+    """The communication call at the end of `stack`."""
+    consequences: tuple[Text, ...] = ()
+    """What the other ranks did meanwhile."""
     log: Text | None = None
     finished_before: tuple[tuple[int, float], ...] = ()
     """(rank, seconds before the failure) of workers on that node that had succeeded while others went on."""

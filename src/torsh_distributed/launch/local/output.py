@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
+from torsh_distributed.private_files import make_private_directories, open_private
 
 _COLOURS = ("36", "33", "32", "35", "34", "31", "96", "93", "92", "95", "94", "91")
 _READ_BYTES = 1 << 16
@@ -79,6 +80,49 @@ class LineSplitter:
         return [rest] if rest else []
 
 
+class InterruptFilter:
+    """Takes the tracebacks of KeyboardInterrupt out of a stream of lines, and leaves everything else as it is.
+
+    Why: after Ctrl-C every worker prints one, from wherever it was; nobody reads them. A traceback is held back until
+    its end shows whether it is one, chained exceptions included. An import that was interrupted may end as ImportError.
+    """
+
+    _STARTS = (b"Traceback (most recent call last):", b"Exception ignored in", b"Fatal Python error: init_")
+    _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
+    _CAUSED = (b"KeyboardInterrupt", b"ImportError")
+    _INSIDE = (b" ", b"Python runtime state:", b"Current thread", b"<no Python frame>")
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._is_interrupt = False
+        self._has_ended = False
+
+    def feed(self, line: bytes) -> list[bytes]:
+        """The lines that can be shown now."""
+        if self._has_ended and line.startswith(self._STARTS):
+            return [*self.finish(), *self.feed(line)]
+        is_start = line.startswith((*self._STARTS, *self._LINKS))
+        if not self._held and not is_start:
+            return [line]
+        if is_start or not line.strip() or (not self._has_ended and line.startswith(self._INSIDE)):
+            self._has_ended = self._has_ended and not is_start
+            self._held.append(line)
+            return []
+        if not self._has_ended:
+            # The first line that is not indented names the exception.
+            self._has_ended = True
+            self._is_interrupt = self._is_interrupt or line.startswith(self._CAUSED)
+            self._held.append(line)
+            return []
+        return [*self.finish(), *self.feed(line)]
+
+    def finish(self) -> list[bytes]:
+        """What is still held back, if it is to be shown."""
+        held, is_interrupt = self._held, self._is_interrupt
+        self._held, self._is_interrupt, self._has_ended = [], False, False
+        return [] if is_interrupt else held
+
+
 @dataclass(slots=True)
 class _WorkerStream:
     rank: int
@@ -87,14 +131,18 @@ class _WorkerStream:
     prefix: LinePrefix | None
     log: io.FileIO | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
+    interrupts: InterruptFilter = field(default_factory=InterruptFilter)
 
 
 def open_log(directory: Path, rank: int, name: StreamName) -> io.FileIO:
-    """The log file of one stream of one rank, opened for appending; creates its directory."""
+    """The log file of one stream of one rank, opened for appending; this user alone can read it.
+
+    Creates its directory, DIR/RUN/attempt-N, of which the last two are the job's own.
+    """
     path = directory / f"rank-{rank}.{name}.log"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return io.FileIO(path, "ab")
+        make_private_directories(directory.parent.parent, directory.parent.name, directory.name)
+        return io.FileIO(path, "ab", opener=open_private)
     except OSError as error:
         raise IoError(
             "the log directory cannot be written",
@@ -116,9 +164,12 @@ class OutputPump:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._changed = threading.Condition()
         self._incoming: list[_WorkerStream] = []
+        self._notes: list[tuple[int, str, bool]] = []
+        self._errors: dict[int, _WorkerStream] = {}
         self._open: dict[int, set[StreamName]] = {}
         self._tails: dict[int, deque[str]] = {}
         self._is_closing = False
+        self._hides_interrupts = False
         self._thread = threading.Thread(target=self._run, name="torsh-output", daemon=True)
         self._thread.start()
 
@@ -130,10 +181,20 @@ class OutputPump:
             self._tails[rank] = deque(maxlen=_TAIL_LINES)
         os.write(self._wake_write, b"+")
 
+    def note(self, rank: int, text: str, *, is_shown: bool) -> None:
+        """Add a text to the rank's stderr that it left to the launcher to print; to its log in any case."""
+        with self._changed:
+            self._notes.append((rank, text, is_shown))
+        os.write(self._wake_write, b"+")
+
     def wait_ended(self, ranks: set[int], *, timeout_s: float) -> bool:
         """Whether all pipes of these ranks ended in time; a grandchild may hold one open."""
         with self._changed:
             return self._changed.wait_for(lambda: not any(self._open.get(rank) for rank in ranks), timeout_s)
+
+    def hide_interrupts(self) -> None:
+        """From now on, show no traceback of KeyboardInterrupt: the user asked for the end. Logs have them."""
+        self._hides_interrupts = True
 
     def tail(self, rank: int) -> tuple[str, ...]:
         """The last lines of the rank's stderr."""
@@ -173,8 +234,28 @@ class OutputPump:
         os.read(self._wake_read, 4096)
         with self._changed:
             streams, self._incoming = self._incoming, []
+            notes, self._notes = self._notes, []
         for stream in streams:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+            if stream.name == "stderr":
+                self._errors[stream.rank] = stream
+        for rank, text, is_shown in notes:
+            self._add_note(self._errors[rank], text, is_shown=is_shown)
+
+    def _add_note(self, stream: _WorkerStream, text: str, *, is_shown: bool) -> None:
+        has_ended = stream.log is not None and stream.log.closed
+        if stream.log is not None and has_ended:
+            try:
+                stream.log = io.FileIO(stream.log.name, "ab")
+            except OSError as error:
+                self._warn(f"{stream.log.name} is incomplete from here: {error.strerror}")
+                stream.log = None
+        self._keep(stream, text.encode(errors="replace"))
+        if stream.log is not None and has_ended:
+            stream.log.close()
+        if is_shown and stream.prefix is not None:
+            lines = [line.encode(errors="replace") for line in text.splitlines()]
+            self._terminal.write("stderr", b"".join(map(stream.prefix.apply, lines)))
 
     def _read(self, stream: _WorkerStream) -> None:
         data = os.read(stream.fd, _READ_BYTES)
@@ -199,14 +280,20 @@ class OutputPump:
         if stream.name == "stderr":
             with self._changed:
                 self._tails[stream.rank].extend(line.decode(errors="replace") for line in lines if line.strip())
+        if self._hides_interrupts and stream.name == "stderr":
+            lines = [shown for line in lines for shown in stream.interrupts.feed(line)]
+        self._write(stream, lines)
+
+    def _write(self, stream: _WorkerStream, lines: list[bytes]) -> None:
         if stream.prefix is not None and lines:
             self._terminal.write(stream.name, b"".join(map(stream.prefix.apply, lines)))
 
     def _end(self, stream: _WorkerStream) -> None:
         self._show(stream, stream.splitter.finish())
+        self._write(stream, stream.interrupts.finish())
         self._selector.unregister(stream.fd)
         os.close(stream.fd)
-        if stream.log is not None:
+        if stream.log is not None and not stream.log.closed:
             stream.log.close()
         with self._changed:
             self._open[stream.rank].discard(stream.name)

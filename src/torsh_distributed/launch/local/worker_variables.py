@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torsh_distributed.comm.meeting.network_interface import interface_variables
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
@@ -29,11 +30,13 @@ _PERSONAL = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEndpoint:
-    """Where the workers of one attempt meet: its number, and its own store."""
+    """Where the workers of one attempt meet: its number, its own store, and the interface on which they connect."""
 
     attempt: int
     master_addr: str
     master_port: int
+    interface: str | None = None
+    """The network interface that torch's backends are told to use; None leaves it to them."""
     local_store: str = ""
     """Path of the store's Unix socket, for workers on its node."""
 
@@ -81,6 +84,8 @@ def worker_environment(
     if not spec.serves_torch_store:
         env[STORE_VARIABLE] = endpoint.store_url
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    for name, value in interface_variables(endpoint.interface).items():
+        env.setdefault(name, value)
     if sets_omp_threads(spec, base):
         env["OMP_NUM_THREADS"] = "1"
     # A job started by a worker of another job carries both marks: ending the outer one ends the inner too.

@@ -18,7 +18,9 @@ from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.exit_causes import ExitStatus, peek_status
 from torsh_distributed.launch.local.guardian import Guardian, kill_members
 from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.worker_line import WorkerLine
 from torsh_distributed.launch.spec import WorkerPlace
+from torsh_distributed.launch.worker.launcher_line import FD_VARIABLE
 
 _REAP_TIMEOUT_S = 5.0
 # A terminal interrupts every process in the foreground. Other signals are for the worker alone, which may want to
@@ -37,9 +39,12 @@ class WorkerExit:
 class Worker:
     """One rank's process."""
 
-    def __init__(self, place: WorkerPlace, process: subprocess.Popen[bytes], *, progress_file: Path) -> None:
+    def __init__(
+        self, place: WorkerPlace, process: subprocess.Popen[bytes], line: WorkerLine, *, progress_file: Path
+    ) -> None:
         self.place = place
         self.process = process
+        self.line = line
         self.progress_file = progress_file
         self.pidfd = os.pidfd_open(process.pid)
         self.started_s = time.monotonic()
@@ -75,16 +80,31 @@ class Workers:
         self.all: list[Worker] = []
 
     def start(
-        self, place: WorkerPlace, command: Sequence[str], env: Mapping[str, str], *, progress_file: Path
+        self,
+        place: WorkerPlace,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        line: WorkerLine,
+        *,
+        progress_file: Path,
     ) -> tuple[int, int]:
-        """Start one worker; returns the read ends of pipes on its stdout and stderr, which the caller owns."""
+        """Start one worker; returns the read ends of pipes on its stdout and stderr, which the caller owns.
+
+        The worker takes over `line`: it is closed with the worker.
+        """
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         try:
             process = subprocess.Popen(
-                command, env=dict(env), stdout=out_write, stderr=err_write, start_new_session=True
+                command,
+                env={**env, FD_VARIABLE: str(line.worker_fd)},
+                stdout=out_write,
+                stderr=err_write,
+                start_new_session=True,
+                pass_fds=(line.worker_fd,),
             )
         except OSError as error:
+            line.close()
             os.close(out_read)
             os.close(err_read)
             raise IoError(
@@ -96,8 +116,9 @@ class Workers:
         finally:
             os.close(out_write)
             os.close(err_write)
+        line.close_worker_end()
         self._guardian.watch_session(process.pid)
-        worker = Worker(place, process, progress_file=progress_file)
+        worker = Worker(place, process, line, progress_file=progress_file)
         self.all.append(worker)
         self._loop.watch(worker.pidfd, lambda: self._note_exit(worker))
         return out_read, err_read
@@ -107,6 +128,7 @@ class Workers:
         if status is None:
             return
         self._loop.unwatch(worker.pidfd)
+        worker.line.drain()
         worker.exit = WorkerExit(status, time.monotonic())
         self._on_exit(worker, worker.exit)
 
@@ -114,6 +136,10 @@ class Workers:
     def running(self) -> list[Worker]:
         """Workers that have not ended."""
         return [worker for worker in self.all if worker.exit is None]
+
+    def by_rank(self, rank: int) -> Worker | None:
+        """The worker of a rank, if it was started."""
+        return next((worker for worker in self.all if worker.place.rank == rank), None)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to every running worker."""
@@ -131,6 +157,7 @@ class Workers:
         for worker in self.all:
             self._loop.unwatch(worker.pidfd)
             os.close(worker.pidfd)
+            worker.line.close()
             try:
                 worker.process.wait(timeout=0 if worker.pid in remaining else _REAP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.nodes.records import End, Stop
 
@@ -77,7 +78,8 @@ class Coordinator:
         if self.phase is not JobPhase.RUNNING or attempt != self.attempt:
             return []
         self.failures.append(failure)
-        if attempt >= self._max_restarts:
+        # Workers that were told to end are not started again here: their node is about to be taken away.
+        if attempt >= self._max_restarts or failure.exit_code == SAVED_EXIT_CODE:
             return self._over(End(exit_code=failure.exit_code, failure=failure))
         self.phase = JobPhase.STOPPING
         self._done = set()

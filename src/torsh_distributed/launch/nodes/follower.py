@@ -16,6 +16,7 @@ from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import (
+    Ask,
     End,
     FromNode,
     Heartbeat,
@@ -159,7 +160,7 @@ class Follower:
                     hint="give the same command on every node, each with its own --node-rank",
                     node_rank=self._spec.node_rank,
                 )
-            case Start() | Stop() | End():
+            case Start() | Ask() | Stop() | End():
                 self._node.handle(message)
 
     def _report(self, message: FromNode) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -15,12 +16,15 @@ from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
+    Ask,
     End,
+    Ended,
     Failed,
     Finished,
     FromLeader,
     FromNode,
     Interrupted,
+    Said,
     Start,
     Stop,
     Stopped,
@@ -39,6 +43,7 @@ class Leader:
         self._output = output
         self._token = token
         self._directory = directory
+        self._inquiry: Inquiry | None = None
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._local_listener: socket.socket | None = None
@@ -54,13 +59,34 @@ class Leader:
         """Handle a report of a node."""
         match message:
             case Failed():
-                self._carry_out(self.coordinator.failed(message.attempt, message.failure))
+                self._inquire(message.attempt, lambda inquiry: inquiry.failed(message.failure))
+            case Ended():
+                self._inquire(message.attempt, lambda inquiry: inquiry.ended(message.worker))
+            case Said():
+                self._inquire(message.attempt, lambda inquiry: inquiry.said(message.status, is_asked=message.is_asked))
             case Finished():
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
+
+    def _inquire(self, attempt: int, tell: Callable[[Inquiry], None]) -> None:
+        """Tell the inquiry into the running attempt; what comes from an earlier one is of no interest any more."""
+        coordinator = self.coordinator
+        if self._inquiry is not None and coordinator.phase is JobPhase.RUNNING and coordinator.attempt == attempt:
+            tell(self._inquiry)
+
+    def _begin_inquiry(self, attempt: int) -> None:
+        if self._inquiry is not None:
+            self._inquiry.close()
+        self._inquiry = Inquiry(
+            self._loop,
+            self._spec.world_size,
+            ask=lambda: self._tell_all(Ask(attempt=attempt)),
+            on_verdict=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
+            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack),
+        )
 
     def lose(self, failure: JobFailure) -> None:
         """A node is lost."""
@@ -72,6 +98,7 @@ class Leader:
         for decision in decisions:
             match decision:
                 case StartAttempt():
+                    self._begin_inquiry(decision.attempt)
                     message: FromLeader = self._open(decision.attempt)
                 case Stop():
                     message = decision
@@ -79,8 +106,13 @@ class Leader:
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                 case End():
                     message = decision
-            for send in list(self._send.values()):
-                send(message)
+            if not isinstance(decision, StartAttempt) and self._inquiry is not None:
+                self._inquiry.close()
+            self._tell_all(message)
+
+    def _tell_all(self, message: FromLeader) -> None:
+        for send in list(self._send.values()):
+            send(message)
 
     def _check_stopped(self, attempt: int, limit_s: float) -> None:
         coordinator = self.coordinator
@@ -156,7 +188,9 @@ class Leader:
             self._store = None
 
     def close(self) -> None:
-        """End the store."""
+        """End the store and the inquiry."""
+        if self._inquiry is not None:
+            self._inquiry.close()
         self._close_listeners()
         self._close_store()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import ipaddress
 import socket
 
+from torsh_distributed.comm.meeting.network_interface import address_for_peers
 from torsh_distributed.errors import CommunicationError
+from torsh_distributed.launch.spec import JobSpec
 
 _MAX_UNIX_PATH_BYTES = 107
 
@@ -29,6 +32,34 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
 def is_loopback(address: str) -> bool:
     """Whether a name or address can be reached from this machine only."""
     return ipaddress.ip_address(resolve(address)[1].partition("%")[0]).is_loopback
+
+
+def with_reachable_master(spec: JobSpec) -> JobSpec:
+    """The job with an address of node 0 that other nodes can reach, where its own name means loopback on node 0.
+
+    Why: Debian gives a host's own name the address 127.0.1.1 in its /etc/hosts; other nodes look up the real one.
+    """
+    if spec.nnodes == 1 or not spec.is_leader or spec.master_addr == "localhost" or _is_numeric(spec.master_addr):
+        return spec
+    if not is_loopback(spec.master_addr):
+        return spec
+    address = address_for_peers(spec.master_addr)
+    if address is None:
+        raise CommunicationError(
+            f"the name {spec.master_addr!r} means {resolve(spec.master_addr)[1]} on this node, "
+            "which others cannot reach",
+            hint="give --master-addr the numeric address of this node on the network of the job",
+            master_addr=spec.master_addr,
+        )
+    return dataclasses.replace(spec, master_addr=address)
+
+
+def _is_numeric(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def listen_on(address: str, port: int) -> socket.socket:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import write_secret_file
-from torsh_distributed.launch.local.attempt import AttemptContext, LocalAttempt
+from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
@@ -21,13 +22,16 @@ from torsh_distributed.launch.local.signals import PASSED_ON
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, sets_omp_threads
 from torsh_distributed.launch.nodes.records import (
+    Ask,
     End,
+    Ended,
     Failed,
     Finished,
     FromLeader,
     FromNode,
     Interrupted,
     JoinAccepted,
+    Said,
     Start,
     Stop,
     Stopped,
@@ -80,6 +84,9 @@ class Node:
                 self._log_name = message.log_name
             case Start():
                 self._start(message)
+            case Ask():
+                if self._attempt is not None and self._attempt.number == message.attempt:
+                    self._attempt.ask()
             case Stop():
                 self._stop(message)
             case End():
@@ -89,18 +96,23 @@ class Node:
         if message.attempt == 0 and sets_omp_threads(self._spec, os.environ):
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
-        self._attempt_number = message.attempt
+        self._attempt_number = number = message.attempt
         self._attempt = LocalAttempt(
             self._context,
             AttemptEndpoint(
                 attempt=message.attempt,
                 master_addr=message.master_addr,
                 master_port=message.master_port,
+                interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
                 local_store=message.local_store if self._spec.is_leader else "",
             ),
             log_dir=self._log_dir(message.attempt),
-            on_failed=lambda failure: self.report(Failed(attempt=message.attempt, failure=failure)),
-            on_finished=lambda: self.report(Finished(attempt=message.attempt)),
+            reports=AttemptReports(
+                failed=lambda failure: self.report(Failed(attempt=number, failure=failure)),
+                ended=lambda worker: self.report(Ended(attempt=number, worker=worker)),
+                said=lambda status, is_asked: self.report(Said(attempt=number, status=status, is_asked=is_asked)),
+                finished=lambda: self.report(Finished(attempt=number)),
+            ),
         )
         self._attempt.start()
         self._emit("restarted" if message.attempt else "started")
@@ -136,6 +148,7 @@ class Node:
             self._over(message.exit_code)
             return
         is_signal = message.signal is not None
+        self._attempt.is_interrupted = is_signal
         self._attempt.stop(
             signal.Signals(message.signal) if message.signal is not None else signal.SIGTERM,
             grace_s=self._spec.signal_timeout_s if is_signal else self._spec.shutdown_timeout_s,
@@ -144,7 +157,9 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
-        if exit_code:
+        if self._spec.is_json:
+            self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
+        elif exit_code and not self._is_interrupted:  # else the line about the signal said so
             attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
             self._output.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")
@@ -163,6 +178,8 @@ class Node:
             self._over(128 + number)
         else:
             self._is_interrupted = True
+            if self._attempt is not None:
+                self._attempt.is_interrupted = True
             if running:
                 self._output.say(
                     f"{number.name} is forwarded to rank {join_numbers(running)}; what still runs in "
@@ -173,7 +190,12 @@ class Node:
             self.report(Interrupted(signal=number))
 
     def _show_failure(self, failure: JobFailure) -> None:
-        self._output.show_failure(failure, attempt=self._attempt_number, is_multi_node=self._spec.nnodes > 1)
+        self._output.show_failure(
+            failure,
+            attempt=self._attempt_number,
+            is_multi_node=self._spec.nnodes > 1,
+            is_verbose=self._spec.is_verbose,
+        )
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"
         self._emit("lost", detail=f"{who}: {failure.cause}")
 

@@ -11,7 +11,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torsh_distributed.errors import SerializationError
-from torsh_distributed.launch.local.job_failure import JobFailure, Text
+from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.worker.rank_status import (
+    GroupHistory,
+    RaisedError,
+    RankStatus,
+    SeenOperation,
+    Text,
+    WaitingCall,
+)
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -32,11 +40,30 @@ class JoinRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A worker of the node failed; the node waits for the leader's decision."""
+    """A worker of the node failed, one record for each; the node waits for the leader's decision."""
 
     kind: Literal["failed"] = "failed"
     attempt: int
     failure: JobFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A worker of the node ended with exit code 0; others may still need it."""
+
+    kind: Literal["ended"] = "ended"
+    attempt: int
+    worker: JobFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A worker of the node says what it does: because it was asked, or because it waits unusually long."""
+
+    kind: Literal["said"] = "said"
+    attempt: int
+    status: RankStatus
+    is_asked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +126,14 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Ask every worker of the attempt what it does; each is told about with `Said`."""
+
+    kind: Literal["ask"] = "ask"
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """End the workers of an attempt and report when they are gone; the next attempt follows."""
 
@@ -118,8 +153,8 @@ class End:
     """The user's signal, to be forwarded to workers that still run; None ends them as after a failure."""
 
 
-FromNode = JoinRequest | Failed | Finished | Stopped | Interrupted | Heartbeat
-FromLeader = JoinAccepted | JoinRefused | Start | Stop | End | Heartbeat
+FromNode = JoinRequest | Failed | Ended | Said | Finished | Stopped | Interrupted | Heartbeat
+FromLeader = JoinAccepted | JoinRefused | Start | Ask | Stop | End | Heartbeat
 Message = FromNode | FromLeader
 
 
@@ -128,7 +163,8 @@ def _adapter() -> TypeAdapter[Any]:
     """What turns records into JSON and back; a key that the record does not have is an error."""
     from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-    for record in (JobFailure, *FromNode.__args__, *FromLeader.__args__):
+    nested = (JobFailure, RaisedError, RankStatus, WaitingCall, GroupHistory, SeenOperation)
+    for record in (*nested, *FromNode.__args__, *FromLeader.__args__):
         with_config(ConfigDict(extra="forbid"))(record)
     return TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 

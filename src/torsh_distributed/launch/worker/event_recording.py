@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from torsh_distributed.events import JsonlSink
+from torsh_distributed.launch.worker.launcher_line import note_error_in_flight
 from torsh_distributed.launch.worker.progress import ProgressWriter
 
 # By process: a forked child records into its own files.
@@ -25,6 +26,6 @@ def record_events(directory: str | Path | None = None) -> None:
         started.append(JsonlSink(chosen))
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
-        started.append(ProgressWriter(progress))
+        started.append(ProgressWriter(progress, on_leaving=note_error_in_flight))
     _recorders.clear()
     _recorders[os.getpid()] = started

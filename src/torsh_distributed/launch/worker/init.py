@@ -17,6 +17,8 @@ from torsh_distributed.comm.groups.process_group import destroy_process_group, s
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
 from torsh_distributed.launch.worker.event_recording import record_events
+from torsh_distributed.launch.worker.launcher_line import join_late
+from torsh_distributed.log_level import set_log_level
 from torsh_distributed.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -81,7 +83,9 @@ def init_process_group(
 
 
 def _observe(events_dir: str | None) -> None:
-    """Follow TORSH_EVENTS_DIR, TORSH_PROGRESS_FILE and TORSH_DEBUG; the first wins over `events_dir`."""
+    """Speak to the launcher; follow TORSH_LOG, TORSH_EVENTS_DIR (over `events_dir`), TORSH_PROGRESS_FILE, …"""
+    join_late()
+    set_log_level(os.environ)
     record_events(directory=events_dir)
     enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from torsh_distributed.errors import IoError
+from torsh_distributed.private_files import open_private
 
 if TYPE_CHECKING:
     from torsh_distributed.events import Event
@@ -54,15 +56,17 @@ class ProgressWriter:
     """Keeps the record of this rank up to date from step and checkpoint events.
 
     One pwrite of 28 bytes per step (microseconds, page cache only): it survives the process, not the machine.
+    `on_leaving` is called when the rank leaves its group because of an exception: here, because every subscription of
+    its own would cost each collective a look.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, on_leaving: Callable[[], None] | None = None) -> None:
         # Imported here: the launcher reads progress, and its first worker does not wait for the events.
-        from torsh_distributed.events import CheckpointEvent, StepEvent, subscribe
+        from torsh_distributed.events import CheckpointEvent, MembershipEvent, StepEvent, subscribe
 
         self.progress = Progress()
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_private(path, os.O_WRONLY)
         except OSError as error:
             raise IoError(
                 "the progress file cannot be written",
@@ -76,8 +80,10 @@ class ProgressWriter:
                 self.record(step=event.step)
             elif isinstance(event, CheckpointEvent) and event.action == "saved" and event.error is None:
                 self.record(checkpoint_step=event.step)
+            elif isinstance(event, MembershipEvent) and event.action == "leaving" and on_leaving is not None:
+                on_leaving()
 
-        self._unsubscribe = subscribe(take, StepEvent, CheckpointEvent)
+        self._unsubscribe = subscribe(take, StepEvent, CheckpointEvent, MembershipEvent)
 
     def record(self, *, step: int | None = None, checkpoint_step: int | None = None) -> None:
         """Write the given numbers; the others stay."""

@@ -1,8 +1,8 @@
-"""Combines a plan's axes in the right order: tensor, activation checkpointing, shards or replicas, pipeline."""
+"""Combines a plan's axes in the right order: tensor, compiled and recomputed layers, shards or replicas, pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,22 +12,28 @@ import torch.distributed as dist
 from torch import nn
 
 from torsh_distributed.comm.collectives.objects import broadcast_object
-from torsh_distributed.parallel.activation import checkpoint_activations
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
-from torsh_distributed.parallel.composed.split_model import Composed, Context
+from torsh_distributed.parallel.composed.split_model import Composed, Context, SequenceContext
+from torsh_distributed.parallel.composed.split_weights import SplitWeights
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards, refuse_shared_on_one_rank
 from torsh_distributed.parallel.context import ContextParallel
+from torsh_distributed.parallel.context.context_check import AttentionFacts, check_context
 from torsh_distributed.parallel.context.context_parallel import require_positions
+from torsh_distributed.parallel.context.interface_context import InterfaceContext
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
+from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts
 from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.anatomy import is_from_transformers
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank
@@ -35,47 +41,84 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 
 
-def composed_strategy(model: nn.Module, plan: Plan, *, example: tuple[Any, ...] | None = None) -> Strategy:
+def composed_strategy(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    weights: StoredWeights | None = None,
+) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
     The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
     anything is changed or sent.
-    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`.
+    `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`. `weights` fill a model
+    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded.
     """
+    if weights is not None and plan.mesh.pp > 1 and plan.pipeline.balance == "time":
+        raise ConfigurationError(
+            'pipeline.balance = "time" measures layers, which a model without weights cannot run',
+            hint='balance by "auto" or "parameters", or build the model outside the meta device',
+        )
     check_experts(model, plan)
-    tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor) if plan.mesh.tp > 1 else None
+    tensors = None
+    if plan.mesh.tp > 1:
+        spread = spread_names(model, plan.mesh.ep)
+        tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor, spread=spread)
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
-    if plan.mesh.cp > 1:
-        require_positions(model, cp=plan.mesh.cp)
-    device = check_one_device(model)
+    facts = _attention_facts(model, plan) if plan.mesh.cp > 1 else None
+    device = check_one_device(model) if weights is None else weights.device
     mesh = Mesh(plan.mesh, device_type=device.type)
     world = dist.group.WORLD
     assert world is not None, "parallelize() checks that the group is up"
-    broadcast_from_first([*model.parameters(), *model.buffers()], world)
+    if weights is None:
+        broadcast_from_first([*model.parameters(), *model.buffers()], world)
     if stages is not None:
         stages.drop_others(_mine(plan, mesh))
     splitting: Context = nullcontext
     if tensors is not None:
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
+    if weights is not None:
+        here = None if stages is None else {name for index in _mine(plan, mesh) for name in stages.names(index)}
+        weights.allocate(model, here)
+        weights.load(model, SplitWeights(model, mesh), names=here)
     spread_experts(model, mesh)
     # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
-    checkpoint_activations(model, plan.activation, group=peers)
+    compile_and_checkpoint(model, plan.compile, plan.activation, group=peers)
     if stages is not None:
-        return _pipelined(model, plan, mesh, stages, splitting, device)
-    context = ContextParallel(model, mesh.group("cp")) if plan.mesh.cp > 1 else None
+        return _pipelined(model, plan, mesh, stages, splitting, facts, device)
+    context = _context(model, model, plan, mesh, facts)
     contexts = (splitting,) if context is None else (splitting, context.attending)
     inner = _inner(model, plan, mesh)
-    return Composed(
-        model, mesh, inner=inner, contexts=contexts, take_part=context.take if context else None, device=device
-    )
+    return Composed(model, mesh, inner=inner, contexts=contexts, context=context, device=device)
 
 
-def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | None) -> StagePlan:
+def _attention_facts(model: nn.Module, plan: Plan) -> AttentionFacts | None:
+    """What is known about the attention of a model of transformers; refuses models that cannot run on parts."""
+    if is_from_transformers(model):
+        return check_context(model, cp=plan.mesh.cp, tp=plan.mesh.tp, form=plan.context.form)
+    require_positions(model, cp=plan.mesh.cp)
+    return None
+
+
+def _context(
+    model: nn.Module, part: nn.Module, plan: Plan, mesh: Mesh, facts: AttentionFacts | None
+) -> SequenceContext | None:
+    """Splits sequences for `part`, the modules of `model` that are on this rank."""
+    if plan.mesh.cp == 1:
+        return None
+    if facts is not None:
+        return InterfaceContext(model, mesh.group("cp"), form=plan.context.form, facts=facts)
+    return ContextParallel(part, mesh.group("cp"), is_part=part is not model, form=plan.context.form)
+
+
+def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | Mapping[str, Any] | None) -> StagePlan:
     """The split into stages; checks that there is an order in which they can run."""
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
     planned_order(plan.pipeline, plan.mesh.pp)
@@ -115,14 +158,20 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:
         return None
-    if moe_layers(model):
+    if moe_layers(model) or spread_names(model, plan.mesh.ep):
         return ExpertDataParallel(model, plan.ddp, plan.distributed, mesh=mesh)
     group = mesh.group(*GRADIENT_AXES)
     return DataParallel(model, plan.ddp, plan.distributed, group=group, **gradient_options(plan))
 
 
 def _pipelined(
-    model: nn.Module, plan: Plan, mesh: Mesh, stages: StagePlan, splitting: Context, device: torch.device
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    stages: StagePlan,
+    splitting: Context,
+    facts: AttentionFacts | None,
+    device: torch.device,
 ) -> PipelineStages:
     wraps: list[Wrap] = []
     if plan.mesh.tp > 1 and plan.tensor.sequence_parallel:
@@ -136,9 +185,9 @@ def _pipelined(
     pipe = PipelineParallel(
         stages, plan.pipeline, group=mesh.group("pp"), wrap=partial(_wrapped, wraps), context=splitting
     )
-    context = None
-    if plan.mesh.cp > 1:
-        context = ContextParallel(nn.ModuleList(pipe.built.values()), mesh.group("cp"), is_part=True)
+    context = _context(model, nn.ModuleList(pipe.built.values()), plan, mesh, facts)
+    if isinstance(context, InterfaceContext):
+        context.rows_from(stages.microbatches.first_row)
     return PipelineStages(
         pipe,
         model,

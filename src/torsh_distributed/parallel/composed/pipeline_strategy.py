@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.composed.split_model import SplitModel
+from torsh_distributed.parallel.composed.split_model import SequenceContext, SplitModel
 from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards
-from torsh_distributed.parallel.context import ContextParallel
 from torsh_distributed.parallel.expert.expert_strategy import balance_load
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.label_share import own_loss
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
@@ -41,7 +40,7 @@ class PipelineStages(SplitModel):
         *,
         average: StageAverage,
         shards: StageShards | None = None,
-        context: ContextParallel | None = None,
+        context: SequenceContext | None = None,
         adding: Callable[[LossFn], LossFn] | None = None,
         device: torch.device,
     ) -> None:
@@ -82,17 +81,19 @@ class PipelineStages(SplitModel):
 
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
-        if loss_fn is None:
-            raise InvalidArgument(
-                "a pipeline needs a loss_fn: only its last stage sees the output",
-                hint="parallelize(model, optimizer, plan, loss_fn=loss_fn), with batches of (inputs, targets)",
-            )
-        self.pipe.loss_fn = loss_fn if self._adding is None else self._adding(loss_fn)
-        inputs, targets = batch if self._context is None else self._context.take(batch)
+        self.pipe.loss_fn = loss_fn
+        if self._adding is not None:
+            self.pipe.loss_fn = self._adding(loss_fn or self._own_loss)
+        part = batch if self._context is None else self._context.take(batch, has_loss_fn=loss_fn is not None)
+        inputs, targets = (part, None) if loss_fn is None else part
         with nullcontext() if self._context is None else self._context.attending():
-            if torch.is_grad_enabled():
-                return self._run(inputs, targets)
-            return self.pipe.evaluate(inputs, targets)
+            run = self._run if torch.is_grad_enabled() else self.pipe.evaluate
+            loss = run(inputs, targets)
+        weight = None if self._context is None else self._context.weight
+        return loss if weight is None else loss * weight
+
+    def _own_loss(self, output: Any, _: Any) -> Tensor:
+        return own_loss(output, type(self.pipe.plan.model).__name__)
 
     def _run(self, inputs: Any, targets: Any) -> Tensor:
         """Run the schedule; its gradients are kept aside until backward is called."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,26 @@ from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state import whole_state
-from torsh_distributed.parallel.state.whole_state import named_params, plain_name
+from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
-from torsh_distributed.parallel.tensor import param_cuts
+from torsh_distributed.parallel.tensor import cut_lengths, param_cuts
 
 Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
 
-TakePart = Callable[[Any], Any]
-"""From a batch to the part this rank works on, such as its piece of every sequence."""
+
+class SequenceContext(Protocol):
+    """Splits the sequences of batches over ranks."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What the loss of the batch taken last is multiplied by; None: nothing."""
+
+    def take(self, batch: Any, *, has_loss_fn: bool) -> Any:
+        """The part of a batch that this rank works on."""
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a part."""
 
 
 class SplitModel(MeshStrategy):
@@ -48,6 +59,7 @@ class SplitModel(MeshStrategy):
             self._owner,
             self._names(),
             {name: layer for name, (layer, _) in spread_params(whole_model).items()},
+            {plain_name(name): length for name, length in cut_lengths(whole_model).items()},
         )
 
     @override
@@ -84,6 +96,35 @@ class SplitModel(MeshStrategy):
     def _reshard(self) -> None:
         """Free what was left gathered, as after evaluation."""
 
+    @property
+    @override
+    def whole_model(self) -> nn.Module:
+        return self._split.model
+
+    @property
+    @override
+    def has_whole_forward(self) -> bool:
+        return False
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        self._reshard()
+        yield from whole_state.iterate_model_state(self._split.model, self._split)
+
+    @override
+    def shared_names(self) -> dict[str, str]:
+        tied = {name: first for name, first in self._split.names.items() if name != first}
+        return {**super().shared_names(), **tied}
+
+    @override
+    def state_parts(self) -> StateParts:
+        return self._split
+
+    @override
+    def before_state(self) -> nn.Module:
+        self._reshard()
+        return self._split.model
+
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._reshard()
@@ -109,14 +150,14 @@ class Composed(SplitModel):
         *,
         inner: Strategy | None,
         contexts: tuple[Context, ...],
-        take_part: TakePart | None,
+        context: SequenceContext | None,
         device: torch.device,
     ) -> None:
         self._alone = model
         self._inner = inner
         self._contexts = contexts
         self._is_inside = False
-        self._take_part = take_part
+        self._context = context
         super().__init__(mesh, model, device=device)
 
     @property
@@ -136,11 +177,13 @@ class Composed(SplitModel):
 
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
-        part = batch if self._take_part is None else self._take_part(batch)
+        part = batch if self._context is None else self._context.take(batch, has_loss_fn=loss_fn is not None)
         with self._entered():
             value = compute(model, part, loss_fn)
             # Computed from split logits it is a DTensor, equal on all ranks.
-            return value.full_tensor() if isinstance(value, DTensor) else value
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        weight = None if self._context is None else self._context.weight
+        return whole if weight is None else whole * weight
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

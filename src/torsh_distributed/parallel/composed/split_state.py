@@ -5,7 +5,7 @@ The same form as for replicas and shards: saved under one layout, it loads under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.parallel.expert.layer import MoELayer
-from torsh_distributed.parallel.expert.stacked_experts import check_stacked, cut_stack, gather_stack
+from torsh_distributed.parallel.expert.stacked_experts import (
+    ExpertOwner,
+    check_stacked,
+    cut_stack,
+    expert_runs,
+    gather_stack,
+)
+from torsh_distributed.parallel.state.held_tensors import DimRun
 from torsh_distributed.parallel.state.whole_state import StateParts, part_of, plain_name, whole
 from torsh_distributed.parallel.tensor.cut import TensorCut
 
@@ -38,8 +44,10 @@ class ModelSplit(StateParts):
     """Name to the pipeline rank that has the tensor."""
     names: Mapping[str, str]
     """Another name of a shared parameter to its first one."""
-    experts: Mapping[str, MoELayer]
+    experts: Mapping[str, ExpertOwner]
     """Name to layer, for stacks of which this rank holds its experts."""
+    lengths: Mapping[str, int]
+    """Name to the whole length of the dim that is cut."""
 
     @override
     def first_name(self, name: str) -> str:
@@ -76,6 +84,25 @@ class ModelSplit(StateParts):
         if cut is not None and self.tp.size() > 1:
             value = cut.part(value, rank=self.tp.rank(), size=self.tp.size())
         return part_of(value, like)
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        whole_shape, runs = super().runs(name, shape)
+        layer, cut = self.experts.get(name), self.cuts.get(name)
+        if shape and layer is not None:
+            whole_shape[0], runs[0] = layer.num_experts, expert_runs(layer)
+        if shape and cut is not None and self.tp.size() > 1:
+            length = self.lengths[name]
+            whole_shape[cut.dim] = length
+            runs[cut.dim] = [DimRun(*run) for run in cut.runs(length, rank=self.tp.rank(), size=self.tp.size())]
+        return whole_shape, runs
+
+    @override
+    def all_plain(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for theirs in all_gather_object(mine, group=self.pp):
+            found = {**theirs, **found}
+        return found
 
     @override
     def all_groups(self, mine: list[list[str]]) -> list[list[str]]:

@@ -16,9 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, TensorShapeMismatch
+from torsh_distributed.parallel.context.attention_heads import heads_attention
 from torsh_distributed.parallel.context.attention_ring import ring_attention
+from torsh_distributed.parallel.context.form import Form, choose_form
 from torsh_distributed.parallel.context.order import positions_of, take_positions
-from torsh_distributed.parallel.tensor.structure import is_position_table
+from torsh_distributed.parallel.context.position_mask import PositionMask
+from torsh_distributed.parallel.models.label_share import share_of, with_a_label
+from torsh_distributed.parallel.models.structure import is_position_table
 
 TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
 """Names of buffers with a row for each position, as in rotary embeddings."""
@@ -47,6 +51,7 @@ class ContextParallel:
         *,
         tables: tuple[str, ...] | None = None,
         is_part: bool = False,
+        form: Form = "auto",
     ) -> None:
         self.group = group
         if tables is None and not is_part:
@@ -57,16 +62,27 @@ class ContextParallel:
         ]
         self._is_inside = False
         self._length: int | None = None
+        self._form = form
+        self.weight: Tensor | None = None
+        """What the loss of the batch taken last is multiplied by, so the mean over the ranks is that of all labels."""
 
     def close(self) -> None:
         """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
-    def take(self, batch: Any) -> Any:
-        """This rank's positions of every tensor with a sequence (dim 1) in a nested batch."""
-        self._length = None
+    def take(self, batch: Any, *, has_loss_fn: bool = False) -> Any:
+        """This rank's positions of every tensor with a sequence (dim 1) in a nested batch.
+
+        `has_loss_fn`: the batch is (inputs, targets); where targets of -100 do not count, `weight` says what the rest
+        is worth.
+        """
+        self._length, self.weight = None, None
         part = self._mapped(batch, self._part)
+        if has_loss_fn:
+            inputs, targets = part
+            self.weight = share_of(targets, batch[1], self.group.size())
+            part = (inputs, targets if self.weight is None else with_a_label(targets))
         if self._is_inside:
             self._replace_tables()
         return part
@@ -99,7 +115,7 @@ class ContextParallel:
         self._is_inside = True
         try:
             self._replace_tables()
-            with _RingMode(self.group):
+            with _SplitMode(self.group, self._form):
                 yield
         finally:
             self._is_inside = False
@@ -135,12 +151,12 @@ class ContextParallel:
         return (positions[places],)
 
 
-class _RingMode(TorchFunctionMode):
-    """While active, replaces scaled_dot_product_attention by ring attention."""
+class _SplitMode(TorchFunctionMode):
+    """While active, replaces scaled_dot_product_attention by attention over split sequences."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, form: Form) -> None:
         super().__init__()
-        self._attend = partial(_attend, group)
+        self._attend = partial(_attend, group, form)
 
     @override
     def __torch_function__(
@@ -153,6 +169,7 @@ class _RingMode(TorchFunctionMode):
 
 def _attend(
     group: dist.ProcessGroup,
+    form: Form,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -162,24 +179,27 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if attn_mask is not None or dropout_p > 0:
+    chosen = choose_form(form, heads=query.shape[-3], size=group.size())
+    if attn_mask is not None or (dropout_p > 0 and chosen == "ring"):
         raise FeatureNotAvailable(
-            "ring attention supports neither custom masks nor dropout",
+            "attention over split sequences supports no custom masks, and in a ring no dropout",
             hint="use is_causal, and dropout 0 in attention, or set mesh.cp = 1",
             has_mask=attn_mask is not None,
             dropout_p=dropout_p,
         )
     if isinstance(query, DTensor):
-        # Heads are split over another axis: each rank passes its own heads around the ring.
+        # Heads are split over another axis: each rank attends with its own.
         assert isinstance(key, DTensor), "the layers of one attention are split alike"
         assert isinstance(value, DTensor), "the layers of one attention are split alike"
-        mine, keys, values = (one.redistribute(placements=query.placements).to_local() for one in (query, key, value))
-        out = _attend(group, mine, keys, values, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        q, k, v = (one.redistribute(placements=query.placements).to_local() for one in (query, key, value))
+        out = _attend(
+            group, form, q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (one.repeat_interleave(repeats, dim=-3) for one in (key, value))
-    return ring_attention(query, key, value, group=group, is_causal=is_causal, scale=scale)
+    mask = PositionMask(is_causal=is_causal)
+    if chosen == "ulysses" and query.dim() == 4:
+        return heads_attention(query, key, value, group=group, mask=mask, scale=scale, dropout_p=dropout_p)
+    return ring_attention(query, key, value, group=group, mask=mask, scale=scale)
 
 
 def require_positions(model: nn.Module, *, cp: int) -> None:

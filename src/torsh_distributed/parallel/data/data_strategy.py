@@ -78,6 +78,11 @@ class DataParallel(Strategy):
     def data_degree(self) -> int:
         return dist.get_world_size(self._group)
 
+    @property
+    @override
+    def samples_group(self) -> dist.ProcessGroup:
+        return self._group
+
     @override
     def attach(self, optimizer: Optimizer) -> None:
         if type(optimizer) is CpuAdam:

@@ -12,6 +12,7 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
+from torsh_distributed.parallel.expert.placed_experts import PlacedExperts, placed_experts, spread_names
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.wrapping import ignored_modules
 from torsh_distributed.parallel.strategy import check_one_device
@@ -26,7 +27,7 @@ def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
     not fit the model.
     """
     layers = check_experts(model, plan)
-    if not layers:
+    if not layers and not spread_names(model, plan.mesh.ep):
         return None
     mesh = Mesh(plan.mesh, device_type=check_one_device(model).type)
     if plan.mesh.shard > 1:
@@ -39,9 +40,14 @@ def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
 def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
     """The model's layers with experts; raises ConfigurationError if the plan does not fit them. No communication."""
     layers = moe_layers(model)
-    if not layers:
-        _refuse_without_experts(plan)
+    placed = placed_experts(model)
+    if not layers and not (placed and plan.mesh.ep > 1):
+        _refuse_without_experts(plan, has_experts=bool(placed))
         return layers
+    for name, one in placed.items():
+        one.check(name, plan.mesh.ep)
+    if placed and not layers:
+        _refuse_expert_keys(plan)
     for name, layer in layers.items():
         for key in sorted(plan.expert.model_fields_set):
             wanted, built = getattr(plan.expert, key), getattr(layer.config, key)
@@ -51,7 +57,7 @@ def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
                     hint="build the layer from the plan: MoELayer(input_dim, hidden_dim, plan.expert)",
                 )
         _check_layer(name, layer, plan)
-    _check_shards(model, layers, plan)
+    _check_shards(model, layers, placed, plan)
     _check_gradients(plan)
     if plan.offload.enabled:
         raise ConfigurationError(
@@ -61,11 +67,28 @@ def check_experts(model: nn.Module, plan: Plan) -> dict[str, MoELayer]:
     return layers
 
 
-def _refuse_without_experts(plan: Plan) -> None:
-    """A plan that asks for experts is wrong for a model without; a key at its default asks for nothing."""
+def _changed_keys(plan: Plan) -> list[str]:
+    """A key at its default asks for nothing."""
     default = ExpertConfig()
-    changed = [key for key in ExpertConfig.model_fields if getattr(plan.expert, key) != getattr(default, key)]
-    if plan.mesh.ep > 1 or changed:
+    return [key for key in ExpertConfig.model_fields if getattr(plan.expert, key) != getattr(default, key)]
+
+
+def _refuse_expert_keys(plan: Plan) -> None:
+    """The experts of other libraries come with their own router: keys of ours would have no effect."""
+    changed = _changed_keys(plan)
+    if changed:
+        raise ConfigurationError(
+            f"expert.{changed[0]} is for layers of this library, and the experts of this model have their own settings",
+            hint=f"leave expert.{changed[0]} out of the plan, and set the model's configuration",
+        )
+
+
+def _refuse_without_experts(plan: Plan, *, has_experts: bool) -> None:
+    """A plan that asks for experts is wrong for a model without."""
+    changed = _changed_keys(plan)
+    if has_experts:
+        _refuse_expert_keys(plan)
+    elif plan.mesh.ep > 1 or changed:
         what = f"mesh.ep {plan.mesh.ep}" if plan.mesh.ep > 1 else f"expert.{changed[0]}"
         raise ConfigurationError(
             f"{what} is for models with experts, and this one has none",
@@ -126,7 +149,9 @@ def _check_layer(name: str, layer: MoELayer, plan: Plan) -> None:
         )
 
 
-def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) -> None:
+def _check_shards(
+    model: nn.Module, layers: Mapping[str, MoELayer], placed: Mapping[str, PlacedExperts], plan: Plan
+) -> None:
     """Refuse what experts cannot do if parameters are sharded."""
     if plan.mesh.shard == 1:
         return
@@ -145,8 +170,9 @@ def _check_shards(model: nn.Module, layers: Mapping[str, MoELayer], plan: Plan) 
                     f"{plan.mesh.equation}: expert.{key} {what} whole experts, and those of {name} are sharded",
                     hint=f"leave expert.{key} out, or use mesh.dp in place of mesh.shard",
                 )
-        if f"{name}.experts" in ignored:
+    for name in (*(f"{one}.experts" for one in layers), *placed):
+        if name in ignored:
             raise ConfigurationError(
-                f"{plan.mesh.equation}: fsdp.ignored_modules names the experts of {name}, which differ between ranks",
+                f"{plan.mesh.equation}: fsdp.ignored_modules names the experts {name}, which differ between ranks",
                 hint="leave them out of fsdp.ignored_modules",
             )

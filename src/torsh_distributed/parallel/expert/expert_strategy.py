@@ -22,10 +22,19 @@ from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.expert.balancing.balance import LoadBalancer
 from torsh_distributed.parallel.expert.layer import moe_layers
-from torsh_distributed.parallel.expert.stacked_experts import cut_stack, cut_state, gather_state, spread_params
+from torsh_distributed.parallel.expert.placed_experts import placed_experts
+from torsh_distributed.parallel.expert.stacked_experts import (
+    SpreadExperts,
+    cut_stack,
+    cut_state,
+    gather_stack,
+    gather_state,
+    spread_params,
+)
 from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_norm, grad_norm
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
@@ -103,8 +112,18 @@ class ExpertDataParallel(DataParallel):
         return None if others is None else others + covered_s(intervals)
 
     @override
+    def state_parts(self) -> StateParts:
+        return SpreadExperts(self.unwrapped)
+
+    @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer))
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        spread = spread_params(self.unwrapped)
+        for name, value in super().whole_tensors():
+            yield name, gather_stack(value, spread[name][0]) if name in spread else value
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -142,6 +161,11 @@ def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
 
 def _spread(model: nn.Module, *, ep: dist.ProcessGroup, replicas: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
     """Give every layer its groups; expert weights become those of the first rank that holds them."""
+    for placed in placed_experts(model).values():
+        if placed.group is None:
+            for param in placed.stacked().values():
+                broadcast(param.data, dist.get_process_group_ranks(data)[0], group=data)
+            placed.spread(ep)
     for name, layer in moe_layers(model).items():
         is_whole = layer.group is None
         source = dist.get_process_group_ranks(data if is_whole else replicas)[0]

@@ -90,6 +90,11 @@ class MoELayer(nn.Module):
         self._check_agreement()
 
     @property
+    def num_experts(self) -> int:
+        """How many experts the layer has on all ranks together."""
+        return self.config.num_experts
+
+    @property
     def ep_rank(self) -> int:
         """This rank's rank in the group that experts are spread over."""
         return 0 if self.group is None else self.group.rank()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
+from torsh_distributed.parallel.expert.placed_experts import placed_experts
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.module import SeparateShards
@@ -23,6 +24,9 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
     Every rank calls this, with equal weights. Ranks along `cp` have different tokens; ranks along `tp` have the same
     ones and compute the layer equally. Layers in pipeline stages of other ranks are left alone.
     """
+    for placed in placed_experts(model).values():
+        if next(iter(placed.stacked().values())).device.type != "meta":
+            placed.spread(mesh.group("ep"))
     for layer in moe_layers(model).values():
         if layer.experts.up.device.type == "meta":
             continue
@@ -33,7 +37,8 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
 
 def expert_sharding(model: nn.Module, mesh: Mesh) -> SeparateShards | None:
     """How FSDP2 shards spread experts; None if every rank has all experts and they are sharded like the rest."""
-    spread = tuple(layer.experts for layer in moe_layers(model).values() if layer.group is not None)
+    ours = tuple(layer.experts for layer in moe_layers(model).values() if layer.group is not None)
+    spread = (*ours, *(placed.module for placed in placed_experts(model).values() if placed.group is not None))
     if not spread:
         return None
     replicas = tuple(axis for axis in REPLICA_AXES if axis != "shard")

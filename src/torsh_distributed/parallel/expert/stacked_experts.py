@@ -6,48 +6,90 @@ placement, and is what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from torsh_distributed.comm.collectives.moves import all_gather, all_to_all_single
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
-from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.expert.placed_experts import PlacedExperts, placed_experts
+from torsh_distributed.parallel.state.held_tensors import DimRun
+from torsh_distributed.parallel.state.whole_state import StateParts, plain_name
+
+ExpertOwner = MoELayer | PlacedExperts
+"""What knows where its experts are."""
 
 
-def spread_params(model: nn.Module) -> dict[str, tuple[MoELayer, nn.Parameter]]:
+def spread_params(model: nn.Module) -> dict[str, tuple[ExpertOwner, nn.Parameter]]:
     """The parameters that hold this rank's part of a layer's experts, by plain name; only of layers that are spread."""
+    ours = {f"{name}.experts" if name else "experts": layer for name, layer in moe_layers(model).items()}
+    owners: dict[str, tuple[ExpertOwner, dict[str, nn.Parameter]]] = {
+        **{name: (layer, layer.experts.stacked()) for name, layer in ours.items()},
+        **{name: (placed, placed.stacked()) for name, placed in placed_experts(model).items()},
+    }
     return {
-        plain_name(f"{layer_name}.experts.{name}" if layer_name else f"experts.{name}"): (layer, param)
-        for layer_name, layer in moe_layers(model).items()
-        if layer.group is not None
-        for name, param in layer.experts.stacked().items()
+        plain_name(f"{where}.{name}" if where else name): (owner, param)
+        for where, (owner, stacks) in owners.items()
+        if owner.group is not None
+        for name, param in stacks.items()
     }
 
 
-def gather_stack(stack: Tensor, layer: MoELayer) -> Tensor:
+def gather_stack(stack: Tensor, layer: ExpertOwner) -> Tensor:
     """The whole stack, by expert index; every rank of the layer's group calls this."""
     assert layer.group is not None
     by_slot = torch.cat(all_gather(stack.detach(), group=layer.group))
     return by_slot[list(layer.placement.slot_of_expert)]
 
 
-def cut_stack(whole: Tensor, layer: MoELayer) -> Tensor:
+def cut_stack(whole: Tensor, layer: ExpertOwner) -> Tensor:
     """This rank's experts of a whole stack; no communication."""
-    if whole.dim() == 0 or len(whole) != layer.config.num_experts:
+    if whole.dim() == 0 or len(whole) != layer.num_experts:
         raise InvalidArgument(
             "the state does not belong to this layer: the number of experts differs",
             hint="build the model with the number of experts it had when the state was saved",
             state=tuple(whole.shape),
-            num_experts=layer.config.num_experts,
+            num_experts=layer.num_experts,
         )
     return whole[list(layer.placement.experts_of(layer.ep_rank))]
+
+
+def expert_runs(layer: ExpertOwner) -> list[DimRun]:
+    """Where this rank's experts are in the whole stack: runs of neighbouring experts."""
+    runs: list[DimRun] = []
+    for place, expert in enumerate(layer.placement.experts_of(layer.ep_rank)):
+        if runs and runs[-1].whole + runs[-1].length == expert:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(DimRun(expert, place, 1))
+    return runs
+
+
+class SpreadExperts(StateParts):
+    """Replicas, except for stacks of experts, of which this rank holds its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {name: layer for name, (layer, _) in spread_params(model).items()}
+
+    @override
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        whole_shape, runs = super().runs(name, shape)
+        layer = self._layers.get(name)
+        if shape and layer is not None:
+            whole_shape[0], runs[0] = layer.num_experts, expert_runs(layer)
+        return whole_shape, runs
+
+    @override
+    def check(self, name: str, param: Tensor, optimizer: Optimizer) -> None:
+        if name in self._layers:
+            check_stacked(param, optimizer)
 
 
 def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.ProcessGroup) -> tuple[Tensor, int]:
@@ -65,7 +107,7 @@ def move_stack(stack: Tensor, old: Placement, new: Placement, group: dist.Proces
     return moved, len(before) - len(leaving[me])
 
 
-def stacked_state(layer: MoELayer, param: nn.Parameter, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def stacked_state(layer: ExpertOwner, param: nn.Parameter, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's tensors for a stack that have an entry for each expert; scalars for the whole stack are left out.
 
     Raises InvalidArgument for any other tensor: it could not be moved or saved.

@@ -66,10 +66,15 @@ class _StageWithAuxiliaryLoss(nn.Module):
         values = inputs if self._is_first else inputs[:-1]
         out = self.stage(*values)
         mine = [layer.auxiliary_loss for layer in self._layers]
-        total = torch.stack(mine).sum(dim=0, keepdim=True) if mine else torch.zeros(1, device=values[0].device)
+        total = torch.stack(mine).sum(dim=0, keepdim=True) if mine else torch.zeros(1, device=_device(out))
         if not self._is_first:
             total = inputs[-1] + total
         if self._keep is not None:
             self._keep(total.squeeze(0))
             return out
         return (*(out if isinstance(out, tuple) else (out,)), total)
+
+
+def _device(out: Any) -> torch.device:
+    value: Tensor = out[0] if isinstance(out, tuple) else out
+    return value.device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from typing_extensions import override
 
+from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.strategy import Strategy
 
@@ -23,6 +25,11 @@ class MeshStrategy(Strategy):
     @override
     def data_degree(self) -> int:
         return self._mesh.data_degree
+
+    @property
+    @override
+    def samples_group(self) -> dist.ProcessGroup:
+        return self._mesh.group(*GRADIENT_AXES)
 
     @property
     @override

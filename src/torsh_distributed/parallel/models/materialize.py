@@ -19,11 +19,24 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(param.is_meta for param in model.parameters())
 
 
+def model_init(model: nn.Module, path: str) -> ParamInit | None:
+    """How the model initializes its module at `path`: `_init_weights(module)` of transformers models, the innermost
+    one around the module; None if the model does not say."""
+    while True:
+        init: ParamInit | None = getattr(model.get_submodule(path), "_init_weights", None)
+        if callable(init):
+            return init
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+
+
 class Materializer:
     """Allocates and initialises tensors on the meta device.
 
     The values of a module depend only on `seed` and its name: equal on every rank, at every world size, however the
-    model is divided into pieces. Without `init_fn` every such module needs a `reset_parameters()`, like torch's layers.
+    model is divided into pieces. Without `init_fn` the model initializes its modules (`_init_weights`, as transformers
+    models do), or every such module needs a `reset_parameters()`, like torch's layers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, init_fn: ParamInit | None, seed: int) -> None:
@@ -32,7 +45,13 @@ class Materializer:
         self._init_fn = init_fn
         self._seed = seed
         self._made: dict[Tensor, nn.Parameter] = {}
-        lacking = sorted({type(module).__name__ for _, module in self._pending() if not _can_reset(module)})
+        lacking = sorted(
+            {
+                type(module).__name__
+                for name, module in self._pending()
+                if not _can_reset(module) and model_init(model, name) is None
+            }
+        )
         if init_fn is None and lacking:
             raise InvalidArgument(
                 f"modules on the meta device cannot initialize their parameters: {', '.join(lacking)}",
@@ -48,8 +67,10 @@ class Materializer:
             self._allocate(module)
             with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
                 torch.manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
-                if self._init_fn is not None:
-                    self._init_fn(module)
+                init = self._init_fn or model_init(self._model, name)
+                if init is not None:
+                    with torch.no_grad():
+                        init(module)
                 else:
                     module.reset_parameters()  # type: ignore[operator]  # checked at construction
 

@@ -31,3 +31,17 @@ def probing(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Around forwards that only look: evaluation mode, no gradients, buffers and random state as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with probing(model), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from torch import nn
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.models.blocks import WITHOUT_FORWARD, block_lists, has_params
 from torsh_distributed.plan.problems import did_you_mean
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 
@@ -18,9 +18,6 @@ Named = dict[str, nn.Module]
 WrapFn = Callable[[str, nn.Module], bool]
 """Whether the module of this name is one piece; must answer the same on every rank."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# They have no forward, so nothing signals when their parameters are needed.
-_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SHOWN = 8
 
 
@@ -47,8 +44,8 @@ def pieces_of(model: nn.Module, config: FsdpConfig, wrap_fn: WrapFn | None = Non
         for name, module in chosen.items()
         if name
         and name not in ignored
-        and not isinstance(module, _WITHOUT_FORWARD)
-        and _has_params(module)
+        and not isinstance(module, WITHOUT_FORWARD)
+        and has_params(module)
         and not _shares_outside(model, module)
     }
 
@@ -64,17 +61,11 @@ def ignored_modules(model: nn.Module, patterns: Collection[str]) -> Named:
 
 
 def repeated_layers(model: nn.Module) -> Named:
-    """The layers a deep model consists of: modules of one class, two or more in one list; outermost lists only."""
-    found: Named = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, _CONTAINERS) or any(path.startswith(f"{layer}.") or path == layer for layer in found):
-            continue
-        children = {name: child for name, child in module.named_children() if _has_params(child)}
-        counts = Counter(type(child) for child in children.values())
-        for name, child in children.items():
-            if counts[type(child)] > 1 and not isinstance(child, _WITHOUT_FORWARD):
-                found[f"{path}.{name}" if path else name] = child
-    return found
+    """The layers a deep model consists of: those it names itself, else modules of one class, two or more in one list.
+
+    Outermost lists only.
+    """
+    return {name: block for blocks in block_lists(model).values() for name, block in blocks.items()}
 
 
 def matching(model: nn.Module, *, classes: Collection[str] = (), names: Collection[str] = (), section: str) -> Named:
@@ -116,17 +107,13 @@ def _by_size(model: nn.Module, min_params: int, *, except_for: Named) -> Named:
     taken: set[int] = set()
     found: Named = {}
     for name, module in reversed(list(model.named_modules())):
-        if name in except_for or isinstance(module, _WITHOUT_FORWARD):
+        if name in except_for or isinstance(module, WITHOUT_FORWARD):
             continue
         rest = {id(param): param.numel() for param in module.parameters() if id(param) not in taken}
         if name and rest and sum(rest.values()) >= min_params:
             found[name] = module
             taken |= rest.keys()
     return dict(reversed(found.items()))
-
-
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _shares_outside(model: nn.Module, module: nn.Module) -> bool:

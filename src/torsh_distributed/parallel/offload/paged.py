@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -45,6 +46,8 @@ from torsh_distributed.parallel.offload.storage.tiers import MemoryBudget
 from torsh_distributed.parallel.offload.update.adam import require_adam
 from torsh_distributed.parallel.offload.update.optimizer import OffloadedOptimizer
 from torsh_distributed.parallel.offload.update.targets import UnitTarget
+from torsh_distributed.parallel.state.held_state import StoredParams, StoredTensor
+from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy, check_one_device
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
@@ -174,6 +177,10 @@ class PagedDataParallel(Strategy):
         return total
 
     @override
+    def state_parts(self) -> StateParts:
+        return _PagedParams(self._module_state)
+
+    @override
     def take_comm_s(self) -> float | None:
         return None
 
@@ -267,6 +274,26 @@ class PagedDataParallel(Strategy):
     def _after_step(self) -> None:
         self._relief.relieve()
         self._pager.end_step()
+
+
+class _PagedParams(StoredParams):
+    """Parameters in the tiers of offload, by the tensors that are empty in their place."""
+
+    def __init__(self, module_state: ModuleState) -> None:
+        self._module_state = module_state
+
+    @override
+    def stored(self, param: Tensor) -> tuple[StoredTensor, Callable[[Tensor], None]] | None:
+        kind = self._module_state.shape_of(param)
+        if kind is None:
+            return None
+        read = partial(self._module_state.value_of, param)
+        return StoredTensor(tuple(kind[0]), kind[1], read), partial(self._module_state.set_value, param)
+
+    @override
+    def like(self, param: Tensor) -> Tensor:
+        kind = self._module_state.shape_of(param)
+        return param if kind is None else torch.empty(kind[0], dtype=kind[1], device="meta")
 
 
 def _guess(units: Sequence[Unit]) -> list[int]:

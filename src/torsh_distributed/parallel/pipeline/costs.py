@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from typing_extensions import override
 
+from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain, measure_chain
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph
 
 
@@ -29,6 +30,17 @@ def estimate_work(model: nn.Module, layers: Sequence[str]) -> list[float]:
 def _work(layer: nn.Module) -> float:
     tables = {id(module.weight) for module in layer.modules() if isinstance(module, nn.Embedding)}
     return 1.0 + sum(param.numel() for param in layer.parameters() if id(param) not in tables)
+
+
+def chain_costs(model: nn.Module, chain: LayerChain, balance: str) -> list[float]:
+    """The cost of each layer of a chain; embeddings count with the first layer, norm and head with the last."""
+    if balance == "time":
+        return measure_chain(model, chain)
+    cost = count_parameters if balance == "parameters" else estimate_work
+    costs = cost(model, chain.layers)
+    costs[0] += sum(cost(model, chain.before))
+    costs[-1] += sum(cost(model, chain.after))
+    return costs
 
 
 def measure_time(model: nn.Module, form: LayerGraph, inputs: tuple[Any, ...], *, repeats: int = 3) -> list[float]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.collectives.point_to_point import recv, send
 from torsh_distributed.errors import InvalidArgument
 
@@ -45,9 +46,25 @@ def run_stages(
     return None
 
 
-def share_output(value: Tensor | None, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The owner's tensor on every rank; `owner` is a rank of the group, every rank of which calls this."""
+def share_output(value: Any, owner: int, *, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The owner's tensor on every rank; `owner` is a rank of the group, every rank of which calls this.
+
+    Of a mapping, such as an output of transformers, the tensors in it, by name; of a tuple the tensors in it.
+    """
     source = dist.get_global_rank(group, owner)
+    named = None
+    if isinstance(value, Mapping | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        named = {name: one for name, one in items if isinstance(one, Tensor)}
+    names = broadcast_object(None if named is None else list(named), source, group=group)
+    if names is None:
+        return _share_tensor(value, source, group=group, device=device)
+    held = named or {}
+    shared = {name: _share_tensor(held.get(name), source, group=group, device=device) for name in names}
+    return tuple(shared.values()) if all(isinstance(name, int) for name in names) else shared
+
+
+def _share_tensor(value: Tensor | None, source: int, *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device) if value is None else _header(value)
     kind, dims, *shape = broadcast(header, source, group=group).tolist()
     held = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=device) if value is None else value.contiguous()

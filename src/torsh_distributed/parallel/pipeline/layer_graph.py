@@ -47,8 +47,9 @@ def trace_layers(model: nn.Module) -> LayerGraph:
         # Tracing runs the user's forward, which may raise anything.
         raise ConfigurationError(
             f"the layers of {type(model).__name__} could not be traced: {str(error).splitlines()[0]}",
-            hint=f"its forward must not branch on values; or give the model a method {PROTOCOL}() that returns its"
-            " layers, each of which takes the output of the previous one",
+            hint="its forward must not branch on values; or pass example=(inputs,) to parallelize(): its own forward is"
+            f" kept then; or give the model a method {PROTOCOL}() that returns its layers, each of which takes the"
+            " output of the previous one",
         ) from error
     layers = tuple(str(node.target) for node in graph.nodes if node.op == "call_module")
     repeated = sorted({name for name in layers if layers.count(name) > 1})

@@ -13,10 +13,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed import events
+from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.models.example_inputs import named_inputs, takes, without_cache
+from torsh_distributed.parallel.models.label_share import own_loss, require_labels, shifts_labels
+from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
+from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
+from torsh_distributed.parallel.pipeline.microbatches import numbers, shapes_of
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -77,6 +83,8 @@ class PipelineParallel:
         self.loss_fn = loss_fn
         self._scale = 1.0
         self._schedule: Any = None
+        self._shapes: Any = None
+        self._has_own_loss = False
         self._measured: Timeline | None = None
 
     @property
@@ -92,15 +100,18 @@ class PipelineParallel:
     def step(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of a batch, adding to the gradients; returns the mean loss, on every rank.
 
+        Without a loss_fn the model computes the loss, from labels among its inputs; targets are None then.
+
         Every rank of the group passes the same batch (tensors it does not need may be empty ones of the same length).
         Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16.
         """
-        if self.loss_fn is None:
-            raise InvalidArgument("step() needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
-        arguments = self._arguments(inputs)
-        self._check_batch(arguments)
-        if self._schedule is None:
+        self._require_loss(inputs)
+        arguments = self._load(inputs, targets, self.config.num_microbatches)
+        shapes = shapes_of((inputs, targets))
+        if self._schedule is None or shapes != self._shapes:
+            # Torch fixes the shapes of what stages send when a schedule first runs.
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._microbatch_loss)
+            self._shapes = shapes
         losses: list[Tensor] = []
         self.recorder.take()
         self._scale = scale
@@ -109,7 +120,7 @@ class PipelineParallel:
                 # torch 2.11 accepts only contiguous inputs of the first stage.
                 self._schedule.step(
                     *(map(_packed, arguments) if self.is_first else ()),
-                    target=targets if self.is_last else None,
+                    target=numbers(self.config.num_microbatches, self.device) if self.is_last else None,
                     losses=losses if self.is_last else None,
                     return_outputs=False,
                 )
@@ -122,9 +133,8 @@ class PipelineParallel:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of a batch of any size, on every rank, without gradients."""
-        if self.loss_fn is None:
-            raise InvalidArgument("evaluate() needs a loss_fn", hint="PipelineParallel(…, loss_fn=loss_fn)")
-        out = self.forward(inputs)
+        self._require_loss(inputs)
+        out = self._forward(inputs, targets)
         with self._context():
             loss = self._loss(out, targets) if self.is_last else None
         return self._share_loss(loss)
@@ -132,18 +142,19 @@ class PipelineParallel:
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
         """The model's output for a batch of any size, on the last stage's rank; None on the others."""
-        with self._context():
-            return run_stages(
-                self.stage_modules,
-                self._arguments(inputs),
-                stage_of=self.stage_of,
-                group=self.group,
-                device=self.device,
-            )
+        return self._forward(inputs, None)
 
-    def _run_everywhere(self, *inputs: Any) -> Tensor:
+    def _forward(self, inputs: Any, targets: Any) -> Any:
+        arguments = self._load(inputs, targets, 1)
+        with self._context():
+            out = run_stages(
+                self.stage_modules, arguments, stage_of=self.stage_of, group=self.group, device=self.device
+            )
+        return self._whole_output(out) if self.is_last else None
+
+    def _run_everywhere(self, *inputs: Any, **named: Any) -> Any:
         """The model's output for a batch of any size, on every rank."""
-        out = self.forward(inputs)
+        out = self.forward({**named_inputs(self.plan.model, inputs), **named} if named else inputs)
         owner = self.stage_of[len(self.plan.stages) - 1]
         return share_output(out, owner, group=self.group, device=self.device)
 
@@ -173,24 +184,58 @@ class PipelineParallel:
                 self.device,
                 group=self.group,
                 recorder=self.recorder,
+                microbatches=self.plan.microbatches,
             )
             for index, module in self.stage_modules.items()
         ]
 
-    def _microbatch_loss(self, output: Any, target: Any) -> Tensor:
-        """A microbatch's share of the loss, scaled."""
-        return self._loss(output, target) * (self._scale / self.config.num_microbatches)
+    def _microbatch_loss(self, output: Any, _: Tensor) -> Tensor:
+        """The current microbatch's share of the loss, scaled; torch computes it right after the last stage has run."""
+        parts = self.plan.microbatches
+        return self._loss(self._whole_output(output), parts.targets) * (self._scale * parts.weight)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self.loss_fn is not None, "step() and evaluate() check it"
-        loss = self.loss_fn(output, target)
+        loss = (
+            own_loss(output, type(self.plan.model).__name__) if self.loss_fn is None else self.loss_fn(output, target)
+        )
         # Split logits give a DTensor, equal on all ranks.
         whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss
         # In fp16 the scaled loss would overflow.
         return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
 
+    def _require_loss(self, inputs: Any) -> None:
+        """Without a loss_fn the model computes its loss itself; raise InvalidArgument on every rank if it does not."""
+        if self.loss_fn is not None or self._has_own_loss:
+            return
+        model = self.plan.model
+        if self.plan.keeps_forward and takes(model, "labels"):
+            require_labels(named_inputs(model, inputs), type(model).__name__)
+            return
+        with probing(self.module):
+            out = self.forward(inputs)
+        with fail_together("find the loss in what the model returns", self.group):
+            if self.is_last:
+                own_loss(out, type(model).__name__)
+        self._has_own_loss = True
+
+    def _whole_output(self, output: Any) -> Any:
+        """The model's output, from what the last stage returned."""
+        last = self.built[len(self.plan.stages) - 1]
+        return last.forward_of_model.restored(output) if isinstance(last, KeptStage) else output
+
+    def _load(self, inputs: Any, targets: Any, count: int) -> tuple[Any, ...]:
+        """Cut the batch into microbatches; returns what the first stage takes."""
+        if not self.plan.keeps_forward:
+            arguments = self._arguments(inputs)
+            self.plan.microbatches.load({str(place): value for place, value in enumerate(arguments)}, targets, count)
+            return arguments
+        model = self.plan.model
+        named = without_cache(model, named_inputs(model, inputs))
+        self.plan.microbatches.load(named, targets, count, shifts=shifts_labels(model))
+        return ()
+
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:
-        names = self.plan.inputs
+        names = self.plan.inputs or ()
         if isinstance(inputs, Mapping):
             missing, unknown = sorted(set(names) - set(inputs)), sorted(set(inputs) - set(names))
             if missing or unknown:
@@ -209,16 +254,6 @@ class PipelineParallel:
             )
         return given
 
-    def _check_batch(self, arguments: Sequence[Any]) -> None:
-        count = self.config.num_microbatches
-        for one in arguments:
-            if isinstance(one, Tensor) and one.shape[0] % count:
-                raise TensorShapeMismatch(
-                    f"pipeline.num_microbatches {count} does not divide the batch of {one.shape[0]}",
-                    hint=f"make each rank's batch a multiple of {count} (drop_last=True in the loader), or change"
-                    " pipeline.num_microbatches",
-                )
-
     def _share_loss(self, loss: Tensor | None) -> Tensor:
         """The last stage's loss, on every rank."""
         last = dist.get_global_rank(self.group, self.stage_of[len(self.plan.stages) - 1])
@@ -233,24 +268,31 @@ class LocalStages(nn.Module):
     """Other parameters of the model are on other ranks."""
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], run: Callable[..., Tensor], *, names_here: Mapping[str, str]
+        self, stages: Mapping[int, nn.Module], run: Callable[..., Any], *, names_here: Mapping[str, str]
     ) -> None:
         super().__init__()
         self._run = run
         self.names_here = names_here
         """Names of a shared parameter in the model to its name here."""
+        self._kept = tuple(stage.forward_of_model for stage in stages.values() if isinstance(stage, KeptStage))
         for stage in stages.values():
             _merge(self, stage)
 
     @override
-    def forward(self, *inputs: Any) -> Tensor:
+    def train(self, mode: bool = True) -> LocalStages:
+        for forward in self._kept:
+            forward.train(mode)
+        return super().train(mode)
+
+    @override
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The whole model's output, on every rank; every rank calls this, and only without gradients."""
         if torch.is_grad_enabled():
             raise InvalidArgument(
                 "a pipelined model can be called without gradients only: stages train in a schedule",
                 hint="use torch.no_grad() to compute its output, PipelineParallel.step or Engine.step to train",
             )
-        return self._run(*inputs)
+        return self._run(*inputs, **named)
 
 
 def plan_stages(
@@ -258,10 +300,11 @@ def plan_stages(
     config: PipelineConfig,
     num_ranks: int,
     *,
-    example: tuple[Any, ...] | None = None,
+    example: Any = None,
     agree: Callable[[list[float]], list[float]] | None = None,
 ) -> StagePlan:
-    """The stages that a plan's `pipeline` section asks for; `example` and `agree` are for `balance = "time"`."""
+    """The stages that a plan's `pipeline` section asks for; `example`: see split_into_stages. `agree` is for
+    `balance = "time"`."""
     return split_into_stages(
         model,
         num_ranks * config.stages_per_rank,

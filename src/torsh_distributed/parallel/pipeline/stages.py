@@ -6,7 +6,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -15,9 +15,15 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.pipeline.costs import count_parameters, estimate_work, measure_time
+from torsh_distributed.parallel.models.anatomy import anatomy_of, is_from_transformers
+from torsh_distributed.parallel.models.example_inputs import example_inputs
+from torsh_distributed.parallel.pipeline.costs import chain_costs, count_parameters, estimate_work, measure_time
+from torsh_distributed.parallel.pipeline.kept.layer_chain import LayerChain, find_chain
+from torsh_distributed.parallel.pipeline.kept.stage_check import check_stages
+from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
 from torsh_distributed.parallel.pipeline.layer_graph import LayerGraph, is_number, trace_layers
 from torsh_distributed.parallel.pipeline.layer_partition import partition
+from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +38,8 @@ class Stage:
     layers: tuple[str, ...]
     cost: float
     """In the unit of the balance: parameters, estimated work, or seconds."""
-    graph: fx.Graph
-    """Its part of the model's forward; inputs and outputs are the values that pass between stages."""
-
-    @property
-    def direct(self) -> tuple[str, ...]:
-        """Names of parameters and buffers that the model's own forward, not a layer, reads in this stage."""
-        return tuple(dict.fromkeys(str(node.target) for node in self.graph.nodes if node.op == "get_attr"))
+    direct: tuple[str, ...] = ()
+    """Names of parameters and buffers that the model's own forward, not a layer, reads in this stage."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,22 @@ class StagePlan:
 
     model: nn.Module
     stages: tuple[Stage, ...]
-    inputs: tuple[str, ...]
-    """Names of the arguments that the first stage takes."""
+    inputs: tuple[str, ...] | None
+    """Names of the arguments that the first stage takes; None: every stage takes the batch as the model would."""
     balance: Balance
     edges: tuple[tuple[bool, ...], ...]
     """For each edge between stages and each value that crosses it: whether a layer computed it (an activation)."""
     tied: tuple[tuple[tuple[int, str], ...], ...]
     """For each parameter that several stages share: (stage, name) of every use."""
+    make: Callable[[int], nn.Module] = field(repr=False)
+    """From a stage's index to its module."""
+    microbatches: Microbatches = field(default_factory=Microbatches, repr=False)
+    """The batch that the stages run on."""
+
+    @property
+    def keeps_forward(self) -> bool:
+        """Whether stages run the model's own forward, so the model can compute its loss."""
+        return self.inputs is None
 
     @property
     def imbalance(self) -> float:
@@ -61,9 +71,9 @@ class StagePlan:
         costs = [stage.cost for stage in self.stages]
         return max(costs) * len(costs) / max(sum(costs), 1e-12)
 
-    def build(self, index: int) -> fx.GraphModule:
+    def build(self, index: int) -> nn.Module:
         """The module of a stage: the model's own layers under their own names."""
-        return fx.GraphModule(self.model, self.stages[index].graph, class_name=f"Stage{index}")
+        return self.make(index)
 
     def drop_others(self, keep: Sequence[int]) -> None:
         """Free the parameters of layers in other stages: the model keeps them on the meta device."""
@@ -102,37 +112,97 @@ def split_into_stages(
     *,
     balance: Balance = "auto",
     split_points: Sequence[str] = (),
-    example: tuple[Any, ...] | None = None,
+    example: Any = None,
     agree: Callable[[list[float]], list[float]] | None = None,
 ) -> StagePlan:
     """Cut `model` into `num_stages` stages of about equal cost, or before the layers named in `split_points`.
 
-    `example` is a microbatch of inputs, for `balance="time"`; measured times differ between ranks, so `agree` returns
+    `example` is a microbatch of inputs, for `balance="time"` and for models that can be neither traced nor asked for
+    an example, such as those of transformers; measured times differ between ranks, so `agree` returns
     the first rank's on all. The model itself is not changed.
     """
-    form = trace_layers(model)
+    form = _layers(model, example)
     costs = _costs(model, form, balance, example)
     if agree is not None:
         costs = agree(costs)
     starts = _manual(form, split_points, num_stages) if balance == "manual" else partition(costs, num_stages)
     edges = [*starts, len(form.layers)]
     runs = [form.layers[first:last] for first, last in itertools.pairwise(edges)]
-    graphs, crossing = _cut_graph(form, runs)
-    stages = tuple(
-        Stage(index, run, sum(costs[first:last]), graph)
-        for index, (run, graph, (first, last)) in enumerate(zip(runs, graphs, itertools.pairwise(edges), strict=True))
-    )
-    plan = StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages))
+    sums = [sum(costs[first:last]) for first, last in itertools.pairwise(edges)]
+    if isinstance(form, LayerChain):
+        plan = _kept(model, form, runs, sums, balance)
+        check_stages(plan.make, num_stages, plan.microbatches, model, form.example)
+    else:
+        plan = _traced(model, form, runs, sums, balance)
     if plan.imbalance > 2:
         _log.warning(
             "the pipeline is unbalanced: its most expensive stage costs %.1f times the mean (%s)",
             plan.imbalance,
-            ", ".join(f"{stage.cost:.3g}" for stage in stages),
+            ", ".join(f"{stage.cost:.3g}" for stage in plan.stages),
         )
     return plan
 
 
-def _costs(model: nn.Module, form: LayerGraph, balance: Balance, example: tuple[Any, ...] | None) -> list[float]:
+def _layers(model: nn.Module, example: Any) -> LayerGraph | LayerChain:
+    """How the layers follow each other: traced, or seen by running the model once.
+
+    Models of transformers are not traced: a trace knows no masks, and the model's own loss is lost.
+    """
+    if is_from_transformers(model):
+        return find_chain(model, anatomy_of(model).layers, example_inputs(model, example))
+    try:
+        return trace_layers(model)
+    except ConfigurationError:
+        if example is None:
+            raise
+    return find_chain(model, anatomy_of(model).layers, example_inputs(model, example))
+
+
+def _traced(
+    model: nn.Module, form: LayerGraph, runs: Sequence[tuple[str, ...]], costs: Sequence[float], balance: Balance
+) -> StagePlan:
+    graphs, crossing = _cut_graph(form, runs)
+    stages = tuple(
+        Stage(index, run, cost, _read_directly(graph))
+        for index, (run, graph, cost) in enumerate(zip(runs, graphs, costs, strict=True))
+    )
+
+    def make(index: int) -> nn.Module:
+        return fx.GraphModule(model, graphs[index], class_name=f"Stage{index}")
+
+    return StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages), make)
+
+
+def _kept(
+    model: nn.Module, chain: LayerChain, runs: Sequence[tuple[str, ...]], costs: Sequence[float], balance: Balance
+) -> StagePlan:
+    """Stages that keep the model's forward: the first has the embeddings, the last what runs after the layers."""
+    last = len(runs) - 1
+    stages = tuple(
+        Stage(
+            index,
+            (*(chain.before if not index else ()), *run, *(chain.after if index == last else ())),
+            cost,
+            chain.direct if index == last else (),
+        )
+        for index, (run, cost) in enumerate(zip(runs, costs, strict=True))
+    )
+    feed = Microbatches()
+
+    def make(index: int) -> nn.Module:
+        return KeptStage(model, chain, runs[index], (*stages[index].layers, *stages[index].direct), feed)
+
+    edges = ((True,),) * last
+    return StagePlan(model, stages, None, balance, edges, _tied(model, stages), make, feed)
+
+
+def _read_directly(graph: fx.Graph) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"))
+
+
+def _costs(model: nn.Module, form: LayerGraph | LayerChain, balance: Balance, example: Any) -> list[float]:
+    if isinstance(form, LayerChain):
+        return chain_costs(model, form, balance)
     if balance == "parameters":
         return count_parameters(model, form.layers)
     if balance == "time":
@@ -145,7 +215,7 @@ def _costs(model: nn.Module, form: LayerGraph, balance: Balance, example: tuple[
     return estimate_work(model, form.layers)
 
 
-def _manual(form: LayerGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
+def _manual(form: LayerGraph | LayerChain, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
     unknown = [name for name in split_points if name not in form.layers]
     if unknown:
         raise ConfigurationError(

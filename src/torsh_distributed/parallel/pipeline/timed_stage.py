@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torsh_distributed import events
 from torsh_distributed.parallel.models.probing import probing
+from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
 
 # When backward is split in two, older torch detaches a stage's outputs in place. An output that is also an input, such
@@ -38,9 +39,9 @@ class TimedStage(PipelineStage):
     Before the first step torch infers shapes by a forward on uninitialised memory; that is not recorded.
     """
 
-    def __init__(self, *args: Any, recorder: ActionRecorder, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: ActionRecorder, microbatches: Microbatches, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._recorder = recorder
+        self._recorder, self._microbatches = recorder, microbatches
 
     # Shape inference of torch 2.13 and of torch 2.11; each has only one of them.
     @override
@@ -54,6 +55,7 @@ class TimedStage(PipelineStage):
 
     @override
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatches.current = fwd_chunk_id
         started = time.monotonic()
         out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._record("F", fwd_chunk_id, started)

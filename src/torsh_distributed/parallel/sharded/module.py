@@ -40,12 +40,13 @@ from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardI
 from torsh_distributed.parallel.sharded.shared_shards import share_shards
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
 from torsh_distributed.plan.sections.precision import PrecisionConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Every rank of the mesh constructs it with the same model: parameters and buffers become those of the first rank, and
     the model's parameters are replaced by shards (DTensors), so build the optimizer afterwards. A model on the meta
-    device gets its weights here, a piece at a time. `module` is the user's model, changed in place.
+    device gets its weights here, a piece at a time, or from `weights` once it is sharded. `module` is the user's model,
+    changed in place.
 
     `mesh` gives the ranks to shard over (its `shard` axis) and the replicas of that (`dp`, `ep`, `cp`); by default
     `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
@@ -82,6 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         precision: PrecisionConfig | None = None,
         wrap_fn: WrapFn | None = None,
         param_init_fn: ParamInit | None = None,
+        weights: StoredWeights | None = None,
         seed: int = 0,
         broadcast_buffers: bool = True,
         compression: CompressConfig | None = None,
@@ -98,7 +101,10 @@ class FullyShardedDataParallel(nn.Module):
         self._group = self.mesh.group(*GRADIENT_AXES)
         check_same_model(module, self._group)
         materializer = None
-        if is_on_meta(module):
+        self._weights = weights if is_on_meta(module) else None
+        if self._weights is not None:
+            pass  # read into the shards, once there are some
+        elif is_on_meta(module):
             materializer = Materializer(module, device, init_fn=param_init_fn, seed=seed)
         else:
             differing = {id(param) for one in separate.modules for param in one.parameters()} if separate else set()
@@ -147,13 +153,17 @@ class FullyShardedDataParallel(nn.Module):
                 mp_policy=policy,
                 ignored_params=whole,
             )
+        if self._weights is not None:
+            self._weights.allocate(self.module)
         _cast_buffers(self.module, _DTYPES.get(precision.buffer_dtype))
         _check_batch_norms(self.module, policy.param_dtype)
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
         if policy.param_dtype is None and self.config.gather_codec == "none":  # else gathered values are not the shards
-            share_shards(self.module, group)
+            share_shards(self.module, group, has_values=self._weights is None)
+        if self._weights is not None:
+            self._weights.load(self.module)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""

@@ -61,9 +61,19 @@ class Sharded(MeshStrategy):
         return waited_s if self._is_timed else None
 
     @override
+    def before_state(self) -> nn.Module:
+        self.wrapped.reshard()
+        return self.unwrapped
+
+    @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.wrapped.reshard()
         return super().whole_state(optimizer)
+
+    @override
+    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
+        self.wrapped.reshard()
+        yield from super().whole_tensors()
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -31,10 +31,11 @@ from torsh_distributed.errors import InvalidArgument
 _ALIGNMENT = 64
 
 
-def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
+def share_shards(model: nn.Module, group: dist.ProcessGroup, *, has_values: bool = True) -> bool:
     """Move the shards into shared memory if all ranks of `group` are on one node; returns whether it did.
 
-    Every rank calls this, after `fully_shard` and before the first forward.
+    Every rank calls this, after `fully_shard` and before the first forward. Without `has_values` only the place is
+    taken: the values are written there later.
     """
     params = {
         name: param for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_even(param, group)
@@ -45,7 +46,7 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
         return False
     start, shards = 0, []
     for (path, param), size in zip(params.items(), sizes, strict=True):
-        shard = _move(param, memory[start : start + param.numel() * param.element_size()], group)
+        shard = _move(param, memory[start : start + param.numel() * param.element_size()], group, has_values)
         owner, _, name = path.rpartition(".")
         shards.append((model.get_submodule(owner), name, shard))
         start += size
@@ -107,12 +108,13 @@ def _is_even(param: DTensor, group: dist.ProcessGroup) -> bool:
     )
 
 
-def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup) -> Tensor:
+def _move(param: DTensor, memory: memoryview, group: dist.ProcessGroup, has_values: bool) -> Tensor:
     """Copy this rank's part of a parameter into the shared memory; returns it."""
     local = param.to_local().detach()
     own = memory[group.rank() * local.nbytes : (group.rank() + 1) * local.nbytes]
     shard = torch.frombuffer(own, dtype=param.dtype).view(local.shape)
-    shard.copy_(local)
+    if has_values:
+        shard.copy_(local)
     before, after = _extensions(torch.frombuffer(memory, dtype=param.dtype).view(param.shape))
     # FSDP2 looks for these two on the local tensor at the first forward, and keeps the tensor object.
     shard.fsdp_pre_all_gather = before  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from torsh_distributed.parallel.data.data_strategy import DataParallel, Gradient
 from torsh_distributed.parallel.data.replicated_params import batches
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.communication import gather
-from torsh_distributed.parallel.state.whole_state import carried
+from torsh_distributed.parallel.state.whole_state import StateParts, carried
 from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
@@ -52,6 +52,10 @@ class ShardedOptimizerState:
         for param, shard in self._shards.items():
             if param in self._optimizer.state:
                 self._optimizer.state[param] = carried(self._optimizer.state[param], shard)
+
+    def shard_of(self, param: Tensor) -> Tensor:
+        """This rank's rows of a parameter, as which its state is kept; the parameter itself if it is a scalar."""
+        return self._shards[param] if isinstance(param, nn.Parameter) and param in self._shards else param
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
@@ -115,6 +119,17 @@ class ShardedOptimizerState:
                 optimizer.state[new] = optimizer.state.pop(old)
 
 
+class _ShardedStateParts(StateParts):
+    """Replicas whose optimizer state is sharded."""
+
+    def __init__(self, state: ShardedOptimizerState) -> None:
+        self._state = state
+
+    @override
+    def like(self, param: Tensor) -> Tensor:
+        return self._state.shard_of(param)
+
+
 class ShardedOptimizer(DataParallel):
     """Replicas as in data parallelism, with the optimizer's state sharded over the mesh's `shard` axis (ZeRO-1)."""
 
@@ -134,6 +149,11 @@ class ShardedOptimizer(DataParallel):
     @override
     def attach(self, optimizer: Optimizer) -> None:
         self._state = ShardedOptimizerState(optimizer, self._mesh.slice("shard"))
+
+    @override
+    def state_parts(self) -> StateParts:
+        assert self._state is not None, "parallelize() attaches the optimizer"
+        return _ShardedStateParts(self._state)
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

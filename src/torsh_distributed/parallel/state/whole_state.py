@@ -5,13 +5,22 @@ Sharded tensors are gathered when saved and sharded again when loaded. Names sur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.state.held_tensors import (
+    DimRun,
+    WholeLayout,
+    layout_of,
+    local_part_of,
+    shard_bounds,
+    whole_runs,
+    within,
+)
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile add to names."""
@@ -27,6 +36,18 @@ def plain_name(name: str) -> str:
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by plain name; a shared one under its first name."""
     return {plain_name(name): param for name, param in model.named_parameters()}
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tensor of the model's state to its first one, plain names."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = plain_name(name)
+        known = first.setdefault(id(value), plain)
+        if known != plain:
+            found[plain] = known
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -82,6 +103,25 @@ class StateParts:
         """The optimizer's values by parameter name, also those that only other ranks hold."""
         return mine
 
+    def runs(self, name: str, shape: Sequence[int]) -> tuple[list[int], list[list[DimRun]]]:
+        """The whole shape of a tensor of which this rank holds, before sharding, one of `shape`, and its runs."""
+        return list(shape), whole_runs(shape)
+
+    def like(self, param: Tensor) -> Tensor:
+        """The tensor as which the optimizer keeps its state of a parameter."""
+        return param
+
+    def all_plain(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Values that are not tensors by parameter name, also those that only other ranks hold."""
+        return mine
+
+    def layout(self, name: str, value: Tensor) -> WholeLayout:
+        """Which part of the whole tensor this rank's `value` is: a piece of it, whole or as a shard (DTensor)."""
+        shape, runs = self.runs(name, value.shape)
+        starts, sizes = shard_bounds(value)
+        cut = [within(one, start, size) for one, start, size in zip(runs, starts, sizes, strict=True)]
+        return layout_of(shape, cut, local_part_of(value).shape)
+
     def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
         """Whether the optimizer's groups on this rank are those of a saved state."""
         return mine == saved
@@ -92,10 +132,14 @@ _SHARDS = StateParts()
 
 def model_state(model: nn.Module, parts: StateParts = _SHARDS) -> dict[str, Any]:
     """`model.state_dict()` with plain names and whole tensors, equal on every rank; all ranks call this."""
-    return {
-        plain_name(name): parts.from_owner(plain_name(name), value) if isinstance(value, Tensor) else value
-        for name, value in model.state_dict().items()
-    }
+    return dict(iterate_model_state(model, parts))
+
+
+def iterate_model_state(model: nn.Module, parts: StateParts = _SHARDS) -> Iterator[tuple[str, Any]]:
+    """`model_state` one entry at a time, so at most one whole tensor is held; all ranks iterate to the end."""
+    for name, value in model.state_dict().items():
+        plain = plain_name(name)
+        yield plain, parts.from_owner(plain, value) if isinstance(value, Tensor) else value
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], parts: StateParts = _SHARDS) -> None:

@@ -1,10 +1,14 @@
-"""Tensor parallelism: `rules` and `plan` choose how layers are split, `apply` splits them, `layers` compute."""
+"""Tensor parallelism: `planning` chooses how modules are split, `apply` splits them, `layers` and `adapted` compute."""
 
-from torsh_distributed.parallel.tensor.apply import param_cuts, tensor_parallel, tensor_parallel_context
+from torsh_distributed.parallel.tensor.apply import tensor_parallel, tensor_parallel_context
 from torsh_distributed.parallel.tensor.attention import ParallelAttention
 from torsh_distributed.parallel.tensor.cut import TensorCut
-from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from torsh_distributed.parallel.tensor.tensor_plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.embedding import ParallelEmbedding
+from torsh_distributed.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
+from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.split_params import cut_lengths, param_cuts
 
 __all__ = [
     "ColumnParallelLinear",
@@ -15,6 +19,7 @@ __all__ = [
     "SplitStyle",
     "TensorCut",
     "TensorPlan",
+    "cut_lengths",
     "find_tensor_plan",
     "param_cuts",
     "tensor_parallel",

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor.cut import TensorCut
+from torsh_distributed.parallel.tensor import adapted
+from torsh_distributed.parallel.tensor.embedding import NarrowEmbedding, ParallelEmbedding
 from torsh_distributed.parallel.tensor.head_sharding import register_cpu_attention
 from torsh_distributed.parallel.tensor.layers import (
     Activation,
     ColumnParallelLinear,
-    ParallelEmbedding,
     RowParallelLinear,
     keeps_logits_split,
-    replicate_param,
 )
+from torsh_distributed.parallel.tensor.planning.planned_rows import PlannedModule
+from torsh_distributed.parallel.tensor.planning.styles import SplitStyle
+from torsh_distributed.parallel.tensor.planning.tensor_plan import TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.random_streams import draws_numbers, end_local_stream, share_random_state
 from torsh_distributed.parallel.tensor.sequence import work_on_sequence
-from torsh_distributed.parallel.tensor.structure import is_head
-from torsh_distributed.parallel.tensor.tensor_plan import PlannedModule, SplitStyle, TensorPlan, find_tensor_plan
+from torsh_distributed.parallel.tensor.split_params import replicate_param, split_param
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
 
 _OUTPUTS: dict[SplitStyle, Activation] = {
     SplitStyle.COLUMN: "sharded",
     SplitStyle.COLUMN_LOCAL: "local",
+    SplitStyle.COLUMN_PACKED: "local",
     SplitStyle.COLUMN_GATHERED: "whole",
 }
 
@@ -58,56 +62,88 @@ def tensor_parallel(
     register_cpu_attention()
     here = dict(model.named_modules(remove_duplicate=False))
     group = mesh.get_group()
+    draws = draws_numbers(model)
+    if draws:
+        share_random_state(group, next((param.device for param in model.parameters()), torch.device("cpu")))
     done: set[int] = set()
     for row in chosen.modules:
+        owner, _, name = row.name.rpartition(".")
+        if row.is_param and owner in here:
+            if row.cut is not None:
+                split_param(here[owner], name, row.cut, group)
+            continue
         if row.name not in here:
             continue  # in another pipeline stage
-        _apply(model, here[row.name], row, mesh, chosen.config)
+        _apply(model, row, here, mesh, chosen.config, draws=draws)
         done.add(id(here[row.name]))
+    for change in chosen.attributes:
+        if change.module in here:
+            setattr(model.get_submodule(change.module), change.name, change.value)
     for module in model.modules():
         if id(module) not in done:
             for param in module.parameters(recurse=False):
                 replicate_param(param, group)
+        if hasattr(module, "activation_relu_or_gelu"):  # torch's encoder layer would read split weights in evaluation
+            setattr(module, "activation_relu_or_gelu", 0)  # noqa: B010 (typed for tensors and modules only)
     return chosen
 
 
-def _apply(root: nn.Module, module: nn.Module, row: PlannedModule, mesh: DeviceMesh, config: TensorConfig) -> None:
-    on_sequence = config.sequence_parallel
-    if row.style in _OUTPUTS:
-        assert isinstance(module, nn.Linear), "the plan checks this"
-        assert row.cut is not None, "these styles have one"
-        column = ColumnParallelLinear.from_linear(module, mesh, output=_OUTPUTS[row.style], sections=row.cut.sections)
-        column.is_head = row.style is SplitStyle.COLUMN and is_head(row.name, module)
-        new: nn.Module = column
-    elif row.style is SplitStyle.ROW:
-        assert isinstance(module, nn.Linear), "the plan checks this"
-        new = RowParallelLinear.from_linear(module, mesh, sequence_output=on_sequence)
-    elif row.style is SplitStyle.VOCABULARY:
-        assert isinstance(module, nn.Embedding), "the plan checks this"
-        new = ParallelEmbedding.from_embedding(module, mesh, sequence_output=on_sequence)
-    else:
-        if row.style is SplitStyle.SEQUENCE:
-            work_on_sequence(module, mesh)
-        for param in module.parameters(recurse=False):
-            replicate_param(param, mesh.get_group())
+def _apply(
+    root: nn.Module,
+    row: PlannedModule,
+    here: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    config: TensorConfig,
+    *,
+    draws: bool,
+) -> None:
+    module = here[row.name]
+    new = _split_layer(module, row, mesh, config)
+    if new is None:
+        _adapt(module, row, mesh)
         return
-    parent, _, child = row.name.rpartition(".")
-    root.get_submodule(parent).register_module(child, new)
+    if isinstance(new, ColumnParallelLinear):
+        new.is_head, new.draws_numbers = row.is_head, draws
+    for name, one in here.items():
+        if one is module:  # a module may be known under several names
+            parent, _, child = name.rpartition(".")
+            root.get_submodule(parent).register_module(child, new)
 
 
-def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
-    """Name to cut, for every parameter of which this rank holds a piece; a tied one under each of its names."""
-    cuts: dict[str, TensorCut] = {}
-    for where, module in model.named_modules():
-        cut = getattr(module, "cut", None)
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelEmbedding):
-            continue
-        assert isinstance(cut, TensorCut), "split layers have one"
-        names = ["weight"]
-        if isinstance(module, ColumnParallelLinear) and module.bias is not None:
-            names.append("bias")
-        cuts.update({f"{where}.{name}" if where else name: cut for name in names})
-    return cuts
+def _split_layer(module: nn.Module, row: PlannedModule, mesh: DeviceMesh, config: TensorConfig) -> nn.Module | None:
+    """The layer that takes the module's place; None for a style that leaves the module there."""
+    on_sequence, sections = config.sequence_parallel, row.cut.sections if row.cut is not None else ()
+    if row.style in _OUTPUTS:
+        return ColumnParallelLinear.from_linear(module, mesh, output=_OUTPUTS[row.style], sections=sections)
+    if row.style in (SplitStyle.ROW, SplitStyle.ROW_PACKED):
+        return RowParallelLinear.from_linear(module, mesh, sequence_output=on_sequence, sections=sections)
+    if row.style is SplitStyle.KEY_VALUE:
+        assert isinstance(module, nn.Linear), "the plan checks this"
+        num_heads, num_shared = row.detail
+        return adapted.KeyValueLinear.from_linear(module, mesh, num_heads=num_heads, num_key_value_heads=num_shared)
+    if row.style is SplitStyle.VOCABULARY:
+        assert isinstance(module, nn.Embedding), "the plan checks this"
+        return ParallelEmbedding.from_embedding(module, mesh, sequence_output=on_sequence)
+    if row.style is SplitStyle.EMBEDDING_WIDTH:
+        assert isinstance(module, nn.Embedding), "the plan checks this"
+        return NarrowEmbedding.from_embedding(module, mesh)
+    return None
+
+
+def _adapt(module: nn.Module, row: PlannedModule, mesh: DeviceMesh) -> None:
+    kinds: dict[SplitStyle, Callable[[], None]] = {
+        SplitStyle.SHARED: lambda: adapted.adapt(module, adapted.SharedModule, mesh),
+        SplitStyle.LATENT: lambda: adapted.adapt(module, adapted.LatentModule, mesh, tail=row.detail[0]),
+        SplitStyle.EXPERTS: lambda: adapted.adapt(module, adapted.SplitExperts, mesh),
+        SplitStyle.IDENTITY_EXPERT: lambda: adapted.adapt(module, adapted.IdentityExpert, mesh),
+        SplitStyle.SUMMED: lambda: adapted.adapt(module, adapted.SummedModule, mesh),
+        SplitStyle.SEQUENCE: lambda: work_on_sequence(module, mesh),
+    }
+    if row.style in kinds:
+        kinds[row.style]()
+        return
+    for param in module.parameters(recurse=False):
+        replicate_param(param, mesh.get_group())
 
 
 @contextmanager
@@ -117,13 +153,16 @@ def tensor_parallel_context(plan: TensorPlan) -> Iterator[None]:
     Inside, plain tensors combined with split activations count as whole (masks, rotary tables), and with
     `tensor.loss_parallel` cross-entropy works on split logits.
     """
-    with implicit_replication():
-        if plan.config.loss_parallel:
-            token = keeps_logits_split.set(True)
-            try:
-                with loss_parallel():
-                    yield
-            finally:
-                keeps_logits_split.reset(token)
-        else:
-            yield
+    try:
+        with implicit_replication():
+            if plan.config.loss_parallel:
+                token = keeps_logits_split.set(True)
+                try:
+                    with loss_parallel():
+                        yield
+                finally:
+                    keeps_logits_split.reset(token)
+            else:
+                yield
+    finally:
+        end_local_stream()  # where a forward was left between two layers by an error

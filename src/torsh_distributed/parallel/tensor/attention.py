@@ -71,8 +71,12 @@ class ParallelAttention(nn.Module):
         return out
 
 
-def check_heads(num_heads: int, num_key_value_heads: int, tp: int, *, where: str) -> None:
-    """Refuse heads that do not split over `tp` ranks, naming the degrees that would fit."""
+def check_heads(num_heads: int, num_key_value_heads: int | None, tp: int, *, where: str) -> None:
+    """Refuse heads that do not split over `tp` ranks, naming the degrees that would fit.
+
+    Without `num_key_value_heads`, keys and values may be on several ranks.
+    """
+    num_key_value_heads = num_key_value_heads or num_heads
     if num_heads % tp == 0 and num_key_value_heads % tp == 0:
         return
     fitting = [

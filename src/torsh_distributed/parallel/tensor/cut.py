@@ -38,6 +38,16 @@ class TensorCut:
         ]
         return torch.cat([torch.cat(pieces, dim=self.dim) for pieces in zip(*cuts, strict=True)], dim=self.dim)
 
+    def runs(self, whole: int, *, rank: int, size: int) -> list[tuple[int, int, int]]:
+        """The rank's piece of a dim of length `whole`: (start in the whole, start in the piece, length) of each run."""
+        found, before, held = [], 0, 0
+        for section in self.sections or (whole,):
+            start, stop = bounds(section, rank=rank, size=size)
+            if stop > start:
+                found.append((before + start, held, stop - start))
+            before, held = before + section, held + stop - start
+        return found
+
     def length(self, whole: int, *, rank: int, size: int) -> int:
         """How much of a dim of length `whole` the rank keeps."""
         return sum(_chunk_length(length, rank, size) for length in self.sections or (whole,))

@@ -10,24 +10,29 @@ Activations between two layers of a pair are one of
 
 from __future__ import annotations
 
-import weakref
 from contextvars import ContextVar
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
-from torsh_distributed.parallel.tensor.cut import TensorCut, bounds
-from torsh_distributed.parallel.tensor.regions import enter_split, gather_last, sum_parts, take_last
+from torsh_distributed.parallel.models.structure import is_transposed, widths
+from torsh_distributed.parallel.tensor.activations import to_sequence, whole_input
+from torsh_distributed.parallel.tensor.cut import TensorCut
+from torsh_distributed.parallel.tensor.random_streams import begin_local_stream, end_local_stream
+from torsh_distributed.parallel.tensor.regions import gather_last, sum_parts, take_last
+from torsh_distributed.parallel.tensor.split_params import adopt, class_for, replicate_param, split_param
 
 Activation = Literal["whole", "local", "sharded"]
+
+_Layer = TypeVar("_Layer", "ColumnParallelLinear", "RowParallelLinear")
 
 keeps_logits_split: ContextVar[bool] = ContextVar("keeps_logits_split", default=False)
 """Whether the loss can work with split logits: then a head returns them split, otherwise whole."""
@@ -47,6 +52,10 @@ class ColumnParallelLinear(nn.Linear):
 
     is_head = False
     """Whether the output is logits: whole, unless the loss takes them split."""
+    is_transposed = False
+    """Whether the matrix is kept as (in, out)."""
+    draws_numbers = False
+    """Whether random numbers are drawn for the pieces that follow, so each rank needs its own."""
 
     def __init__(
         self,
@@ -66,21 +75,20 @@ class ColumnParallelLinear(nn.Linear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, output: Activation = "whole", sections: tuple[int, ...] = ()
+        cls, linear: nn.Module, mesh: DeviceMesh, *, output: Activation = "whole", sections: tuple[int, ...] = ()
     ) -> Self:
         """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
-        layer = cls.__new__(cls)
-        _adopt(layer, linear)
+        layer = cast(Self, _as_linear(cls, linear))
         layer._split(mesh, output, sections)
         return layer
 
     def _split(self, mesh: DeviceMesh, output: Activation, sections: tuple[int, ...]) -> None:
-        self.mesh, self.output, self.cut = mesh, output, TensorCut(0, sections)
+        self.mesh, self.output, self.cut = mesh, output, TensorCut(int(self.is_transposed), sections)
         self.whole_features = self.out_features
-        split_param(self.weight, self.cut, mesh.get_group())
+        split_param(self, "weight", self.cut, mesh.get_group())
         if self.bias is not None:
-            split_param(self.bias, self.cut, mesh.get_group())
-        self.out_features = self.weight.shape[0]
+            split_param(self, "bias", TensorCut(0, sections), mesh.get_group())
+        self.out_features = self.weight.shape[self.cut.dim]
         if len(set(sections)) > 1 and output == "sharded":
             raise InvalidArgument(
                 "a fused layer of unequal sections has no sharded output: DTensor cannot describe how it is split",
@@ -93,10 +101,15 @@ class ColumnParallelLinear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         group = self.mesh.get_group()
-        part = functional.linear(whole_input(input, self.mesh), self.weight, self.bias)
+        matrix = self.weight.t() if self.is_transposed else self.weight
+        part = functional.linear(whole_input(input, self.mesh), matrix, self.bias)
         if self.output == "whole" or (self.is_head and not keeps_logits_split.get()):
             return gather_last(part, self.whole_features, group, cut=TensorCut(-1, self.cut.sections))
-        return part if self.output == "local" else self._sharded(part)
+        if self.output == "sharded":
+            return self._sharded(part)
+        if self.draws_numbers and self.training:
+            begin_local_stream(part.device, group.rank())
+        return part
 
     def _sharded(self, part: Tensor) -> Tensor:
         dim, shape = part.dim() - 1, torch.Size([*part.shape[:-1], self.whole_features])
@@ -112,6 +125,9 @@ class RowParallelLinear(nn.Linear):
     in: (…, in_features) whole, this rank's piece of it, or a DTensor. out: (…, out_features) whole; with
     `sequence_output` a DTensor split along the sequence (dim 1).
     """
+
+    is_transposed = False
+    """Whether the matrix is kept as (in, out)."""
 
     def __init__(
         self,
@@ -129,27 +145,36 @@ class RowParallelLinear(nn.Linear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, mesh: DeviceMesh, *, input_is_parallel: bool = False, sequence_output: bool = False
+        cls,
+        linear: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        input_is_parallel: bool = False,
+        sequence_output: bool = False,
+        sections: tuple[int, ...] = (),
     ) -> Self:
         """The same layer, split; it reuses the parameters of `linear`, which keep their identity."""
-        layer = cls.__new__(cls)
-        _adopt(layer, linear)
-        layer._split(mesh, input_is_parallel=input_is_parallel, sequence_output=sequence_output)
+        layer = cast(Self, _as_linear(cls, linear))
+        layer._split(mesh, input_is_parallel=input_is_parallel, sequence_output=sequence_output, sections=sections)
         return layer
 
-    def _split(self, mesh: DeviceMesh, *, input_is_parallel: bool, sequence_output: bool) -> None:
-        self.mesh, self.cut = mesh, TensorCut(1)
+    def _split(
+        self, mesh: DeviceMesh, *, input_is_parallel: bool, sequence_output: bool, sections: tuple[int, ...] = ()
+    ) -> None:
+        self.mesh, self.cut = mesh, TensorCut(int(not self.is_transposed), sections)
         self.input_is_parallel, self.sequence_output = input_is_parallel, sequence_output
         self.whole_features = self.in_features
-        split_param(self.weight, self.cut, mesh.get_group())
+        split_param(self, "weight", self.cut, mesh.get_group())
         if self.bias is not None:
             replicate_param(self.bias, mesh.get_group())
-        self.in_features = self.weight.shape[1]
+        self.in_features = self.weight.shape[self.cut.dim]
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         group = self.mesh.get_group()
-        partial = functional.linear(self._local(input, group), self.weight)
+        end_local_stream()
+        matrix = self.weight.t() if self.is_transposed else self.weight
+        partial = functional.linear(self._local(input, group), matrix)
         if self.sequence_output:
             out = to_sequence(partial, self.mesh)
             if not isinstance(out, DTensor):
@@ -166,7 +191,7 @@ class RowParallelLinear(nn.Linear):
             return local
         width = input.shape[-1]
         if not self.input_is_parallel and width == self.whole_features:
-            return take_last(input, group)
+            return take_last(input, group, cut=TensorCut(-1, self.cut.sections))
         if width != self.in_features:
             raise TensorShapeMismatch(
                 "the input of a row-parallel layer is neither whole nor this rank's piece",
@@ -178,156 +203,17 @@ class RowParallelLinear(nn.Linear):
         return input
 
 
-class ParallelEmbedding(nn.Embedding):
-    """An embedding whose vocabulary is split: each rank looks up the ids it holds, and the results are summed.
-
-    in: ids, equal on every rank. out: (*ids.shape, embedding_dim) whole; with `sequence_output` a DTensor split along
-    the sequence (dim 1).
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
-        mesh: DeviceMesh,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._split(mesh, sequence_output=False)
-
-    @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, mesh: DeviceMesh, *, sequence_output: bool = False) -> Self:
-        """The same table, split; it reuses the parameter of `embedding`, which keeps its identity."""
-        layer = cls.__new__(cls)
-        _adopt(layer, embedding)
-        layer._split(mesh, sequence_output=sequence_output)
-        return layer
-
-    def _split(self, mesh: DeviceMesh, *, sequence_output: bool) -> None:
-        unsupported = [name for name in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(self, name)]
-        if unsupported:
-            raise InvalidArgument(
-                f"an embedding with {' and '.join(unsupported)} cannot be split over its vocabulary",
-                hint="override it with 'replicated', or drop the option",
-            )
-        self.mesh, self.cut, self.sequence_output = mesh, TensorCut(0), sequence_output
-        group = mesh.get_group()
-        self.whole_embeddings = self.num_embeddings
-        self._start, self._stop = bounds(self.num_embeddings, rank=group.rank(), size=group.size())
-        split_param(self.weight, self.cut, group)
-        self.num_embeddings = self.weight.shape[0]
-
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        group = self.mesh.get_group()
-        is_here = (input >= self._start) & (input < self._stop)
-        if self.num_embeddings:
-            padding = self.padding_idx
-            here = padding - self._start if padding is not None and self._start <= padding < self._stop else None
-            found = functional.embedding((input - self._start).where(is_here, 0), self.weight, here)
-        else:  # more ranks than rows: this one holds none, but its gradient must exist
-            found = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
-        partial = found * is_here.unsqueeze(-1)
-        return to_sequence(partial, self.mesh) if self.sequence_output else sum_parts(partial, group)
-
-
-class _Entered(NamedTuple):
-    """The activation that entered a split layer last, and as what. Weak: nothing lives longer for it."""
-
-    input: weakref.ref[Tensor]
-    version: int
-    has_gradient: bool
-    mesh: DeviceMesh
-    whole: weakref.ref[Tensor]
-
-
-_last_entered: _Entered | None = None
-
-
-def whole_input(input: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole activation for a split layer, from a plain tensor or a DTensor; its gradient is summed over ranks.
-
-    Layers that take the same activation, as query, key and value do, take the same tensor: it is gathered once, and
-    its gradient is summed once.
-    """
-    global _last_entered
-    if input.is_inference():  # such tensors do not tell whether they were changed
-        return _enter(input, mesh)
-    has_gradient, last = torch.is_grad_enabled(), _last_entered
-    if last is not None and last.input() is input and last.mesh is mesh and last.version == input._version:
-        whole = last.whole()
-        if whole is not None and last.has_gradient == has_gradient:
-            return whole
-    whole = _enter(input, mesh)
-    _last_entered = _Entered(weakref.ref(input), input._version, has_gradient, mesh, weakref.ref(whole))
-    return whole
-
-
-def _enter(input: Tensor, mesh: DeviceMesh) -> Tensor:
-    if isinstance(input, DTensor):
-        gathered = input.redistribute(placements=[Replicate()])
-        local: Tensor = gathered.to_local(grad_placements=[Partial()])
-        return local
-    return enter_split(input, mesh.get_group())
-
-
-def to_sequence(partial: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum the ranks' partial results and leave each with its piece of the sequence (dim 1)."""
-    if not splits_sequence(partial.shape[1] if partial.dim() > 1 else 0, mesh):
-        return sum_parts(partial, mesh.get_group())
-    summed = DTensor.from_local(partial, mesh, [Partial()], run_check=False)
-    return summed.redistribute(placements=[Shard(1)])
-
-
-def splits_sequence(length: int, mesh: DeviceMesh) -> bool:
-    """Whether a sequence is split over the ranks: always in training, where an uneven one is refused.
-
-    Without gradients there is little to save, and prompts have any length: uneven ones stay whole.
-    """
-    if length and length % mesh.size() == 0:
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    raise TensorShapeMismatch(
-        f"tensor.sequence_parallel: a sequence of {length} does not split over tp {mesh.size()}",
-        hint=f"make it a multiple of {mesh.size()} (pad it), or turn tensor.sequence_parallel off",
-    )
-
-
-def split_param(param: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> None:
-    """Reduce a parameter to this rank's piece of the first rank's values; a tied one is cut once."""
-    if getattr(param, _MARK, None) == cut:
-        return
-    if hasattr(param, _MARK):
-        raise InvalidArgument(
-            "a tied parameter would be cut in two ways",
-            hint="override one of the layers that share it, so both are cut along the same dim",
-            first=getattr(param, _MARK),
-            second=cut,
-        )
-    replicate_param(param, group)
-    param.data = cut.part(param.data, rank=group.rank(), size=group.size())
-    setattr(param, _MARK, cut)
-
-
-def replicate_param(param: Tensor, group: dist.ProcessGroup) -> None:
-    """Broadcast the first rank's values to every rank."""
-    if param.device.type != "meta" and not hasattr(param, _MARK):
-        param.data = param.data.contiguous()
-        dist.broadcast(param.data, group=group, group_src=0)
-
-
-_MARK = "_torsh_cut"
-"""Set on a parameter that holds a piece: how it was cut. Keeps tied parameters from being cut twice."""
-
-
-def _adopt(layer: nn.Module, source: nn.Module) -> None:
-    """Give `layer` the same parameters, buffers, hooks and settings as `source`."""
-    layer.__dict__.update(source.__dict__)
-    layer._parameters = dict(source._parameters)
+def _as_linear(kind: type[_Layer], source: nn.Module) -> _Layer:
+    """A layer of this kind with the parameters of a linear layer; also of one that keeps its matrix transposed."""
+    chosen = class_for(kind, source, nn.Linear)
+    layer = chosen.__new__(chosen)
+    assert isinstance(layer, kind), "class_for extends it"
+    adopt(layer, source)
+    found = widths(source)
+    assert found is not None, "the plan checks this"
+    layer.in_features, layer.out_features = found
+    layer.is_transposed = is_transposed(source)
+    return layer
 
 
 def _from_local(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> Tensor:

@@ -37,9 +37,9 @@ def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: Tens
     return out
 
 
-def take_last(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def take_last(whole: Tensor, group: dist.ProcessGroup, *, cut: TensorCut = LAST) -> Tensor:
     """This rank's piece of the last dim of a whole activation. Backward: the pieces' gradients are gathered."""
-    out: Tensor = _TakeLast.apply(whole, group)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _TakeLast.apply(whole, group, cut)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
@@ -84,14 +84,14 @@ class _GatherLast(torch.autograd.Function):
 class _TakeLast(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.whole = group, whole.shape[-1]
-        return _piece(whole, group, LAST)
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:
+        ctx.group, ctx.whole, ctx.cut = group, whole.shape[-1], cut
+        return _piece(whole, group, cut)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gathered(grads[0], ctx.whole, ctx.group, LAST), None
+        return _gathered(grads[0], ctx.whole, ctx.group, ctx.cut), None, None
 
 
 def _piece(whole: Tensor, group: dist.ProcessGroup, cut: TensorCut) -> Tensor:

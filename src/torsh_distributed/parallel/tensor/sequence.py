@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from torsh_distributed.parallel.tensor.layers import replicate_param, splits_sequence
+from torsh_distributed.parallel.tensor.activations import splits_sequence
 from torsh_distributed.parallel.tensor.regions import enter_split
+from torsh_distributed.parallel.tensor.split_params import replicate_param
 
 
 def work_on_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -28,11 +29,13 @@ def work_on_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     module.__class__ = type(f"Sequence{base.__name__}", (mixin, base), {"tp_mesh": mesh})
 
 
-class _SummedGradients(nn.Module):
+class SummedGradients(nn.Module):
+    """A module whose parameters see a part of the data: their gradients are summed over the ranks."""
+
     tp_mesh: DeviceMesh
 
     @contextmanager
-    def _summed_gradients(self) -> Iterator[None]:
+    def summed_gradients(self) -> Iterator[None]:
         """Inside, the gradients of the parameters are summed over the ranks."""
         own = dict(self._parameters)
         group = self.tp_mesh.get_group()
@@ -45,19 +48,19 @@ class _SummedGradients(nn.Module):
             self._parameters.update(own)
 
 
-class _OnSequence(_SummedGradients):
+class _OnSequence(SummedGradients):
     """In and out: a DTensor split along the sequence. A plain (whole) input is not split."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, DTensor):
             return cast(Tensor, super().forward(input))
-        with self._summed_gradients():
+        with self.summed_gradients():
             out = super().forward(input.to_local())
         return DTensor.from_local(out, self.tp_mesh, input.placements, run_check=False)
 
 
-class _OnPositions(_SummedGradients):
+class _OnPositions(SummedGradients):
     """In: whole positions (…, length). Out: a DTensor (…, length, width) split along the sequence."""
 
     @override
@@ -67,6 +70,6 @@ class _OnPositions(_SummedGradients):
             return super().forward(input)
         step = length // self.tp_mesh.size()
         mine = input.narrow(-1, self.tp_mesh.get_local_rank() * step, step)
-        with self._summed_gradients():
+        with self.summed_gradients():
             out = super().forward(mine)
         return DTensor.from_local(out, self.tp_mesh, [Shard(input.dim() - 1)], run_check=False)

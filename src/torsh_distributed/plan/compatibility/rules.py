@@ -14,10 +14,18 @@ from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
 from torsh_distributed.plan.compatibility.gradient_rules import GRADIENT_RULES
 from torsh_distributed.plan.compatibility.offload_rules import OFFLOAD_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
+from torsh_distributed.plan.compatibility.speed_rules import SPEED_RULES
 from torsh_distributed.plan.plan_sections import PlanSections
 from torsh_distributed.plan.problems import Problem
 
-RULES: tuple[CompatibilityRule, ...] = (*AXES_RULES, *GRADIENT_RULES, *OFFLOAD_RULES, *EXPERT_RULES, *BATCH_RULES)
+RULES: tuple[CompatibilityRule, ...] = (
+    *AXES_RULES,
+    *GRADIENT_RULES,
+    *OFFLOAD_RULES,
+    *EXPERT_RULES,
+    *BATCH_RULES,
+    *SPEED_RULES,
+)
 
 
 def broken_rules(plan: PlanSections) -> Iterator[CompatibilityRule]:

@@ -87,6 +87,10 @@ ALIASES: Mapping[str, Callable[[Any], Assignments]] = {
     "checkpoint.max_checkpoints_to_keep": _as("checkpoint.keep"),
     "checkpoint.max_checkpoints": _as("checkpoint.keep"),
     "checkpoint.verify_integrity": _as("checkpoint.verify_after_save"),
+    "checkpoint.save_best": _table(
+        "checkpoint.keep_best",
+        {True: {"checkpoint.keep_best": 1}, False: {"checkpoint.keep_best": 0}},
+    ),
     "checkpoint.enable_compression": _table(
         "checkpoint.compression_level",
         {True: {"checkpoint.compression_level": 3}, False: {"checkpoint.compression_level": 0}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import tomli_w
 
 from torsh_distributed.errors import ConfigurationError, IoError
+from torsh_distributed.plan.reading.limits import MAX_DIGITS, read_limited, refuse_depth, refuse_long_keys
 from torsh_distributed.plan.reading.malformed import MalformedError, position
 
 Document = dict[str, Any]
@@ -24,7 +26,8 @@ def read(path: Path) -> Document:
     """The content of a plan file. Raises ConfigurationError naming the file, and line and column if malformed."""
     parse, _ = _format_of(path)
     try:
-        raw = path.read_bytes()
+        document = parse(_decode(read_limited(path)))
+        refuse_depth(document)
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"there is no plan file {path}", hint="check the path; it is relative to the working directory"
@@ -34,8 +37,6 @@ def read(path: Path) -> Document:
             f"the plan file {path} cannot be read: {error.strerror}",
             hint="check that it is a file and that this user may read it",
         ) from error
-    try:
-        document = parse(_decode(raw))
     except MalformedError as error:
         raise ConfigurationError(
             f"{path}{error.where}: not valid {path.suffix[1:].upper()}: {error.reason}",
@@ -104,7 +105,9 @@ def _decode(raw: bytes) -> str:
         raise MalformedError(f"byte 0x{raw[error.start]:02x} is not UTF-8", place) from error
 
 
-def _parse_toml(text: str) -> object:
+def parse_toml(text: str) -> dict[str, Any]:
+    """The document in `text`; raises MalformedError."""
+    refuse_long_keys(text)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -115,22 +118,31 @@ def _parse_toml(text: str) -> object:
         raise MalformedError(reason or str(error), place) from error
     except RecursionError as error:
         raise MalformedError("nested too deeply") from error
+    except ValueError as error:  # Python reads no number of thousands of digits
+        raise MalformedError(str(error)) from error
 
 
 def _parse_json(text: str) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        return json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_int=_short_int
+        )
     except json.JSONDecodeError as error:
         raise MalformedError(error.msg, (error.lineno, error.colno)) from error
     except RecursionError as error:
         raise MalformedError("nested too deeply") from error
 
 
+def _short_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise MalformedError(f"a number of more than {MAX_DIGITS} digits")
+    return int(text)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
         raise MalformedError(f"the key {twice} is given twice")
     return found
 
@@ -156,7 +168,7 @@ def _render_yaml(document: Mapping[str, Any]) -> str:
 
 
 _FORMATS: dict[str, tuple[Callable[[str], object], Callable[[Mapping[str, Any]], str]]] = {
-    ".toml": (_parse_toml, tomli_w.dumps),
+    ".toml": (parse_toml, tomli_w.dumps),
     ".json": (_parse_json, _render_json),
     ".yaml": (_parse_yaml, _render_yaml),
     ".yml": (_parse_yaml, _render_yaml),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torsh_distributed.plan.key_paths import field_at, keys_of
 from torsh_distributed.plan.problems import Problem
 from torsh_distributed.plan.reading import aliases, files
+from torsh_distributed.plan.reading.malformed import MalformedError
 
 if TYPE_CHECKING:
     from torsh_distributed.plan.section import Section
@@ -119,7 +119,7 @@ def _value_of(text: str, path: list[str], model: type[Section]) -> Any:
     if field is None or field.annotation not in (bool, int, float, int | None, float | None, tuple[str, ...]):
         return text
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = files.parse_toml(f"value = {text}")
+    except MalformedError:
         return text
     return parsed["value"] if len(parsed) == 1 else text

@@ -23,16 +23,23 @@ class CheckpointConfig(Section):
     """Seconds after which a checkpoint is written even if fewer steps have passed. Left out: only steps count."""
 
     keep: int = Field(default=5, ge=1)
-    """Number of checkpoints to keep. The best and the last complete one are never deleted."""
+    """Number of latest checkpoints to keep. The last complete one is never deleted."""
 
-    save_best: bool = True
-    """Keep the checkpoint with the lowest loss in addition to the latest ones."""
+    keep_best: int = Field(default=1, ge=0)
+    """Number of checkpoints with the lowest loss to keep in addition to the latest ones."""
+
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of this are never deleted. Left out: none for this reason."""
 
     async_save: bool = True
     """Write in the background: a step waits only for the copy into memory."""
 
-    compression_level: int = Field(default=3, ge=0, le=22)
-    """zstd level; 0 writes uncompressed bytes."""
+    compression_level: int = Field(default=0, ge=0, le=22)
+    """zstd level; 0 writes uncompressed bytes, which is faster on any local disk."""
 
     verify_after_save: bool = True
-    """Read a checkpoint back and compare checksums before an older one is deleted."""
+    """Read a checkpoint back in the background and compare checksums before an older one is deleted."""
+
+    remote: str | None = None
+    """URL of a second home, such as s3://bucket/run, or any other place that fsspec reaches: what is saved is uploaded
+    there in the background, and fetched from there if `dir` lacks it. Left out: `dir` alone."""

@@ -40,6 +40,14 @@ class TrainingConfig(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the initial weights and of the order of samples."""
 
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """Kernel of scaled_dot_product_attention that is tried first on a GPU; the others follow where it does not apply.
+    `auto` leaves the order to torch."""
+
+    fused_loss: bool = False
+    """Compute the model's head and its cross-entropy together, some tokens at a time: the logits of a large vocabulary
+    never exist whole. Works with losses that end in torch's cross_entropy, as those of transformers do."""
+
     log_every: int = Field(default=10, ge=1)
     """Steps between progress lines."""
 

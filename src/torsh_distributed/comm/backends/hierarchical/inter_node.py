@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.folding import fold_into
+from torsh_distributed.comm.meeting.network_interface import gloo_address
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
 
@@ -40,6 +42,17 @@ class PendingAllReduce(NamedTuple):
     """Whether `theirs` is a packed message instead of values."""
 
 
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """torch's gloo on the interface that reaches the other nodes. Any: torch's stubs do not declare its methods."""
+    address = gloo_address(os.environ)
+    if address is None:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 class InterNodeGroup:
     """gloo between `ranks` of a group; ranks and roots in the calls below are indices into `ranks`."""
 
@@ -54,7 +67,7 @@ class InterNodeGroup:
         # Any: torch's stubs do not declare the methods of this class.
         # One at a time in a process: connections that come up meanwhile are counted as this group's.
         with _making, patient_threads(), new_connections() as self._connections:
-            self._group: Any = dist.ProcessGroupGloo(store, self.index, len(self.ranks), timeout)
+            self._group: Any = _gloo_group(store, self.index, len(self.ranks), timeout)
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> PendingAllReduce:
         """Start folding `buffer` over the group, in place; `finish` waits for it. `is_alone`: no other one is pending.

@@ -256,10 +256,8 @@ class _StoreConnection:
 
     def __init__(self, sock: socket.socket, signers: tuple[Signer, Signer] | None, timeout_s: float) -> None:
         self._sock = sock
-        self._sending: Signer | None = None
-        self._receiving: Signer | None = None
-        if signers is not None:
-            self._sending, self._receiving = signers
+        self._sending: Signer | None = signers[0] if signers else None
+        self._receiving: Signer | None = signers[1] if signers else None
         self._overhead = _HEADER_BYTES + (MAC_BYTES if signers else 0)
         self._used_s = time.monotonic()
         sock.settimeout(None)

@@ -47,6 +47,21 @@ class ModuleState:
             values = flat[entry.start : entry.stop].view(entry.shape)
             entry.param.data = values.to(unit.flat.device, unit.dtype, copy=True)
 
+    def shape_of(self, param: Tensor) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and dtype of a parameter in use; None for one that is not stored here."""
+        if id(param) not in self._entries:
+            return None
+        unit, entry = self._entries[id(param)]
+        return entry.shape, unit.dtype
+
+    def value_of(self, param: Tensor) -> Tensor:
+        """A stored parameter, read into new memory."""
+        return self._read(*self._entries[id(param)])
+
+    def set_value(self, param: Tensor, values: Tensor) -> None:
+        """Replace a stored parameter that is not in use."""
+        self._write(*self._entries[id(param)], values)
+
     def _give(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in names:
             param = module._parameters[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torsh_distributed.parallel.offload.storage.pieces import Slot, StatePiece, 
 from torsh_distributed.parallel.offload.storage.tiered_storage import StoredArray, TieredStorage
 from torsh_distributed.parallel.offload.update.adam import AdamSettings, adam_update, is_decoupled
 from torsh_distributed.parallel.offload.update.targets import UpdateTarget, local_of
+from torsh_distributed.parallel.state.held_state import StoredTensor
 
 _CHUNK = 1 << 20
 """Elements: from about eight cores on, a core's share of a chunk's four fp32 arrays fits its L2 cache."""
@@ -227,33 +229,53 @@ class OffloadedOptimizer(Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for number, param in enumerate(params):
             entry = state_dict["state"].get(number)
-            if id(param) in self._steps:
-                self._put_state(param, entry)
+            self.put_state(param, entry)
 
     def _import(self, optimizer: Optimizer) -> None:
         """Take over the state of an optimizer that has already trained."""
         for param, state in list(optimizer.state.items()):
             if "exp_avg" in state and id(param) in self._steps:
-                self._put_state(param, state)
+                self.put_state(param, state)
         optimizer.state.clear()
+
+    def stored_state(self, param: Tensor) -> dict[str, StoredTensor]:
+        """Step, moments and, where they are more precise than the parameter, master values, to read later."""
+        if not self.has_state(param):
+            return {}
+        entry, _ = self._find(param)
+        step = torch.tensor(float(self._steps[id(param)]))
+        found = {"step": StoredTensor((), torch.float32, lambda: step)}
+        for name in ("exp_avg", "exp_avg_sq", *(("master",) if entry.param.dtype != torch.float32 else ())):
+            found[name] = StoredTensor(tuple(entry.shape), torch.float32, partial(self._read_local, param, name))
+        return found
+
+    def _read_local(self, param: Tensor, name: str) -> Tensor:
+        """This rank's part of a moment or of the master values, in new memory."""
+        entry, slots = self._find(param)
+        flat = torch.empty(entry.stop - entry.start)
+        for piece, low, high in slots:
+            values = read(self._storage, getattr(piece, name))[low - piece.start : high - piece.start]
+            flat[low - entry.start : high - entry.start].copy_(values)
+        return flat.view(entry.shape)
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
         """Step and moments of an updated parameter, sharded as the parameter is."""
-        entry, slots = self._find(param)
-        moments = []
-        for name in ("exp_avg", "exp_avg_sq"):
-            flat = torch.empty(entry.stop - entry.start)
-            for piece, low, high in slots:
-                slot: Slot = getattr(piece, name)
-                values = read(self._storage, slot)[low - piece.start : high - piece.start]
-                flat[low - entry.start : high - entry.start].copy_(values)
-            moments.append(_spread_as(entry.param, flat.view(entry.shape)))
+        entry, _ = self._find(param)
+        moments = [_spread_as(entry.param, self._read_local(param, name)) for name in ("exp_avg", "exp_avg_sq")]
         return {"step": torch.tensor(float(self._steps[id(param)])), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
-    def _put_state(self, param: Tensor, state: Mapping[str, Any] | None) -> None:
+    def put_state(self, param: Tensor, state: Mapping[str, Any] | None) -> None:
+        """Store the step and the moments of a parameter, and its master values if they are given."""
+        if id(param) not in self._steps:
+            return  # frozen
         entry, slots = self._find(param)
         self._steps[id(param)] = 0 if state is None else int(state["step"])
-        for name in ("exp_avg", "exp_avg_sq"):
+        has_master = entry.param.dtype != torch.float32
+        if has_master and "master" not in (state or {}) and local_of(entry.param).numel() == entry.shape.numel():
+            # Saved without master values: they start as the parameter, which was loaded before.
+            state = None if state is None else {**state, "master": entry.param}
+        has_master = has_master and state is not None and "master" in state
+        for name in ("exp_avg", "exp_avg_sq", *(("master",) if has_master else ())):
             flat = torch.zeros(entry.stop - entry.start) if state is None else _flat_state(state[name])
             if flat.numel() != entry.stop - entry.start:
                 raise TensorShapeMismatch(

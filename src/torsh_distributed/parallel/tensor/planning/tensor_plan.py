@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from rich.table import Table
 from torch import nn
 
-from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.tensor import structure
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.models import structure
+from torsh_distributed.parallel.models.anatomy import FOUND, ModelAnatomy, anatomy_of
+from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
-from torsh_distributed.parallel.tensor.cut import TensorCut
+from torsh_distributed.parallel.tensor.planning.declared_plan import declared_rows
+from torsh_distributed.parallel.tensor.planning.planned_rows import AttributeChange, PlannedModule, planned
+from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
+from torsh_distributed.plan.problems import did_you_mean
 from torsh_distributed.plan.sections.axes.tensor import TensorConfig
-
-
-class SplitStyle(StrEnum):
-    """How a module is split."""
-
-    COLUMN = "column"
-    """A linear layer split by output features; what follows sees the whole shape (a DTensor)."""
-    COLUMN_LOCAL = "column_local"
-    """A linear layer split by output features; what follows sees this rank's piece and is element-wise."""
-    COLUMN_GATHERED = "column_gathered"
-    """A linear layer split by output features, its output gathered."""
-    ROW = "row"
-    """A linear layer split by input features, its output summed."""
-    VOCABULARY = "vocabulary"
-    """An embedding split by rows."""
-    SEQUENCE = "sequence"
-    """A norm or position table that works on this rank's piece of the sequence."""
-    REPLICATED = "replicated"
-    """Whole on every rank."""
-
-
-@dataclass(frozen=True)
-class PlannedModule:
-    """One row of the plan."""
-
-    name: str
-    kind: str
-    style: SplitStyle
-    shape: tuple[int, ...]
-    """Of its weight, whole."""
-    cut: TensorCut | None
-    """How its weight is cut; None where it stays whole."""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +29,9 @@ class TensorPlan:
     tp: int
     config: TensorConfig
     modules: tuple[PlannedModule, ...]
+    attributes: tuple[AttributeChange, ...] = ()
+    source: str = FOUND
+    """Who says so: the model, its author, or its structure."""
 
     def style_of(self, name: str) -> SplitStyle:
         """How a module is split; REPLICATED for one that the plan does not name."""
@@ -69,8 +44,23 @@ class TensorPlan:
 
     def describe(self) -> Table:
         """A table for rich: module, style, shape of its weight before and, on the first rank, after."""
-        table = Table("module", "class", "style", "weight", "on each rank", "", title=f"tensor parallel, tp {self.tp}")
+        return self._table(self.modules)
+
+    def describe_patterns(self) -> Table:
+        """The same table, with one row for modules that differ only in a number of their name."""
+        alike: dict[PlannedModule, int] = {}
         for row in self.modules:
+            general = dataclasses.replace(row, name=generic_name(row.name))
+            alike[general] = alike.get(general, 0) + 1
+        return self._table(
+            dataclasses.replace(row, note=", ".join(filter(None, (f"{count} of them" if count > 1 else "", row.note))))
+            for row, count in alike.items()
+        )
+
+    def _table(self, rows: Iterable[PlannedModule]) -> Table:
+        title = f"tensor parallel, tp {self.tp}, {self.source}"
+        table = Table("module", "class", "style", "weight", "on each rank", "", title=title)
+        for row in rows:
             after = row.cut.shape(row.shape, rank=0, size=self.tp) if row.cut else row.shape
             note = row.note
             if row.cut and not note and row.shape[row.cut.dim] % self.tp:
@@ -86,22 +76,30 @@ def find_tensor_plan(
     tp: int,
     config: TensorConfig | None = None,
     overrides: Mapping[str, SplitStyle | str] | None = None,
+    spread: Collection[str] = (),
 ) -> TensorPlan:
-    """The plan for a transformer-shaped model, found by the classes, names and shapes of its layers.
+    """The plan for a model: as it declares itself, else found by the classes, names and shapes of its layers.
 
-    `overrides` maps patterns of module names (`blocks.*.fc1`) to styles and overrides what was found; every pattern
-    must match something. Changes nothing and needs no process group. Raises ConfigurationError if heads do not divide
-    or nothing can be split.
+    `overrides` maps patterns of names (`blocks.*.fc1`) to styles and overrides what was found, also that of
+    `tensor.overrides`; every pattern must match something. `spread` names modules of experts that mesh.ep places.
+    Changes nothing and needs no process group. Raises ConfigurationError if heads do not divide or nothing can be
+    split.
     """
     chosen = config or TensorConfig()
-    wanted = _overridden(model, overrides or {})
-    found = {row.name: row for row in _found(model, tp, chosen, wanted)}
-    rows = tuple(
-        _planned(name, module, wanted[name], note="override") if name in wanted else found[name]
-        for name, module in model.named_modules()
-        if name in found or name in wanted
-    )
-    plan = TensorPlan(tp, chosen, rows)
+    wanted = _overridden(model, {**chosen.override_styles(), **(overrides or {})})
+    anatomy = _anatomy(model)
+    if anatomy is not None and anatomy.tensor_plan:
+        _refuse_experts_on_sequence(anatomy, chosen)
+        found = declared_rows(model, anatomy, tp=tp, config=chosen, overrides=wanted, left_alone=spread)
+        plan = TensorPlan(tp, chosen, found.rows, found.attributes, anatomy.source)
+    else:
+        by_name = {row.name: row for row in _found(model, tp, chosen, wanted)}
+        rows = tuple(
+            planned(name, module, wanted[name], note="override") if name in wanted else by_name[name]
+            for name, module in model.named_modules()
+            if name in by_name or name in wanted
+        )
+        plan = TensorPlan(tp, chosen, rows)
     if tp > 1 and not plan.num_split:
         raise ConfigurationError(
             f"mesh.tp {tp}: found no layer that tensor parallelism can split",
@@ -111,22 +109,41 @@ def find_tensor_plan(
     return plan
 
 
+def _anatomy(model: nn.Module) -> ModelAnatomy | None:
+    """What the model consists of; None where it has no blocks: then its layers speak for themselves."""
+    try:
+        return anatomy_of(model)
+    except InvalidArgument:
+        if hasattr(model, "torsh_anatomy"):
+            raise
+        return None
+
+
+def _refuse_experts_on_sequence(anatomy: ModelAnatomy, config: TensorConfig) -> None:
+    if config.sequence_parallel and anatomy.experts:
+        raise ConfigurationError(
+            "tensor.sequence_parallel does not support this model: its experts take tokens of whole sequences",
+            hint="set tensor.sequence_parallel = false",
+            experts=anatomy.experts[0],
+        )
+
+
 def _overridden(model: nn.Module, overrides: Mapping[str, SplitStyle | str]) -> dict[str, SplitStyle]:
-    names = dict(model.named_modules())
+    modules = dict(model.named_modules())
+    params = dict(model.named_parameters())
+    stacks = [name for name, param in params.items() if name.rpartition(".")[2] not in ("weight", "bias")]
     out: dict[str, SplitStyle] = {}
-    for pattern, style in overrides.items():
-        if style not in tuple(SplitStyle):
-            raise ConfigurationError(
-                f"overrides[{pattern!r}]: there is no style {style!r}", hint=f"one of {', '.join(SplitStyle)}"
-            )
-        matched = [name for name in names if fnmatchcase(name, pattern)]
+    for pattern, name in overrides.items():
+        style = style_named(name, where=f"overrides[{pattern!r}]")
+        matched = [one for one in [*modules, *stacks] if one and fnmatchcase(one, pattern)]
         if not matched:
+            near = did_you_mean(pattern, [one for one in modules if one])
             raise ConfigurationError(
                 f"overrides[{pattern!r}] matches no module",
-                hint="patterns match whole names, such as blocks.*.fc1",
-                modules=[name for name in names if name][:8],
+                hint=near or "patterns match whole names, such as blocks.*.fc1",
+                modules=[one for one in modules if one][:8],
             )
-        out.update({name: SplitStyle(style) for name in matched if _has_params(names[name])})
+        out.update({one: style for one in matched if one in params or _has_params(modules[one])})
     return out
 
 
@@ -152,18 +169,19 @@ def _candidates(
     for pair in structure.feed_forwards(model):
         up = SplitStyle.COLUMN_LOCAL if pair.is_elementwise else SplitStyle.COLUMN
         for name in pair.up:
-            yield _planned(name, modules[name], up)
-        yield _planned(pair.down, modules[pair.down], SplitStyle.ROW)
+            yield planned(name, modules[name], up)
+        yield planned(pair.down, modules[pair.down], SplitStyle.ROW)
     whole = SplitStyle.SEQUENCE if config.sequence_parallel else SplitStyle.REPLICATED
     for name, module in modules.items():
         if structure.is_head(name, module):
-            yield _planned(name, module, SplitStyle.COLUMN if config.loss_parallel else SplitStyle.COLUMN_GATHERED)
+            style = SplitStyle.COLUMN if config.loss_parallel else SplitStyle.COLUMN_GATHERED
+            yield dataclasses.replace(planned(name, module, style), is_head=True)
         elif structure.is_position_table(name, module) or structure.is_norm(module):
-            yield _planned(name, module, whole)
+            yield planned(name, module, whole)
         elif isinstance(module, nn.Embedding):
-            yield _planned(name, module, SplitStyle.VOCABULARY)
+            yield planned(name, module, SplitStyle.VOCABULARY)
         elif _has_params(module):
-            yield _planned(name, module, SplitStyle.REPLICATED)
+            yield planned(name, module, SplitStyle.REPLICATED)
 
 
 def _attention_rows(modules: Mapping[str, nn.Module], found: structure.Attention, tp: int) -> Iterator[PlannedModule]:
@@ -183,36 +201,10 @@ def _attention_rows(modules: Mapping[str, nn.Module], found: structure.Attention
         is_equal = heads == shared
         style = SplitStyle.COLUMN if is_equal else SplitStyle.COLUMN_GATHERED
         note = "query, key and value fused" + ("" if is_equal else "; attention itself runs whole")
-        yield _planned(found.fused, layer, style, sections=sections, note=note)
+        yield planned(found.fused, layer, style, sections=sections, note=note)
     for name in found.split:
-        yield _planned(name, modules[name], SplitStyle.COLUMN, note=f"{heads // tp} of {heads} heads on each rank")
-    yield _planned(found.out, modules[found.out], SplitStyle.ROW)
-
-
-_CUTS = {
-    SplitStyle.COLUMN: TensorCut(0),
-    SplitStyle.COLUMN_LOCAL: TensorCut(0),
-    SplitStyle.COLUMN_GATHERED: TensorCut(0),
-    SplitStyle.ROW: TensorCut(1),
-    SplitStyle.VOCABULARY: TensorCut(0),
-}
-
-
-def _planned(
-    name: str, module: nn.Module, style: SplitStyle, *, sections: tuple[int, ...] = (), note: str = ""
-) -> PlannedModule:
-    needed = {SplitStyle.VOCABULARY: nn.Embedding}.get(style, nn.Linear if style in _CUTS else nn.Module)
-    if not isinstance(module, needed):
-        raise ConfigurationError(
-            f"{name} is a {type(module).__name__}, which cannot be split as {style.value!r}",
-            hint=f"this style is for {needed.__name__}; use 'replicated' to leave the module whole",
-        )
-    weight = getattr(module, "weight", None)
-    shape = tuple(weight.shape) if weight is not None else ()
-    cut = _CUTS.get(style)
-    if cut is not None and sections:
-        cut = TensorCut(cut.dim, sections)
-    return PlannedModule(name, type(module).__name__, style, shape, cut, note)
+        yield planned(name, modules[name], SplitStyle.COLUMN, note=f"{heads // tp} of {heads} heads on each rank")
+    yield planned(found.out, modules[found.out], SplitStyle.ROW)
 
 
 def _has_params(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 FUSED_QKV = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj", "wqkv", "to_qkv", "attn_qkv"})
 QUERY = frozenset({"q", "q_proj", "query", "wq", "to_q", "query_proj"})
@@ -27,6 +27,8 @@ POSITIONS = frozenset(
     | {"positional_embedding", "embed_positions", "pos_embedding"}
 )
 HEAD = frozenset({"head", "lm_head", "output", "output_projection", "unembed", "embed_out", "decoder", "to_logits"})
+
+LATENT = frozenset({"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"})
 
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead", "nheads")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -51,6 +53,7 @@ class Attention:
 class FeedForward:
     """The layers of one feed-forward module: those that widen, and the one that narrows again."""
 
+    where: str
     up: tuple[str, ...]
     down: str
     is_elementwise: bool
@@ -64,17 +67,23 @@ def attentions(model: nn.Module) -> Iterator[Attention]:
         fused = next((name for name in linears if name.lower() in FUSED_QKV), None)
         split = tuple(name for name in linears if name.lower() in QUERY | KEY_VALUE)
         out = next((name for name in linears if name.lower() in ATTENTION_OUT), None)
-        if out is None or (fused is None and len(split) != 3):
+        if out is None or (fused is None and len(split) != 3) or uses_weights(parent):
             continue
-        heads = _count(parent, HEAD_COUNTS)
+        heads = head_count(parent)
         yield Attention(
             where,
             None if fused is None else _join(where, fused),
             () if fused is not None else tuple(_join(where, name) for name in split),
             _join(where, out),
             heads,
-            _count(parent, KEY_VALUE_COUNTS) or heads,
+            key_value_head_count(parent) or heads,
         )
+
+
+def uses_weights(module: nn.Module) -> bool:
+    """Whether the code of a module takes the weights of its layers instead of calling them, as torchvision's Swin."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "weight" in code.co_names
 
 
 def feed_forwards(model: nn.Module) -> Iterator[FeedForward]:
@@ -84,16 +93,68 @@ def feed_forwards(model: nn.Module) -> Iterator[FeedForward]:
         found = _sequential(linears, parent) if isinstance(parent, nn.Sequential) else _named(linears, parent)
         if found is not None:
             up, down, is_elementwise = found
-            yield FeedForward(tuple(_join(where, name) for name in up), _join(where, down), is_elementwise)
+            yield FeedForward(where, tuple(_join(where, name) for name in up), _join(where, down), is_elementwise)
+
+
+def attention_modules(model: nn.Module) -> Iterator[str]:
+    """Every module that projects to queries: separately, fused with keys and values, or through a latent."""
+    for where, module in model.named_modules():
+        names = {name.lower() for name, child in module.named_children() if widths(child) is not None}
+        if isinstance(module, nn.MultiheadAttention) or names & (FUSED_QKV | QUERY | LATENT):
+            yield where
+
+
+def expert_modules(model: nn.Module) -> Iterator[str]:
+    """Every module whose parameters have an entry for each expert, and every list of whole experts."""
+    for where, module in model.named_modules():
+        stacks = [param.shape[0] for param in module.parameters(recurse=False) if param.dim() == 3]
+        num_experts = getattr(module, "num_experts", None)
+        is_stacked = len(set(stacks)) == 1 and stacks[0] > 1 and (len(stacks) > 1 or stacks[0] == num_experts)
+        if is_stacked or (isinstance(module, nn.ModuleList) and where.rpartition(".")[2] == "experts"):
+            yield where
+
+
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output features of a linear layer; None for another module.
+
+    Some models keep the matrix transposed: (in, out), with `nx` and `nf` features (Conv1D of GPT-2).
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if is_transposed(module):
+        weight = module.weight
+        assert isinstance(weight, Tensor), "is_transposed looks at it"
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that keeps its matrix as (in, out)."""
+    weight = getattr(module, "weight", None)
+    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and isinstance(nf, int) and nx is not None
 
 
 def _sequential(linears: Mapping[str, nn.Linear], parent: nn.Sequential) -> tuple[tuple[str, ...], str, bool] | None:
-    between = [child for child in parent.children() if not isinstance(child, nn.Linear)]
-    if len(linears) != 2 or not all(isinstance(child, _HARMLESS) for child in between):
+    """The only two neighbours that widen and narrow again, with element-wise modules between them."""
+    members = list(parent.named_children())
+    found: list[tuple[str, str]] = []
+    last: str | None = None
+    for name, child in members:
+        if name in linears:
+            if last is not None and _is_pair(linears[last], linears[name]):
+                found.append((last, name))
+            last = name
+        elif not isinstance(child, _HARMLESS):
+            last = None
+    if len(found) != 1:
         return None
-    (first, up), (last, down) = linears.items()
-    is_pair = up.out_features == down.in_features and up.in_features == down.out_features
-    return ((first,), last, True) if is_pair else None
+    ((first, second),) = found
+    return (first,), second, True
+
+
+def _is_pair(up: nn.Linear, down: nn.Linear) -> bool:
+    return up.out_features == down.in_features and up.in_features == down.out_features
 
 
 def _named(linears: Mapping[str, nn.Linear], parent: nn.Module) -> tuple[tuple[str, ...], str, bool] | None:
@@ -122,6 +183,16 @@ def is_head(name: str, module: nn.Module) -> bool:
 
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
     return {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+
+
+def head_count(attention: nn.Module) -> int | None:
+    """The number of heads that a module or its configuration names."""
+    return _count(attention, HEAD_COUNTS)
+
+
+def key_value_head_count(attention: nn.Module) -> int | None:
+    """The number of key-value heads that a module or its configuration names."""
+    return _count(attention, KEY_VALUE_COUNTS)
 
 
 def _count(parent: nn.Module, names: tuple[str, ...]) -> int | None:

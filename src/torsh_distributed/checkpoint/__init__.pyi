@@ -1,0 +1,3 @@
+from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
+from torsh_distributed.checkpoint.checkpoint_manager import LoadedCheckpoint as LoadedCheckpoint
+from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata as CheckpointMetadata

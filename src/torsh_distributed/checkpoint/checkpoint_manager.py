@@ -1,0 +1,295 @@
+"""Checkpoints of a training loop: when to save, where to, which to keep, and how to come back."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torsh_distributed import events
+from torsh_distributed.checkpoint import run_facts
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
+from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, read_manifest
+from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.checkpoint.policy.preemption import PreemptionSignals
+from torsh_distributed.checkpoint.policy.retention import StepLoss, steps_to_remove
+from torsh_distributed.checkpoint.policy.save_triggers import SaveDecision, SaveTriggers
+from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
+from torsh_distributed.checkpoint.restoring import differences, open_newest, refuse, world_group
+from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
+from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
+from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.checkpoint.stateful_objects import describe, restore
+from torsh_distributed.comm.agreement import fail_together
+from torsh_distributed.comm.collectives.objects import broadcast_object
+from torsh_distributed.comm.groups.process_group import before_destroy
+from torsh_distributed.errors import CheckpointError
+from torsh_distributed.parallel.state.held_state import HeldState
+from torsh_distributed.plan import CheckpointConfig
+
+_log = logging.getLogger(__name__)
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What was loaded: the checkpoint's metadata, and the plain values that were given with names."""
+
+    metadata: CheckpointMetadata
+    values: dict[str, Any]
+
+
+class CheckpointManager:
+    """Saves and loads the state of a training loop; every rank makes one and makes the same calls.
+
+        with CheckpointManager(CheckpointConfig(dir="checkpoints", every_steps=100)) as manager:
+            state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+            found = manager.resume(state)
+            for step in range(0 if found is None else found.metadata.step, steps):
+                ...
+                manager.after_step(step + 1, state, loss=loss)
+
+    State is modules, optimizers, objects with `state_dict` and `load_state_dict`, and plain values; random generators
+    are kept too. Modules and optimizers may be sharded (FSDP2): each rank writes and reads its own part. All ranks give
+    the same names; values that are not tensors are those of rank 0.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig | str | os.PathLike[str],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig(dir=os.fspath(config))
+        self.directory = CheckpointDirectory(self.config.dir)
+        self._facts = dict(facts or {})
+        self._signals = PreemptionSignals()
+        self._triggers = SaveTriggers(
+            self.directory.path,
+            every_steps=self.config.every_steps,
+            every_s=self.config.every_s,
+            signals=self._signals,
+            device=device,
+        )
+        self._mirror = None if self.config.remote is None else RemoteMirror(self.config.remote)
+        self._writer = CheckpointWriter(
+            self.directory,
+            mirror=self._mirror,
+            compression_level=self.config.compression_level,
+            verify=self.config.verify_after_save,
+            prune=self._prune,
+        )
+        self._unsubscribe: Callable[[], None] | None = None
+        self._forget = before_destroy(self.close)
+        atexit.register(self.close)
+        self._is_closed = False
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def watch(self) -> None:
+        """Until `close`: save and end the job at SIGTERM, SIGUSR1 or Ctrl-C, and save when an alert is critical."""
+        self._signals.watch()
+        self._unsubscribe = events.subscribe(self._on_alert, events.AlertEvent)
+
+    def after_step(self, step: int, state: Mapping[str, Any], *, loss: float | None = None) -> bool:
+        """Save if it is time to; every rank calls this after every step. Returns whether it did.
+
+        After a signal the state is saved, and SystemExit with code 75 ends every rank.
+        """
+        decision = self.decide(step)
+        if decision is not None:
+            self._save(step, describe(state), decision.reason, loss=loss)
+            self.end_if_told(decision)
+        return decision is not None
+
+    def decide(self, step: int) -> SaveDecision | None:
+        """Whether to save now, on all ranks alike; every rank calls this after every step."""
+        return self._triggers.after_step(step)
+
+    def end_if_told(self, decision: SaveDecision) -> None:
+        """After the save of a `decision`: end this process if a signal asked for it."""
+        if decision.is_last:
+            self.wait()
+            name = "a signal" if self._signals.received is None else self._signals.received.name
+            _log.warning("saved and ending after %s", name)
+            raise SystemExit(self._signals.exit_code)
+
+    def save(self, step: int, state: Mapping[str, Any], *, loss: float | None = None, wait: bool = True) -> None:
+        """Save now. With `wait`, returns once the checkpoint is on the disk; else once it is copied into memory."""
+        self._save(step, describe(state), "asked", loss=loss)
+        if wait:
+            self._writer.wait_for_commit()
+
+    def save_if_best(self, step: int, state: Mapping[str, Any], metric: float) -> bool:
+        """Save if `metric`, equal on all ranks, is lower than all before; returns whether it did."""
+        if not self._triggers.is_best(metric):
+            return False
+        self._save(step, describe(state), "best", loss=metric)
+        return True
+
+    def save_held(
+        self, step: int, state: HeldState, reason: str, *, own: Mapping[str, Any] | None = None, **facts: Any
+    ) -> None:
+        """Save a state that is described already; `own` are this rank's own values beside its generators."""
+        self._save(step, state, reason, own=own, **facts)
+
+    def is_best(self, metric: float) -> bool:
+        """Whether `metric` is lower than all before; it counts from now on."""
+        return self._triggers.is_best(metric)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raises on every rank if the last save failed."""
+        self._writer.wait()
+
+    def wait_for_commit(self) -> Path | None:
+        """Wait until the last checkpoint is published, though older ones may still have to go."""
+        return self._writer.wait_for_commit()
+
+    def resume(self, state: Mapping[str, Any], **options: Any) -> LoadedCheckpoint | None:
+        """`load` the newest checkpoint if there is one; None if the directory has none."""
+        return self.load(state, **options) if self.has_any() else None
+
+    def has_any(self) -> bool:
+        """Whether there is anything to load, here or remote, as rank 0 sees it; every rank calls this."""
+        self._fetch(None)
+        group = world_group()
+        found = bool(self.directory.steps())
+        return found if group is None else bool(broadcast_object(found, 0, group=group))
+
+    def open(self, step: int | None = None) -> SavedCheckpoint:
+        """The newest checkpoint that is whole, or the one of `step`, fetched if only the remote place has it."""
+        self._fetch(step)
+        return open_newest(self.directory.path, step=step)
+
+    def _fetch(self, step: int | None) -> None:
+        """Rank 0 downloads what the remote place has and the directory has not: the newest step, or `step`."""
+        if self._mirror is None:
+            return
+        with fail_together("fetch a checkpoint", world_group()):
+            if world_group() is not None and dist.get_rank() != 0:
+                return
+            here, there = self.directory.complete_steps(), self._mirror.steps()
+            wanted = [one for one in there if step in (None, one)][:1]
+            if wanted and wanted[0] > max(here, default=-1) if step is None else wanted and step not in here:
+                self._mirror.fetch(wanted[0], self.directory)
+
+    def load(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> LoadedCheckpoint:
+        """Load the newest checkpoint that is whole, or the one of `step`, in place; every rank calls this.
+
+        Differences of names, shapes and dtypes raise, all at once; with `strict=False` they are warnings, and what fits
+        is loaded. To fine-tune, give the module alone: what is not given is not loaded.
+        """
+        saved = self.open(step)
+        self.fit(saved, describe(state), list(state), strict=strict)
+        with fail_together("load the checkpoint", world_group()):
+            values = restore(state, saved)
+        self.loaded(saved, with_generators=True)
+        return LoadedCheckpoint(saved.manifest.metadata, values)
+
+    def fit(self, saved: SavedCheckpoint, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
+        """Compare what was saved under `keys` with what the ranks hold; every rank calls this."""
+        found = differences(state.tensors, saved.tensors, keys)
+        if strict:
+            refuse(saved.directory, found)
+        for name, text in found.items():
+            if world_group() is None or dist.get_rank() == 0:
+                _log.warning("not loaded: %s %s", name, text)
+        saved.tensors = {name: kind for name, kind in saved.tensors.items() if name not in found}
+
+    def loaded(self, saved: SavedCheckpoint, *, with_generators: bool, seed: int = 0) -> Any:
+        """Restore this rank's generators, or seed them if the world has another size; returns the rank's own values."""
+        metadata = saved.manifest.metadata
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        own = saved.own_values(rank) if metadata.world_size == size else None
+        if with_generators and own is not None:
+            restore_random_state(own["random"])
+        elif with_generators:
+            reseed(seed + metadata.step + rank)
+        self._triggers.resumed(saved.values.get("_best"))
+        event = events.CheckpointEvent(
+            action="loaded", path=str(saved.directory), step=metadata.step, num_bytes=saved.manifest.num_bytes
+        )
+        events.emit(event)
+        return own
+
+    def list(self) -> Sequence[CheckpointMetadata]:
+        """Complete checkpoints, newest first; their files are not verified. One that cannot be read is left out."""
+        found = []
+        for step in self.directory.complete_steps():
+            try:
+                found.append(read_manifest(self.directory.step_path(step)).metadata)
+            except CheckpointError as error:
+                _log.warning("%s", error.message)
+        return found
+
+    def verify(self, step: int) -> Sequence[FileDamage]:
+        """What is damaged in a checkpoint; empty if nothing is. Reads all of it, on this rank alone."""
+        path = self.directory.step_path(step)
+        return find_damage(path, read_manifest(path))
+
+    def close(self) -> None:
+        """Finish what is being written and let other jobs use the directory; raises if it failed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._forget()
+        atexit.unregister(self.close)
+        self._signals.stop()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self._writer.close()
+
+    def _save(
+        self,
+        step: int,
+        state: HeldState,
+        reason: str,
+        *,
+        own: Mapping[str, Any] | None = None,
+        loss: float | None = None,
+        **facts: Any,
+    ) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        metadata = CheckpointMetadata(
+            step=step,
+            loss=loss,
+            time=time.time(),
+            world_size=world_size,
+            git_commit=run_facts.git_commit(),
+            versions=run_facts.versions(),
+            reason=reason,
+            **{**self._facts, **facts},
+        )
+        state.values["_best"] = self._triggers.best
+        self._writer.save(state, {"random": random_state(), **(own or {})}, metadata)
+        self._triggers.saved()
+        if not self.config.async_save:
+            self._writer.wait_for_commit()
+
+    def _prune(self) -> None:
+        """On rank 0, after a save."""
+        found = [StepLoss(one.step, one.loss) for one in self.list()]
+        config = self.config
+        gone = steps_to_remove(found, keep=config.keep, keep_best=config.keep_best, keep_every=config.keep_every)
+        for step in gone:
+            self.directory.remove(step)
+        if self._mirror is not None and gone:
+            for step in self._mirror.steps():
+                if step in gone:
+                    self._mirror.remove(step)
+
+    def _on_alert(self, event: events.Event) -> None:
+        assert isinstance(event, events.AlertEvent)
+        if event.severity == "critical":
+            self._triggers.ask()

@@ -1,0 +1,2 @@
+"""The files of a checkpoint: `manifest` says what is in one, `block_hashes` whether it still is; none needs torch but
+`tensor_archive` and `dcp_metadata`, which write tensors as `torch.distributed.checkpoint` does."""

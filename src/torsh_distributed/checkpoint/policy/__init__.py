@@ -1,0 +1,1 @@
+"""When a checkpoint is saved (`save_triggers`, `preemption`) and which are kept (`retention`)."""

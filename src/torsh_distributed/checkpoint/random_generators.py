@@ -1,0 +1,45 @@
+"""The random generators of this rank, so dropout and the like resume where they stopped."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """States of torch's generators on the host and on every GPU in use, of Python's, and of numpy's if it is loaded."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "python": [version, list(internal), gauss],
+        "numpy": None,
+    }
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy.random"].get_state()
+        state["numpy"] = [name, [int(key) for key in keys], *rest]
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Continue with `random_state()` of the same rank."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if state["numpy"] is not None and "numpy.random" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy.random"].set_state((name, keys, *rest))
+
+
+def reseed(seed: int) -> None:
+    """Seed all of them."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)

@@ -1,0 +1,58 @@
+"""Facts about the run that a checkpoint carries: versions, the commit of the program, the plan."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that the state depends on."""
+    from torsh_distributed import __version__
+
+    torch = sys.modules.get("torch")
+    found = {"torsh-distributed": __version__, "python": platform.python_version()}
+    return found if torch is None else {**found, "torch": str(torch.__version__)}
+
+
+def hash_of_plan(plan: dict[str, Any]) -> str:
+    """The same for equal plans, whatever file they came from."""
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """The commit of the repository that the program was started in, without running git; None outside of one."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        git = folder / ".git"
+        try:
+            if git.is_file():  # a worktree: the file names its directory
+                git = (folder / git.read_text().removeprefix("gitdir:").strip()).resolve()
+            if not git.is_dir():
+                continue
+            return _commit(git)
+        except OSError:
+            return None
+    return None
+
+
+def _commit(git: Path) -> str | None:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref: "):
+        return head
+    name = head.removeprefix("ref: ")
+    common = git / "commondir"
+    for place in (git, (git / common.read_text().strip()).resolve() if common.exists() else git):
+        if (place / name).exists():
+            return (place / name).read_text().strip()
+        packed = place / "packed-refs"
+        for line in packed.read_text().splitlines() if packed.exists() else ():
+            commit, _, ref = line.partition(" ")
+            if ref == name:
+                return commit
+    return None

@@ -1,0 +1,1 @@
+"""`torsh checkpoint`: look at checkpoints, verify, compare, remove and exchange them; `commands` names them all."""

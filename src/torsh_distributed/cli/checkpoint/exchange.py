@@ -1,0 +1,66 @@
+"""The commands of `torsh checkpoint` that read tensors, and so need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
+from torsh_distributed.checkpoint.files.manifest import Manifest
+from torsh_distributed.checkpoint.safetensors_files import export, model_in
+from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.parallel.state.held_tensors import layout_of, whole_runs
+
+
+def print_differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> bool:
+    """Print how two checkpoints differ; returns whether they do."""
+    one, other = SavedCheckpoint(*first), SavedCheckpoint(*second)
+    console = Console(soft_wrap=True, highlight=False)
+    num_equal = num_different = 0
+    for name in sorted({*one.tensors, *other.tensors}):
+        text = _difference(name, one, other)
+        num_equal, num_different = num_equal + (text is None), num_different + (text is not None)
+        if text is not None:
+            console.print(f"{name}: {text}", markup=False)
+    console.print(f"{num_equal} tensors are equal, {num_different} differ")
+    return num_different > 0
+
+
+def _difference(name: str, one: SavedCheckpoint, other: SavedCheckpoint) -> str | None:
+    """How a tensor differs between two checkpoints, in words; None if every bit is equal."""
+    kinds = [saved.tensors.get(name) for saved in (one, other)]
+    first, second = ("absent" if kind is None else f"{kind.dtype} {tuple(kind.shape)}" for kind in kinds)
+    if first != second:
+        return f"{first} in the first, {second} in the second"
+    left, right = _whole(one, name), _whole(other, name)
+    if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
+        return None
+    largest = float((left.double() - right.double()).abs().max())
+    return f"{int((left != right).sum())} of {left.numel()} elements differ, by at most {largest:.3g}"
+
+
+def export_model(
+    path: Path, manifest: Manifest, out: Path, *, key: str, shard_bytes: int, progress: Callable[[int], None]
+) -> list[Path]:
+    """Write the model as safetensors files."""
+    return export(SavedCheckpoint(path, manifest), out, key=key, shard_bytes=shard_bytes, progress=progress)
+
+
+def import_files(source: Path, directory: Path) -> Path:
+    """Save the model in safetensors files as step 0 of a directory."""
+    state = model_in(source)
+    with CheckpointManager(directory) as manager:
+        manager.save_held(0, state, "imported")
+        manager.wait_for_commit()
+        return manager.directory.step_path(0)
+
+
+def _whole(saved: SavedCheckpoint, name: str) -> Tensor:
+    kind = saved.tensors[name]
+    whole = torch.empty(kind.shape, dtype=kind.dtype)
+    saved.fill(name, layout_of(kind.shape, whole_runs(kind.shape), kind.shape), whole)
+    return whole

@@ -1,0 +1,254 @@
+"""The cause of a failure, by cause and not by time: an error that says a peer is gone points to that peer. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torsh_distributed.launch.causes.waits import WaitFinding, explain_waits, find_difference, ranks_text
+from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.worker.rank_status import RankStatus
+
+_GLOO_MISMATCH = "Received data size doesn't match expected size"
+
+
+class CauseFinder:
+    """What is known of one attempt's ranks, and the judgement on it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.failures: dict[int, JobFailure] = {}
+        self.ended: dict[int, JobFailure] = {}
+        self.statuses: dict[int, RankStatus] = {}
+        self.finding: WaitFinding | None = None
+        """The latest explanation of a wait."""
+
+    @property
+    def running(self) -> set[int]:
+        """Ranks that have neither failed nor come to their end."""
+        return set(range(self._num_ranks)) - self.failures.keys() - self.finished
+
+    @property
+    def finished(self) -> set[int]:
+        """Ranks that ended normally, or are about to."""
+        finishing = {rank for rank, status in self.statuses.items() if status.has_finished}
+        return (self.ended.keys() | finishing) - self.failures.keys()
+
+    def note_status(self, status: RankStatus) -> None:
+        """Keep what a rank says; a status without history does not make an earlier one forgotten."""
+        before = self.statuses.get(status.rank)
+        if before is not None:
+            status = dataclasses.replace(
+                status,
+                groups=status.groups or before.groups,
+                has_finished=status.has_finished or before.has_finished,
+            )
+        self.statuses[status.rank] = status
+
+    def explain(self) -> WaitFinding | None:
+        """Why ranks wait now; kept as the latest finding."""
+        living = {rank: status for rank, status in self.statuses.items() if rank not in self.failures}
+        found = explain_waits(living, self.finished)
+        if found is not None:
+            self.finding = found
+        return found
+
+    def primary(self) -> JobFailure | None:
+        """The earliest failure that is no consequence of another rank's; None if all are."""
+        own = [failure for failure in self.failures.values() if not failure.is_consequence]
+        return min(own, key=lambda failure: failure.at_s, default=None)
+
+    def blamed(self) -> set[int]:
+        """The ranks that consequences point to, without those that only suffer themselves."""
+        peers = {peer for failure in self.failures.values() if failure.raised for peer in failure.raised.peers}
+        return {peer for peer in peers if 0 <= peer < self._num_ranks and peer not in self.failures}
+
+    def is_explained_by_end(self) -> bool:
+        """Whether the failures so far follow from ranks that ended normally."""
+        blamed, finished = self.blamed(), self.finished
+        if not finished or blamed:
+            return bool(finished) and blamed <= finished
+        return not self.running or any(
+            self._ended_before(rank, failure) for failure in self.failures.values() for rank in finished
+        )
+
+    def _ended_before(self, finished: int, failure: JobFailure) -> bool:
+        """Whether a rank ended without the operation that failed on another."""
+        there, here = self.statuses.get(finished), self.statuses.get(failure.rank if failure.rank is not None else -1)
+        if there is None or here is None or failure.raised is None or failure.raised.sequence is None:
+            return False
+        for name, history in here.groups.items():
+            last = history.operations[-1] if history.operations else None
+            if last is not None and (last.op, last.sequence) == (failure.raised.operation, failure.raised.sequence):
+                return name in there.groups and there.last_sequence(name) < last.sequence
+        return False
+
+    def verdict(self) -> JobFailure:
+        """The cause by all that is known now; there is at least one failure, or a finding about a rank that ended."""
+        primary = self.primary()
+        if primary is not None:
+            chosen = self._of_disagreement(primary) or primary
+        else:
+            chosen = self._of_ended() or self._of_in_flight() or self._of_waits() or self._of_absent() or self._first()
+        code = chosen.exit_code or next((one.exit_code for one in self.failures.values() if one.exit_code), 1)
+        return dataclasses.replace(chosen, exit_code=code, consequences=self._consequences(chosen))
+
+    def _first(self) -> JobFailure:
+        return min(self.failures.values(), key=lambda failure: failure.at_s)
+
+    def _of_disagreement(self, primary: JobFailure) -> JobFailure | None:
+        """A backend noticed that ranks call different things: the rank that left the common way is the cause."""
+        raised = primary.raised
+        if raised is None and any(_GLOO_MISMATCH in line for line in primary.last_lines):
+            found = find_difference(self._statuses_with(primary))
+        elif raised is not None and raised.kind == "TensorShapeMismatch":
+            found = find_difference(self.statuses)
+        else:
+            return None
+        if found is None or found.rank is None:
+            return None
+        return dataclasses.replace(self._about(found.rank), cause=found.text, raised=raised, where=None, last_lines=())
+
+    def _statuses_with(self, dead: JobFailure) -> dict[int, RankStatus]:
+        """The statuses, with what is known of a rank that died in a call: the call, and that it was the others' next.
+
+        It took its records along, but up to that call they were those of the others.
+        """
+        statuses = dict(self.statuses)
+        others = [status for rank, status in sorted(statuses.items()) if rank != dead.rank and status.groups]
+        if dead.rank is None or dead.call is None or not others:
+            return statuses
+        name, history = max(
+            ((name, one) for name, one in others[0].groups.items() if one.operations),
+            key=lambda item: item[1].operations[-1].sequence,
+        )
+        last = history.operations[-1]
+        place = dead.where.partition(" in ")[0] if dead.where else None
+        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=place)
+        known = dataclasses.replace(history, operations=(*history.operations[:-1], other))
+        statuses[dead.rank] = RankStatus(rank=dead.rank, groups={name: known})
+        return statuses
+
+    def _of_ended(self) -> JobFailure | None:
+        """A rank that ended normally while others needed it."""
+        candidates = self.blamed() & self.finished or (set() if self.blamed() else self.finished)
+        if self.finding is not None and self.finding.rank in self.finished:
+            candidates = {self.finding.rank}
+        if not candidates:
+            return None
+        rank = min(candidates, key=lambda one: self.ended[one].at_s if one in self.ended else float("inf"))
+        failure = self._about(rank)
+        after = "" if failure.step is None else f" after {failure.step} step" + ("" if failure.step == 1 else "s")
+        waited = self._waited()
+        cause = f"ended normally{after} while {waited}" if waited else f"ended normally{after} while others went on"
+        return dataclasses.replace(failure, cause=cause)
+
+    def _waited(self) -> str | None:
+        """`ranks 0 and 2 waited in all_reduce #118`."""
+        words = {}
+        for rank in range(self._num_ranks):
+            words[rank] = _wait_of(self.failures.get(rank), self.statuses.get(rank))
+        counted = [word for rank, word in words.items() if word is not None and rank not in self.finished]
+        if not counted:
+            return None
+        common = max(set(counted), key=counted.count)
+        return f"{ranks_text(rank for rank, word in words.items() if word == common)} {common}"
+
+    def _of_in_flight(self) -> JobFailure | None:
+        """A rank others point to that reported an exception and has not come to its end yet."""
+        for rank in sorted(self.blamed() or self.running):
+            status = self.statuses.get(rank)
+            if status is not None and status.raised is not None and not status.raised.is_consequence:
+                return dataclasses.replace(
+                    self._about(rank), cause=status.raised.summary, raised=status.raised, at_s=status.raised.at_s
+                )
+        return None
+
+    def _of_waits(self) -> JobFailure | None:
+        """What the ranks' own records show: different ways, a deadlock, or one that never came."""
+        found = find_difference(self.statuses) or self.finding
+        if found is None or found.rank is None or (found.rank in self.failures and found.kind == "late"):
+            return None
+        if found.kind == "late":
+            call = found.call.shown if found.call is not None else "a collective"
+            status = self.statuses.get(found.rank)
+            silence = f": {status.silence}" if status is not None and status.silence else ""
+            cause = f"did not come to {call}, where {ranks_text(found.waiting)} waited{silence}"
+        else:
+            cause = found.text
+        return dataclasses.replace(self._about(found.rank), cause=cause, stack=found.stack)
+
+    def _of_absent(self) -> JobFailure | None:
+        """A rank others point to that lives, has raised nothing and did not come."""
+        blamed = self.blamed() - self.finished
+        if not blamed:
+            return None
+        rank = min(blamed)
+        first = self._first()
+        status = self.statuses.get(rank)
+        said = first.raised.summary if first.raised is not None else first.cause
+        silence = f"; {status.silence}" if status is not None and status.silence else ""
+        cause = f"rank {first.rank} gave up on it: {said}{silence}"
+        return dataclasses.replace(self._about(rank), cause=cause, stack=status.stack if status is not None else ())
+
+    def _about(self, rank: int) -> JobFailure:
+        """A record of a rank, whether it failed, ended or runs."""
+        known = self.failures.get(rank) or self.ended.get(rank)
+        if known is not None:
+            return known
+        status = self.statuses.get(rank)
+        if status is None:
+            return JobFailure(node_rank=0, node_name="", rank=rank, cause="")
+        return JobFailure(
+            node_rank=status.node_rank,
+            node_name=status.node_name,
+            rank=rank,
+            pid=status.pid,
+            cause="",
+            step=status.step,
+            checkpoint_step=status.checkpoint_step,
+        )
+
+    def _consequences(self, chosen: JobFailure) -> tuple[str, ...]:
+        """What the other ranks did, ranks that did the same together."""
+        words: dict[str, list[int]] = {}
+        for rank in range(self._num_ranks):
+            if rank == chosen.rank:
+                continue
+            word = _state_of(rank, chosen, self.failures, self.finished, self.statuses)
+            if word is not None:
+                words.setdefault(word, []).append(rank)
+        told = [f"{ranks_text(ranks)} {word}" for word, ranks in words.items()]
+        return tuple(text for text in told if text not in chosen.cause)
+
+
+def _wait_of(failure: JobFailure | None, status: RankStatus | None) -> str | None:
+    if failure is not None and failure.raised is not None and failure.raised.is_consequence:
+        if failure.raised.operation is None:
+            return None
+        number = "" if failure.raised.sequence is None else f" #{failure.raised.sequence}"
+        return f"waited in {failure.raised.operation}{number}"
+    if failure is None and status is not None and status.waiting is not None:
+        return f"waited in {status.waiting.shown}"
+    return None
+
+
+def _state_of(
+    rank: int,
+    chosen: JobFailure,
+    failures: Mapping[int, JobFailure],
+    finished: set[int],
+    statuses: Mapping[int, RankStatus],
+) -> str | None:
+    failure, status = failures.get(rank), statuses.get(rank)
+    wait = _wait_of(failure, status)
+    if wait is not None:
+        return wait
+    if failure is not None:
+        if failure.raised is not None and failure.raised is chosen.raised:
+            return f"noticed it, with {failure.raised.kind} in {failure.raised.where}"
+        same = failure.raised is not None and chosen.raised is not None and failure.raised.kind == chosen.raised.kind
+        return f"raised {failure.raised.kind} too" if same and failure.raised else f"ended: {failure.cause}"
+    if rank in finished:
+        return "had ended normally"
+    return None

@@ -1,0 +1,109 @@
+"""The first steps of a worker: open its line to the launcher, then run the script or module as Python itself would.
+
+Run by path, before this package is imported, so it imports only the standard library: a script that knows nothing of
+this library must find everything as under plain Python. What ends the script is told to the launcher when it is raised.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from typing import Any
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is slow to import
+_PACKAGE = "torsh_distributed.launch.worker"
+
+
+def main() -> None:
+    """`worker_start.py script.py ARGS` or `worker_start.py -m module ARGS`."""
+    line = _load("raised_error", "waiting_operations", "launcher_line")
+    line.open_line()
+    line.watch_threads()
+    _keep_fatal_stacks()
+    try:
+        if sys.argv[1] == "-m":
+            _run_module(sys.argv[2], sys.argv[3:])
+        else:
+            _run_script(sys.argv[1], sys.argv[2:])
+    except BaseException as error:
+        line.leave(error)
+        raise
+    line.leave(SystemExit(0))
+
+
+def _load(*names: str) -> Any:
+    """Import modules of this folder by path, under their full names, without their packages; returns the last.
+
+    A later import of this package finds them loaded.
+    """
+    for name in names:
+        full_name = f"{_PACKAGE}.{name}"
+        spec = importlib.util.spec_from_file_location(full_name, os.path.join(_FOLDER, f"{name}.py"))  # noqa: PTH118
+        assert spec is not None, "a Python file has a spec"
+        assert spec.loader is not None, "a Python file has a loader"
+        module = sys.modules[full_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def _keep_fatal_stacks() -> None:
+    """Let a segmentation fault leave the Python stack in a file for the launcher, unless the user keeps it himself."""
+    import faulthandler
+
+    path = os.environ.get("TORSH_PROGRESS_FILE")
+    if not path or faulthandler.is_enabled():
+        return
+    try:
+        # Never closed: it is written when the process dies.
+        fd = os.open(f"{path}.stack", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return
+    faulthandler.enable(fd)
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    sys.argv = [path, *args]
+    if os.path.isdir(path):  # noqa: PTH112
+        _run_main_of_folder(path)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # noqa: PTH120
+    loader: Any
+    if path.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102 - the user's own script
+
+
+def _run_main_of_folder(path: str) -> None:
+    import runpy
+
+    if sys.flags.safe_path:
+        sys.path.insert(0, path)
+    else:
+        sys.path[0] = path
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python FOLDER` calls
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    import runpy
+
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+    sys.argv = ["-m", *args]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls
+
+
+if __name__ == "__main__":
+    main()

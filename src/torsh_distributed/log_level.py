@@ -1,0 +1,45 @@
+"""TORSH_LOG: the level of this library's messages, in the launcher and in its workers alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from typing_extensions import override
+
+from torsh_distributed.errors import ConfigurationError
+
+VARIABLE = "TORSH_LOG"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LOGGER = "torsh_distributed"
+_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+class _FallbackHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
+    """Writes to stderr while the program has no logging of its own; then that has the messages."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def set_log_level(environ: Mapping[str, str], *, default: str = "") -> None:
+    """Follow TORSH_LOG for the loggers of this library, or `default` without it; other loggers are the program's.
+
+    Without both nothing changes: Python shows warnings. Raises ConfigurationError for a word that is no level.
+    """
+    text = environ.get(VARIABLE, "").strip() or default
+    if not text:
+        return
+    level = text.upper()
+    if level not in LEVELS:
+        raise ConfigurationError(
+            f"{VARIABLE} must be one of {', '.join(LEVELS)}", hint=f"set {VARIABLE}=INFO, or unset it", TORSH_LOG=text
+        )
+    logger = logging.getLogger(_LOGGER)
+    logger.setLevel(level)
+    if not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
+        handler = _FallbackHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        logger.addHandler(handler)

@@ -1,0 +1,113 @@
+"""The batch of a step in parts: each with its inputs, its targets and its weight in the loss.
+
+Every rank of a pipeline has the whole batch, so masks, position ids and labels are not sent: each stage takes those of
+the microbatch that it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import TensorShapeMismatch
+from torsh_distributed.parallel.models.label_share import label_weights, with_a_label
+
+
+class Microbatches:
+    """The current batch in parts, and which part runs now."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._inputs: list[Mapping[str, Any]] = [{}]
+        self._targets: list[Any] = [None]
+        self._weights: Tensor | None = None
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Inputs of the current microbatch by name."""
+        return self._inputs[self.current]
+
+    @property
+    def targets(self) -> Any:
+        """Targets of the current microbatch."""
+        return self._targets[self.current]
+
+    @property
+    def weight(self) -> Tensor | float:
+        """The current microbatch's share of the loss."""
+        return 1 / len(self._targets) if self._weights is None else self._weights[self.current]
+
+    def first_row(self, num_rows: int) -> int:
+        """The first row of the current microbatch, of `num_rows` rows, in the batch."""
+        return self.current * num_rows
+
+    def load(self, inputs: Mapping[str, Any], targets: Any, count: int, *, shifts: bool = False) -> None:
+        """Cut a batch into `count` parts. `shifts`: the loss compares a token with the label of the next one.
+
+        The loss is in the targets, or in `labels` of the inputs if there are none.
+        """
+        num_rows = _rows({"inputs": inputs, "targets": targets})
+        if num_rows % count:
+            raise TensorShapeMismatch(
+                f"pipeline.num_microbatches {count} does not divide the batch of {num_rows}",
+                hint=f"make each rank's batch a multiple of {count} (drop_last=True in the loader), or change"
+                " pipeline.num_microbatches",
+            )
+        self.current = 0
+        self._inputs = [_part(inputs, part, num_rows, count) for part in range(count)]
+        self._targets = [_part(targets, part, num_rows, count) for part in range(count)]
+        # Shifted before, because sequences are split, or by the model.
+        name = "shift_labels" if "shift_labels" in inputs else "labels"
+        if targets is None and name in inputs:
+            shifts = shifts and name == "labels"
+            self._weights = label_weights([part[name] for part in self._inputs], is_shifted=shifts)
+            if self._weights is not None:
+                self._inputs = [{**part, name: with_a_label(part[name], is_shifted=shifts)} for part in self._inputs]
+        else:
+            self._weights = label_weights(self._targets)
+            if self._weights is not None:
+                self._targets = [with_a_label(part) for part in self._targets]
+
+
+def shapes_of(value: Any) -> Any:
+    """The shapes and dtypes of the tensors in nested values, to compare batches by."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return tuple((key, shapes_of(one)) for key, one in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(shapes_of(one) for one in value)
+    return None
+
+
+def _rows(value: Any) -> int:
+    """The number of samples: the largest dim 0 of the tensors."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else 0
+    if isinstance(value, Mapping):
+        return max((_rows(one) for one in value.values()), default=0)
+    if isinstance(value, tuple | list):
+        return max((_rows(one) for one in value), default=0)
+    return 0
+
+
+def _part(value: Any, part: int, num_rows: int, count: int) -> Any:
+    """Rows of one microbatch; tensors without a row for each sample, such as (1, length) position ids, go to all."""
+    if isinstance(value, Tensor):
+        if not value.dim() or value.shape[0] != num_rows:
+            return value
+        size = num_rows // count
+        return value[part * size : (part + 1) * size].contiguous()
+    if isinstance(value, Mapping):
+        return {key: _part(one, part, num_rows, count) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_part(one, part, num_rows, count) for one in value)
+    return value
+
+
+def numbers(count: int, device: torch.device) -> Tensor:
+    """What torch splits in place of the targets: the loss takes those of the current microbatch."""
+    return torch.arange(count, device=device)

@@ -1,0 +1,116 @@
+"""What a rank holds of the model's tensors: boxes of whole tensors, in the model's own layout.
+
+A checkpoint stores boxes under the names and shapes of the whole model, so what one plan saved loads under any other.
+Nothing here communicates: a rank describes its own part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DimRun(NamedTuple):
+    """Along one dim: `length` neighbouring indices, from `whole` in the whole tensor, from `local` in this rank's."""
+
+    whole: int
+    local: int
+    length: int
+
+
+class HeldBox(NamedTuple):
+    """A box that is neighbouring in both: its first index in the whole tensor and in this rank's, and its sizes."""
+
+    whole: tuple[int, ...]
+    local: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def of(self, local: Tensor) -> Tensor:
+        """This box of the rank's tensor: a view."""
+        for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local
+
+
+@dataclass(frozen=True)
+class WholeLayout:
+    """Which boxes of a whole tensor this rank holds."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    boxes: tuple[HeldBox, ...]
+    local_shape: tuple[int, ...]
+    """Of the tensor that this rank holds."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A named tensor of which this rank holds a part."""
+
+    name: str
+    layout: WholeLayout
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """This rank's part, of `layout.local_shape`: the memory itself where `write` is None, else perhaps a copy."""
+    write: Callable[[Tensor], None] | None = None
+    """Stores new values of this rank's part; None where filling the result of `read` does."""
+
+
+def whole_runs(shape: Sequence[int]) -> list[list[DimRun]]:
+    """The runs of a tensor that this rank holds whole."""
+    return [[DimRun(0, 0, size)] for size in shape]
+
+
+def within(runs: Sequence[DimRun], start: int, size: int) -> list[DimRun]:
+    """The part of the runs that lies in local indices start..start+size, which become 0..size."""
+    found = []
+    for run in runs:
+        low, high = max(run.local, start), min(run.local + run.length, start + size)
+        if low < high:
+            found.append(DimRun(run.whole + low - run.local, low - start, high - low))
+    return found
+
+
+def layout_of(shape: Sequence[int], runs: Sequence[Sequence[DimRun]], local_shape: Sequence[int]) -> WholeLayout:
+    """The boxes of a tensor whose dims are covered by `runs`; one empty box if the whole tensor is empty."""
+    if math.prod(shape) == 0:
+        nothing = tuple(0 for _ in shape)
+        box = HeldBox(nothing, nothing, tuple(shape))
+        return WholeLayout(tuple(shape), (box,) if tuple(shape) == tuple(local_shape) else (), tuple(local_shape))
+    boxes = tuple(
+        HeldBox(tuple(run.whole for run in one), tuple(run.local for run in one), tuple(run.length for run in one))
+        for one in itertools.product(*runs)
+    )
+    return WholeLayout(tuple(shape), boxes, tuple(local_shape))
+
+
+def local_part_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held.detach()
+
+
+def shard_bounds(tensor: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Where this rank's shard starts in a DTensor, and its sizes; the whole of any other tensor."""
+    if not hasattr(tensor, "device_mesh"):
+        return [0] * tensor.dim(), tensor.shape
+    # Takes a second to import, which data-parallel jobs need not spend.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(
+        tensor.shape,
+        tensor.device_mesh,
+        tensor.placements,  # type: ignore[attr-defined]  # a DTensor's
+    )
+    return starts, sizes

@@ -1,0 +1,113 @@
+"""Cuts the parameters of a module to this rank's pieces, in place: they keep their identity."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.tensor.cut import TensorCut
+
+_MARK = "_torsh_cut"
+"""Set on a parameter that holds a piece: how it was cut. Keeps tied parameters from being cut twice."""
+
+_LENGTH = "_torsh_whole_length"
+"""Set beside it: the length of the cut dim in the whole parameter."""
+
+_CUTS = "_torsh_cuts"
+"""Set on a module: name of its own parameter to its cut and the whole length of the dim.
+
+Wrappers such as FSDP2 replace parameters, not modules.
+"""
+
+
+def split_param(owner: nn.Module, name: str, cut: TensorCut, group: dist.ProcessGroup) -> None:
+    """Reduce a parameter of `owner` to this rank's piece of the first rank's values; a tied one is cut once."""
+    param = owner._parameters[name]
+    assert param is not None, "the caller looks"
+    whole_length = getattr(param, _LENGTH, param.shape[cut.dim])
+    owner.__dict__.setdefault(_CUTS, {})[name] = (cut, whole_length)
+    if getattr(param, _MARK, None) == cut:
+        return
+    if hasattr(param, _MARK):
+        raise InvalidArgument(
+            "a tied parameter would be cut in two ways",
+            hint="override one of the layers that share it, so both are cut along the same dim",
+            first=getattr(param, _MARK),
+            second=cut,
+        )
+    replicate_param(param, group)
+    param.data = cut.part(param.data, rank=group.rank(), size=group.size())
+    setattr(param, _MARK, cut)
+    setattr(param, _LENGTH, whole_length)
+
+
+def replicate_param(param: Tensor, group: dist.ProcessGroup) -> None:
+    """Broadcast the first rank's values to every rank."""
+    if param.device.type != "meta" and not hasattr(param, _MARK):
+        param.data = param.data.contiguous()
+        dist.broadcast(param.data, group=group, group_src=0)
+
+
+def param_cuts(model: nn.Module) -> dict[str, TensorCut]:
+    """Name to cut, for every parameter of which this rank holds a piece; a tied one under each of its names."""
+    return {name: cut for name, (cut, _) in _cuts_and_lengths(model).items()}
+
+
+def cut_lengths(model: nn.Module) -> dict[str, int]:
+    """Name to the length that the cut dim has in the whole parameter, for those of `param_cuts`."""
+    return {name: length for name, (_, length) in _cuts_and_lengths(model).items()}
+
+
+def _cuts_and_lengths(model: nn.Module) -> dict[str, tuple[TensorCut, int]]:
+    found: dict[int, tuple[TensorCut, int]] = {}
+    for module in model.modules():
+        for name, entry in module.__dict__.get(_CUTS, {}).items():
+            found[id(module._parameters[name])] = entry
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found[id(param)] for name, param in named if id(param) in found}
+
+
+def own_cuts(module: nn.Module) -> dict[str, TensorCut]:
+    """Name to cut, for the module's own parameters that are split."""
+    return {name: cut for name, (cut, _) in module.__dict__.get(_CUTS, {}).items()}
+
+
+def adopt(layer: nn.Module, source: nn.Module) -> None:
+    """Give `layer` the same parameters, buffers, hooks and settings as `source`."""
+    layer.__dict__.update(source.__dict__)
+    layer._parameters = dict(source._parameters)
+
+
+def can_be_split(module: nn.Module, plain: type[nn.Module]) -> bool:
+    """Whether the forward of a layer is that of `plain`, extends it, or gives the same."""
+    if not isinstance(module, plain) or type(module).forward is plain.forward:
+        return True
+    return _calls_super(module) or _computes_like(module, plain)
+
+
+def class_for(kind: type[nn.Module], source: nn.Module, plain: type[nn.Module]) -> type[nn.Module]:
+    """`kind`, or for a `source` that extends the forward of `plain` a class that extends that of `kind` likewise."""
+    if isinstance(source, plain) and type(source).forward is not plain.forward and _calls_super(source):
+        return type(f"Split{type(source).__name__}", (type(source), kind), {})
+    return kind
+
+
+def _calls_super(module: nn.Module) -> bool:
+    """Whether the forward of a module's class calls that of the class before it."""
+    return "__class__" in type(module).forward.__code__.co_freevars
+
+
+@torch.no_grad()
+def _computes_like(module: nn.Module, plain: type[nn.Module]) -> bool:
+    """Whether a module with a forward of its own gives what `plain` gives, tried on a few numbers; not on meta."""
+    if any(param.is_meta for param in module.parameters()):
+        return True  # tried again when it has numbers
+    weight = module.get_parameter("weight")
+    if issubclass(plain, nn.Embedding):
+        inputs = torch.arange(min(4, weight.shape[0]), device=weight.device)
+    else:
+        steps = torch.arange(2 * weight.shape[1], device=weight.device, dtype=torch.float32)
+        inputs = steps.sin().to(weight.dtype).view(2, -1)
+    return torch.allclose(module(inputs), plain.forward(module, inputs), rtol=1e-3, atol=1e-5)

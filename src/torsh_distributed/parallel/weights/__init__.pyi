@@ -1,0 +1,1 @@
+from torsh_distributed.parallel.weights.stored_weights import StoredWeights as StoredWeights

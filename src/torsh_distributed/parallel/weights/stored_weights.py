@@ -1,0 +1,120 @@
+"""Weights of a model on the meta device, streamed from files into what this rank holds of it.
+
+A strategy splits the model while it has no memory; then `allocate` gives memory to what is left on this rank, and
+`load` reads those bytes and no others. No rank holds the whole model unless its strategy says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.comm.agreement import fail_together, require_same
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.errors import CheckpointError, IoError
+from torsh_distributed.parallel.models.materialize import ParamInit
+from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
+from torsh_distributed.parallel.weights.held_parts import HeldParts
+from torsh_distributed.parallel.weights.reading import RowRead, read_rows, with_whole
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor
+from torsh_distributed.parallel.weights.weight_files import stored_tensors
+from torsh_distributed.parallel.weights.weight_names import match_names
+
+
+class StoredWeights:
+    """The weights of `model` at `path`; every rank of the world constructs it, before the model is split.
+
+    A checkpoint that does not fit raises InvalidArgument on every rank, with all differences; the model is unchanged
+    then. Buffers that no checkpoint holds, such as rotary tables, are computed here: by `init_fn(module)`, the model's
+    own `_init_weights(module)` (transformers) or the module's `reset_parameters()`.
+    """
+
+    def __init__(self, model: nn.Module, path: str | Path, *, init_fn: ParamInit | None = None) -> None:
+        self.path = Path(path)
+        self.device = process_group.device()
+        self._stored: dict[str, FileTensor] = {}
+        with fail_together(f"read the weights in {path}", dist.group.WORLD):
+            try:
+                self._stored = match_names(model, stored_tensors(self.path), where=str(path))
+            except OSError as error:
+                raise IoError(f"the weights in {path} cannot be read: {error}", operation="load weights") from error
+            compute_buffers(model, self.device, init_fn=init_fn)
+        world = dist.group.WORLD
+        assert world is not None, "parallelize() checks that the group is up"
+        described = {name: f"{one.shape} {one.dtype}" for name, one in self._stored.items()}
+        require_same({"tensors": described}, group=world, what="the weights that ranks find", hint=f"copy {path} anew")
+
+    def allocate(self, module: nn.Module, names: Collection[str] | None = None) -> None:
+        """Give memory, not values, to the tensors of `module` that have none: those in `names`, by default all.
+
+        Shared parameters stay shared, and sharded ones (DTensors) stay the same objects.
+        """
+        from torch.distributed.tensor import DTensor  # takes a second to import
+
+        made: dict[Tensor, nn.Parameter] = {}
+        for path, inner in module.named_modules(remove_duplicate=False):
+            for name, param in list(inner._parameters.items()):
+                full = plain_name(f"{path}.{name}" if path else name)
+                if param is None or not param.is_meta or isinstance(param, DTensor):
+                    continue
+                if names is not None and full not in names:
+                    continue
+                if param not in made:
+                    made[param] = nn.Parameter(torch.empty_like(param, device=self.device), param.requires_grad)
+                    made[param].__dict__.update(param.__dict__)  # how tensor parallelism cut it, for one
+                inner._parameters[name] = made[param]
+            for name, buffer in list(inner._buffers.items()):
+                full = plain_name(f"{path}.{name}" if path else name)
+                if buffer is not None and buffer.is_meta and (names is None or full in names):
+                    inner._buffers[name] = torch.empty_like(buffer, device=self.device)
+        if any(param.is_meta and isinstance(param, DTensor) for param in module.parameters()):
+            module._apply(lambda one: torch.empty_like(one, device=self.device) if one.is_meta else one)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
+        """Read the values of this rank's parts of `module`'s tensors; every rank of the world calls this.
+
+        A rank may have nothing to read (`names` empty). If any rank fails, every rank raises.
+        """
+        chosen = parts or HeldParts()
+        with fail_together(f"load the weights in {self.path}", dist.group.WORLD):
+            try:
+                self._read(module, chosen, names)
+            except OSError as error:
+                raise IoError(f"loading from {self.path} failed: {error}", operation="load weights") from error
+
+    def _read(self, module: nn.Module, parts: HeldParts, names: Collection[str] | None) -> None:
+        reads: list[RowRead] = []
+        seen: set[int] = set()
+        for name, held in module.state_dict(keep_vars=True).items():
+            plain = plain_name(name)
+            if id(held) in seen or (names is not None and plain not in names) or plain not in self._stored:
+                continue
+            seen.add(id(held))
+            if held.is_meta:
+                raise CheckpointError(f"{plain} has no memory to be read into", hint="report this: it is our mistake")
+            stored, into = self._stored[plain], _local(held.detach())
+            rows = parts.rows(plain, stored.shape, held)
+            if rows is None:
+                with_whole(stored, lambda whole: _copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
+                continue
+            begin = 0
+            for start, stop in rows:
+                target = into if not into.dim() else into[begin : begin + stop - start]
+                reads.append(RowRead(stored, start, stop, target))
+                begin += stop - start
+        read_rows(reads)
+
+
+def _copy_part(parts: HeldParts, name: str, whole: Tensor, held: Tensor) -> None:
+    _local(held.detach()).copy_(_local(parts.part(name, whole, held)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held

@@ -1,0 +1,166 @@
+"""Logits that are not computed until it is known what for: cross-entropy takes them in chunks, anything else whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from torsh_distributed.train.speed.linear_cross_entropy import linear_cross_entropy
+
+_RESHAPING = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
+_SAME = {Tensor.contiguous, Tensor.float}
+"""What leaves the values as they are: the loss is computed in fp32 in any case."""
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "requires_grad")
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+}
+"""What is known without values."""
+
+
+class DeferredLogits(Tensor):
+    """The output of a linear head, of which only the inputs are kept.
+
+    Views that leave classes together, slices of tokens and `float()` stay deferred; `cross_entropy` computes the loss
+    without the logits. Any other use computes them, once, and continues with a plain tensor.
+    """
+
+    _hidden: Tensor
+    _weight: Tensor
+    _bias: Tensor | None
+    _compute_dtype: torch.dtype
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        compute_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Logits of `hidden`: products in `compute_dtype`, and of this `dtype` to those who ask."""
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        made._hidden, made._weight, made._bias = hidden, weight, bias
+        made._compute_dtype, made._whole = compute_dtype, None
+        assert isinstance(made, cls)
+        return made
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def whole(self) -> Tensor:
+        """The logits themselves."""
+        if self._whole is None:
+            kind = self._hidden.device.type
+            with torch.autocast(kind, enabled=False):
+                dtype = self._compute_dtype
+                bias = None if self._bias is None else self._bias.to(dtype)
+                logits = functional.linear(self._hidden.to(dtype), self._weight.to(dtype), bias)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._whole = logits.to(self.dtype)
+        return self._whole
+
+    def _with_hidden(self, hidden: Tensor, *, dtype: torch.dtype | None = None) -> DeferredLogits:
+        with torch._C.DisableTorchFunctionSubclass():
+            own = self.dtype
+        return DeferredLogits(
+            hidden, self._weight, self._bias, compute_dtype=self._compute_dtype, dtype=own if dtype is None else dtype
+        )
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named: Mapping[str, Any] = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **named)
+        logits = args[0] if args else None
+        deferred = _deferred(func, logits, args[1:], named) if isinstance(logits, cls) else None
+        if deferred is not None:
+            return deferred
+        args, named = tree_map_only(cls, cls.whole, (tuple(args), dict(named)))
+        return func(*args, **named)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a function of C++
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Code below Python's functions, such as a C++ extension, gets the logits too."""
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _deferred(
+    func: Callable[..., Any], logits: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """What `func` gives without the logits, or None if it needs them."""
+    if func is functional.cross_entropy:
+        return _loss(logits, *args, **kwargs)
+    if func in _SAME:
+        return logits._with_hidden(logits._hidden, dtype=torch.float32 if func is Tensor.float else None)
+    if func in _RESHAPING:
+        shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+        is_kept = bool(shape) and shape[-1] == logits.shape[-1]
+        return logits._with_hidden(logits._hidden.reshape(*shape[:-1], -1)) if is_kept else None
+    if func is Tensor.__getitem__ and _leaves_classes(args[0], logits.dim()):
+        return logits._with_hidden(logits._hidden[args[0]])
+    return None
+
+
+def _leaves_classes(index: Any, num_dims: int) -> bool:
+    """Whether an index selects tokens and leaves the last dim alone."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(part, int | slice) or part is Ellipsis for part in parts):
+        return False
+    all_of_it = slice(None)
+    is_whole = parts[-1] == all_of_it if Ellipsis in parts or len(parts) == num_dims else len(parts) < num_dims
+    return is_whole and parts[-1] is not Ellipsis
+
+
+def _loss(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """`cross_entropy` in its usual form; None for class weights, smoothing, losses of single tokens and the like."""
+    is_usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    is_class_numbers = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    if not is_usual or not is_class_numbers or reduction not in ("mean", "sum"):
+        return None
+    with torch.autocast(logits.device.type, dtype=logits._compute_dtype, enabled=_is_low(logits._compute_dtype)):
+        return linear_cross_entropy(
+            logits._hidden,
+            logits._weight,
+            target.to(logits._hidden.device),
+            bias=logits._bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+
+
+def _is_low(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)

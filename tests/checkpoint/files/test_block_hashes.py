@@ -1,0 +1,50 @@
+"""Hashes by block: damage has a place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torsh_distributed.checkpoint.files import block_hashes
+from torsh_distributed.checkpoint.files.block_hashes import HashedFile, check_file, record_of
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_hashes, "BLOCK_BYTES", 100)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 350])
+def test_what_is_streamed_in_any_pieces_has_the_record_of_the_whole(tmp_path: Path, size: int) -> None:
+    data = bytes(number % 251 for number in range(size))
+    file = HashedFile(tmp_path / "f")
+    for start in range(0, size, 37):
+        file.write(data[start : start + 37])
+    assert file.close() == record_of(data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert check_file(tmp_path, "f", record_of(data)) == []
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_damage_is_named_with_its_bytes(tmp_path: Path) -> None:
+    data = bytearray(350)
+    record = record_of(bytes(data))
+    data[220] ^= 4
+    (tmp_path / "f").write_bytes(data)
+    assert [str(one) for one in check_file(tmp_path, "f", record)] == [
+        "f, bytes 200 to 300: the bytes are not those that were written"
+    ]
+    assert check_file(tmp_path, "f", record, [0, 1, 3]) == []
+    (tmp_path / "f").write_bytes(data[:120])
+    assert str(check_file(tmp_path, "f", record)[0]) == "f, bytes 120 to 350: it has 120 bytes, and 350 were written"
+    assert "cannot be read: no such file" in str(check_file(tmp_path, "g", record)[0])
+
+
+def test_a_file_is_not_replaced_and_a_link_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "link"):
+        with pytest.raises(FileExistsError):
+            HashedFile(tmp_path / name)

@@ -1,0 +1,91 @@
+"""Ctrl-C while a job starts: one line, exit status 130, no traceback, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import still_running
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = """
+import os, sys
+sys.stderr.flush()
+open(os.path.join(sys.argv[1], "script-" + os.environ["RANK"]), "w").close()
+import torch
+import torsh_distributed as td
+open(os.path.join(sys.argv[1], "torch-" + os.environ["RANK"]), "w").close()
+td.init()
+while True:
+    td.all_reduce(torch.ones(10))
+"""
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def maps_torch(pid: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+MOMENTS: dict[str, Callable[[int, Path], bool]] = {
+    "the command line is imported": lambda pid, _: "_json" in Path(f"/proc/{pid}/maps").read_text(),
+    "the first process is started": lambda pid, _: bool(children(pid)),
+    "a worker runs the script": lambda _, folder: (folder / "script-0").exists(),
+    "a worker imports torch": lambda pid, _: any(map(maps_torch, children(pid))),
+    "a worker has torch": lambda _, folder: (folder / "torch-1").exists(),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_while_a_job_starts_is_quiet(moment: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    job = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torsh_distributed.cli.entry_point",
+            "run",
+            "--nproc-per-node",
+            "2",
+            str(script),
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not MOMENTS[moment](job.pid, tmp_path):
+            assert job.poll() is None, job.communicate()
+            assert time.monotonic() < deadline, f"never: {moment}"
+            time.sleep(0.002)
+        os.killpg(job.pid, signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 130, err
+    assert out == ""
+    (line,) = err.splitlines()
+    assert "SIGINT" in line or line == "torsh: interrupted"
+    assert still_running(tmp_path, timeout_s=5.0) == []

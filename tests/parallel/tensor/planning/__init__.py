@@ -1,0 +1,1 @@
+"""Tests of how a model is split, before anything is changed."""

@@ -1,0 +1,52 @@
+"""Headers are read as the format says, and damaged files are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.weights.checkpoints import write_file
+from torsh_distributed.errors import CheckpointError
+from torsh_distributed.parallel.weights.safetensors_format import header_bytes, read_header, room_for
+
+
+def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    tensors = {"a": torch.arange(6).view(2, 3), "b": torch.tensor(1.5), "empty": torch.zeros(0, 3)}
+    write_file(file, tensors)
+    found = read_header(file)
+    assert {name: one.shape for name, one in found.items()} == {"a": (2, 3), "b": (), "empty": (0, 3)}
+    data = file.read_bytes()
+    one = found["a"]
+    assert data[one.start : one.start + one.num_bytes] == bytes(tensors["a"].view(torch.uint8).numpy())
+    assert one.row_bytes == 3 * 8
+    assert found["b"].num_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:-4], "the bytes of b are not all there"),
+        (lambda data: data[:5], "does not begin with a header"),
+        (lambda data: b"PK" + data[2:], "does not begin with a header"),
+        (lambda data: data[:8] + b"?" + data[9:], "not JSON"),
+        (lambda data: data.replace(b'"F32"', b'"F31"'), "unknown dtype F31"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage, said: str) -> None:
+    file = tmp_path / "one.safetensors"
+    write_file(file, {"a": torch.arange(6), "b": torch.ones(4)})
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_header(file)
+    assert str(file) in str(caught.value)
+
+
+def test_the_room_for_a_header_is_enough_and_aligned() -> None:
+    names = [f"layers.{number}.é" for number in range(50)]
+    room = room_for(names)
+    longest = {"dtype": "F8_E4M3", "shape": [10**11] * 8, "data_offsets": [10**18, 10**18 + 1]}
+    assert len(header_bytes(dict.fromkeys(names, longest), length=room)) == room + 8
+    assert (room + 8) % 64 == 0
