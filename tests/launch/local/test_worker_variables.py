@@ -66,7 +66,13 @@ def test_backends_are_told_the_interface_unless_the_user_named_one() -> None:
 
     def told(**base: str) -> tuple[str | None, str | None]:
         one = worker_environment(
-            spec(), spec().places()[0], endpoint, base=base, mark="m", token="t", progress_file=Path("/p")
+            spec(),
+            spec().places()[0],
+            endpoint,
+            base=base,
+            mark="m",
+            secret_file=Path("/s"),
+            progress_file=Path("/p"),
         )
         return one.get("GLOO_SOCKET_IFNAME"), one.get("NCCL_SOCKET_IFNAME")
 
