@@ -116,9 +116,15 @@ def test_with_verbose_every_traceback_is_shown_and_the_log_has_them_always(world
     script = write_script(
         tmp_path,
         """
-        leave(f"ready-{rank}")
-        wait_for("ready-0", "ready-1")
-        raise ValueError(f"no {rank}")
+        def refuse(*_):
+            raise ValueError(f"no {rank}")
+        if rank == 1:
+            signal.signal(signal.SIGTERM, refuse)
+            leave("ready-1")
+            while True:  # not signal.pause(): another thread may get the signal
+                time.sleep(0.05)
+        wait_for("ready-1")
+        refuse()
         """,
     )
     for is_verbose in (False, True):
