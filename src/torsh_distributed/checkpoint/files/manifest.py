@@ -135,8 +135,8 @@ def _refuse_newer(directory: Path, marker: bytes) -> None:
         raise damaged(directory, [FileDamage(MARKER, "it is not a marker", 0, len(marker))]) from error
     if isinstance(number, int) and number > FORMAT and marker == json.dumps(json.loads(marker)).encode():
         raise CheckpointError(
-            f"{directory.name} is of format {number}, and this version reads formats up to {FORMAT}",
-            hint="upgrade torsh-distributed to load it",
+            f"{directory.name} is of format {number} ({MARKER} says so), and this version reads formats up to {FORMAT}",
+            hint="upgrade torsh-distributed to load it; if no newer version wrote it, that file is damaged",
             newer_format=number,
             path=str(directory),
         )
