@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import rendezvous as torch_rendezvous
 
 import torsh_distributed  # noqa: F401 - wraps torch's function
 from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_store
@@ -16,6 +16,7 @@ from torsh_distributed.comm.store import Store, TcpStoreServer
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.errors import ConfigurationError
 
+torch_rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 TIMEOUT = timedelta(seconds=10)
 
 
