@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -322,6 +323,9 @@ def main() -> None:
     heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours)
     for module in ("torch.distributed",) if sys.argv[2] == "1" else heavy:
         importlib.import_module(module)
+    # Otherwise the first collection in every rank writes to, and so copies, all the pages it shares with this process.
+    gc.collect()
+    gc.freeze()
     zygote = os.getpid()
     while True:
         try:
