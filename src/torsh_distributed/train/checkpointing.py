@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +16,14 @@ from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.restoring import world_group
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import MODEL
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
 from torsh_distributed.train.precision import Precision
+
+_log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
@@ -83,6 +86,15 @@ class EngineCheckpoints:
         """Finish what is being written; happens by itself when the process group is destroyed."""
         for manager in self._managers.values():
             manager.close()
+        self._managers = {}
+
+    def abandon(self) -> None:
+        """The world has changed: what was being written is dropped, or was finished before; the next save is whole."""
+        for manager in self._managers.values():
+            try:
+                manager.close()
+            except TorshError as error:
+                _log.warning("a checkpoint was not finished: %s", error.message)
         self._managers = {}
 
     def resume(self) -> CheckpointMetadata | None:
