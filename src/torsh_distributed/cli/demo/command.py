@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,7 @@ def demo(
         entry=Entry(kind=EntryKind.MODULE, target="torsh_distributed.cli.demo.worker", args=tuple(args)),
         nproc_per_node=nproc_per_node,
         max_restarts=max_restarts,
+        run_id=uuid.uuid4().hex[:8],
         elastic=ElasticSpec(max_workers=max(64, nproc_per_node)) if elastic else None,
     )
     raise typer.Exit(launch_job(spec))
