@@ -433,7 +433,9 @@ class Engine:
         """The world is about to change: what is being written, with ranks that may be gone, is given up."""
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
-            checkpoints.abandon()
+            replicas = checkpoints.abandon("the world changes")
+            if replicas is not None:
+                replicas.close()
 
     def divide_again(self, batch: Batch, *, is_done: bool) -> Batch:
         """After `regrouped`: this rank's share of the current batch, and of those to come.

@@ -15,6 +15,7 @@ from typing import Any
 
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.local.exit_causes import (
+    SAVED_EXIT_CODE,
     ExitStatus,
     FatalStack,
     OomCounter,
@@ -120,6 +121,12 @@ class LocalAttempt:
         """Local ranks of workers that work."""
         gone = self._failed | self._forgiven
         return {worker.place.local_rank for worker in self._workers.running if worker.place.rank not in gone}
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether every worker ended with the code that says: told by a signal to end, and has saved its state."""
+        ended = [worker.exit.status.code for worker in self._workers.all if worker.exit is not None]
+        return bool(ended) and set(ended) == {SAVED_EXIT_CODE}
 
     def start(self) -> None:
         """Start every worker of this node. Raises if one cannot start; `close` ends the others."""

@@ -16,7 +16,7 @@ from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
-from torsh_distributed.launch.local.exit_causes import find_oom_counter
+from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE, find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -224,8 +224,13 @@ class Node:
         self._attempt.stop(
             signal.Signals(message.signal) if message.signal is not None else signal.SIGTERM,
             grace_s=self._spec.signal_timeout_s if is_signal else self._spec.shutdown_timeout_s,
-            then=lambda: self._over(message.exit_code),
+            then=lambda: self._over(self._code_after_signal(message) if is_signal else message.exit_code),
         )
+
+    def _code_after_signal(self, message: End) -> int:
+        """128 + signal, unless the workers saved first: whoever starts jobs then knows that this one can go on."""
+        has_saved = self._attempt is not None and self._attempt.has_saved
+        return SAVED_EXIT_CODE if has_saved else message.exit_code
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
