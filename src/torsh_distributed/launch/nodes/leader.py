@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -17,6 +18,7 @@ from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, Jo
 from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
     Ask,
+    DiagnosisWanted,
     End,
     Ended,
     Failed,
@@ -68,6 +70,8 @@ class Leader:
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
+            case DiagnosisWanted():
+                self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
 
@@ -77,6 +81,13 @@ class Leader:
         if self._inquiry is not None and coordinator.phase is JobPhase.RUNNING and coordinator.attempt == attempt:
             tell(self._inquiry)
 
+    def diagnose(self, tell: Callable[[Diagnosis], None]) -> None:
+        """Ask all ranks what they do, and tell what that means."""
+        if self._inquiry is None:
+            tell(Diagnosis(is_stuck=False, text="The job has not started: not all nodes have joined."))
+        else:
+            self._inquiry.diagnose(tell)
+
     def _begin_inquiry(self, attempt: int) -> None:
         if self._inquiry is not None:
             self._inquiry.close()
@@ -85,7 +96,7 @@ class Leader:
             self._spec.world_size,
             ask=lambda: self._tell_all(Ask(attempt=attempt)),
             on_verdict=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
-            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack),
+            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack, likely=found.likely or ""),
         )
 
     def lose(self, failure: JobFailure) -> None:
