@@ -129,16 +129,15 @@ class CauseFinder:
 
     def _of_disagreement(self, primary: JobFailure) -> JobFailure | None:
         """A backend noticed that ranks call different things: the rank that left the common way is the cause."""
-        raised = primary.raised
+        raised, statuses = primary.raised, self.statuses
         if raised is None and any(_GLOO_MISMATCH in line for line in primary.last_lines):
-            found = find_difference(self._statuses_with(primary))
-        elif raised is not None and raised.kind == "TensorShapeMismatch":
-            found = find_difference(self.statuses)
-        else:
+            statuses = self._statuses_with(primary)
+        elif raised is None or raised.kind != "TensorShapeMismatch":
             return None
+        found = find_difference(statuses)
         if found is None or found.rank is None:
             return None
-        likely = likely_cause(found, self.statuses, self.finished).line
+        likely = likely_cause(found, statuses, self.finished).line
         return dataclasses.replace(
             self._about(found.rank), cause=found.text, likely=likely, raised=raised, where=None, last_lines=()
         )
@@ -157,11 +156,20 @@ class CauseFinder:
             key=lambda item: item[1].operations[-1].sequence,
         )
         last = history.operations[-1]
-        place = dead.where.partition(" in ")[0] if dead.where else None
-        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=place)
+        if last.at is None:  # torch's recorder keeps no lines, but the rank is there, or gave up there
+            last = dataclasses.replace(last, at=_line(self._place_of(others[0])))
+            seen = dataclasses.replace(history, operations=(*history.operations[:-1], last))
+            statuses[others[0].rank] = dataclasses.replace(others[0], groups={**others[0].groups, name: seen})
+        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=_line(dead.where))
         known = dataclasses.replace(history, operations=(*history.operations[:-1], other))
         statuses[dead.rank] = RankStatus(rank=dead.rank, groups={name: known})
         return statuses
+
+    def _place_of(self, status: RankStatus) -> str | None:
+        """The user's line at which a rank waits, or gave up waiting."""
+        failure = self.failures.get(status.rank)
+        raised = failure.raised if failure is not None else status.raised
+        return status.waiting.at if status.waiting is not None else raised.where if raised is not None else None
 
     def _of_ended(self) -> JobFailure | None:
         """A rank that ended normally while others needed it."""
@@ -254,6 +262,11 @@ class CauseFinder:
                 words.setdefault(word, []).append(rank)
         told = [f"{ranks_text(ranks)} {word}" for word, ranks in words.items()]
         return tuple(text for text in told if text not in chosen.cause)
+
+
+def _line(place: str | None) -> str | None:
+    """`train.py:12`, of `train.py:12 in step`."""
+    return place.partition(" in ")[0] if place else None
 
 
 def _wait_of(failure: JobFailure | None, status: RankStatus | None) -> str | None:

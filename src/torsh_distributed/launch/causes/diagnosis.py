@@ -72,9 +72,14 @@ def diagnose(statuses: Mapping[int, RankStatus], finished: set[int], *, num_rank
         num_bytes=call.num_bytes if call is not None else None,
         call_site=call.at if call is not None else None,
         cause=cause,
-        stack=found.stack or (statuses[found.rank].stack if found.rank in statuses else ()),
+        stack=found.stack or _stack_of(found.rank, statuses),
         ranks=lines,
     )
+
+
+def _stack_of(rank: int | None, statuses: Mapping[int, RankStatus]) -> tuple[str, ...]:
+    status = statuses.get(rank) if rank is not None else None
+    return status.stack if status is not None else ()
 
 
 def _age_s(found: WaitFinding, statuses: Mapping[int, RankStatus]) -> float:

@@ -182,7 +182,10 @@ def _of_difference(found: WaitFinding, statuses: Mapping[int, RankStatus]) -> Li
     ]
     if odd is None or usual is None:
         return _SKIPPED
-    if any((one.op, one.num_bytes) == (odd.op, odd.num_bytes) and one.at == odd.at for one in before):
+    is_usual = any((one.op, one.num_bytes) == (odd.op, odd.num_bytes) and one.at == odd.at for one in before)
+    # A rank that died in the call took its size along; it was on another line, though.
+    is_other_line = odd.num_bytes < 0 and odd.op == usual.op and odd.at != usual.at
+    if is_usual or is_other_line:
         return LikelyCause(
             kind="skipped",
             text=f"it skipped {usual.op}{_of_place(usual)}, or calls in another order",
@@ -191,7 +194,8 @@ def _of_difference(found: WaitFinding, statuses: Mapping[int, RankStatus]) -> Li
     if odd.op == usual.op and (odd.at == usual.at or odd.at is None or not before or _is_same_shape_site(odd, before)):
         return LikelyCause(
             kind="shape",
-            text=f"its {odd.op} has {odd.num_bytes} bytes where the others' has {usual.num_bytes}",
+            text=f"its {odd.op} has another size than the others' {usual.num_bytes} bytes"
+            + (f": {odd.num_bytes}" if odd.num_bytes >= 0 else ""),
             advice="shapes must be equal on all ranks: a smaller last batch, an unused parameter, another config",
         )
     is_save = any(re.search(r"save|checkpoint", line) for line in status.stack[-_NUM_LINES:])

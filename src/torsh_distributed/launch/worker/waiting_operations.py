@@ -77,11 +77,10 @@ class OperationWatch:
 
     def history(self, error: BaseException) -> dict[str, Any]:
         """What goes with a report of `error`: the latest operations, and which of them it failed in."""
-        recorder = _recorder()
-        if recorder is None:
-            return {}
         told: dict[str, Any] = {"groups": _latest_operations()}
-        newest = next(reversed(list(recorder)), None)
+        # Of gloo and nccl, torch's own recorder knows which of several is the one that has not ended.
+        under_way = next((one for one in torch_records() if not one.is_ended), None)
+        newest = next(reversed(list(_recorder() or ())), under_way)
         is_of_call = "CommunicationError" in {kind.__name__ for kind in type(error).__mro__} or is_transport_text(
             str(error)
         )
@@ -108,6 +107,7 @@ class OperationWatch:
         assert self._since_s is not None, "set with what is seen"
         at = own_line(places_of(user)) if user is not None else None
         told: dict[str, Any] = {"age_s": now_s - self._since_s, "usual_s": None, "at": at, **_call_by_stack(entry)}
+        told["peer"] = _peer_by_stack(frame)
         if record is not None:
             told.update({name: value for name, value in record.items() if name != "start_s"})
         return told
@@ -176,6 +176,16 @@ def _call_by_stack(entry: FrameType) -> dict[str, Any]:
     elif op == "wrapper":
         op = str(back.f_locals.get("func_name") or getattr(back.f_locals.get("func"), "__name__", op))
     return {"op": op, "group": None, "sequence": None, "num_bytes": None, "members": None, "is_world": True}
+
+
+def _peer_by_stack(frame: FrameType | None) -> int | None:
+    """The rank of the world that torch's `send` or `recv` on the stack is about; gloo's are in no recorder."""
+    while frame is not None and _is_comm(frame):
+        name = {"recv": "src", "irecv": "src", "send": "dst", "isend": "dst"}.get(frame.f_code.co_name)
+        if name is not None and isinstance(frame.f_locals.get(name), int):
+            return int(frame.f_locals[name])
+        frame = frame.f_back
+    return None
 
 
 def _record_under_way(frame: FrameType) -> dict[str, Any] | None:
@@ -325,8 +335,8 @@ def stack_of_main() -> list[str]:
 
 def _exception_in_hand() -> str | None:
     """`ValueError: bad batch (train.py:12 in step)`: the exception in whose `except` block the main thread is."""
-    error = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = error[1] if isinstance(error, tuple) else error  # Python 3.11 gives (type, value, traceback)
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives (type, value, traceback)
     if not isinstance(error, BaseException):
         return None
     place = user_line(error)
