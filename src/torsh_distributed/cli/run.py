@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from torsh_distributed.cli.error_message import print_error
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch.spec import (
     LOOPBACK,
     ElasticSpec,
@@ -147,6 +148,17 @@ Verbose = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
 ]
+TraceDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Record events of all ranks here and make trace.json of them at the end.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+TraceLimit = Annotated[
+    float, typer.Option("--trace-limit-mb", min=0.1, help="Most megabytes of a trace.", rich_help_panel=_OUTPUT)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
 ]
@@ -222,6 +234,8 @@ def run(
     verbose: Verbose = False,
     json: Json = False,
     dry_run: DryRun = False,
+    trace: TraceDir = None,
+    trace_limit_mb: TraceLimit = 200.0,
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
@@ -257,7 +271,10 @@ def run(
         token=_read_token(token_file),
         allows_no_token=no_token,
         serves_torch_store=torch_store,
-        env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
+        env={
+            **_plan_variables(plan, num_ranks=num_nodes * num_workers),
+            **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
+        },
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -267,7 +284,11 @@ def run(
         ),
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
-        raise typer.Exit(_describe(job) if dry_run else _launch(job))
+        if dry_run:
+            raise typer.Exit(_describe(job))
+        with _recorded(trace, trace_limit_mb, arguments=_own_arguments()) if trace is not None else nullcontext():
+            exit_code = _launch(job)
+        raise typer.Exit(exit_code)
 
 
 def elastic_spec(
@@ -324,6 +345,50 @@ def _launch(job: JobSpec) -> int:
     from torsh_distributed.launch.job import launch_job
 
     return launch_job(job)
+
+
+def _trace_variables(trace: Path | None, limit_mb: float, *, num_ranks: int) -> dict[str, str]:
+    """What makes the workers record, each within its share of the limit; an event takes about as much as its slice."""
+    if trace is None:
+        return {}
+    return {
+        "TORSH_EVENTS_DIR": str((trace / "events").resolve()),
+        "TORSH_EVENTS_MAX_MB": str(max(1.0, 2 * limit_mb / num_ranks)),
+    }
+
+
+@contextmanager
+def _recorded(trace: Path, limit_mb: float, *, arguments: list[str]) -> Iterator[None]:
+    """Around the job: how it was started, the launcher's own events, and at the end the timeline."""
+    import json
+    import sys
+
+    from torsh_distributed.cli.trace.trace_commands import merged
+    from torsh_distributed.events import JsonlSink
+
+    with JsonlSink(trace / "events"):
+        (trace / "run.json").write_text(json.dumps({"arguments": arguments, "directory": str(Path.cwd())}) + "\n")
+        yield
+    try:
+        typer.echo(f"torsh run: {merged(trace, trace / 'trace.json', limit_mb=limit_mb)}", err=True)
+        typer.echo(f"torsh run: `torsh why {trace}` says where the time went", err=True)
+    except IoError as error:
+        # The job's own end is what counts: a script without events has no timeline.
+        print_error(error)
+        sys.stderr.flush()
+
+
+def _own_arguments() -> list[str]:
+    """The command line of this `torsh run`, without what asks for a trace: `torsh tune` starts it again."""
+    import sys
+
+    given = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
+    for name in ("--trace", "--trace-limit-mb", "--trace_limit_mb"):
+        # The first is ours: options of the script come after it.
+        at = next((at for at, one in enumerate(given) if one == name or one.startswith(f"{name}=")), None)
+        if at is not None:
+            given = given[:at] + given[at + (1 if "=" in given[at] else 2) :]
+    return given
 
 
 def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
