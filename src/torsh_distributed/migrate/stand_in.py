@@ -82,9 +82,7 @@ class _MissingModules:
         self._package = package
         self.known = known
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith(f"{self._package}."):
             return None
         raise ModuleNotFoundError(

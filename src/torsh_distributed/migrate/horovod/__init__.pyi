@@ -29,8 +29,12 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_
 from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_async_ as broadcast_async_
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allgather_async as grouped_allgather_async
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allreduce_async as grouped_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allreduce_async_ as grouped_allreduce_async_
-from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_reducescatter_async as grouped_reducescatter_async
+from torsh_distributed.migrate.horovod.collectives.async_calls import (
+    grouped_allreduce_async_ as grouped_allreduce_async_,
+)
+from torsh_distributed.migrate.horovod.collectives.async_calls import (
+    grouped_reducescatter_async as grouped_reducescatter_async,
+)
 from torsh_distributed.migrate.horovod.collectives.async_calls import reducescatter_async as reducescatter_async
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compression as Compression
 from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object as allgather_object
@@ -42,7 +46,9 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import Min as
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Product as Product
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Sum as Sum
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async as sparse_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.state_broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+from torsh_distributed.migrate.horovod.collectives.state_broadcast import (
+    broadcast_optimizer_state as broadcast_optimizer_state,
+)
 from torsh_distributed.migrate.horovod.collectives.state_broadcast import broadcast_parameters as broadcast_parameters
 from torsh_distributed.migrate.horovod.collectives.submission import poll as poll
 from torsh_distributed.migrate.horovod.collectives.submission import synchronize as synchronize
@@ -66,5 +72,7 @@ from torsh_distributed.migrate.horovod.process_sets import ProcessSet as Process
 from torsh_distributed.migrate.horovod.process_sets import add_process_set as add_process_set
 from torsh_distributed.migrate.horovod.process_sets import global_process_set as global_process_set
 from torsh_distributed.migrate.horovod.process_sets import remove_process_set as remove_process_set
-from torsh_distributed.migrate.horovod.training.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from torsh_distributed.migrate.horovod.training.distributed_optimizer import (
+    DistributedOptimizer as DistributedOptimizer,
+)
 from torsh_distributed.migrate.horovod.training.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
@@ -23,10 +23,11 @@ class RegisteredSet:
     engine: SetEngine | None
     optimizers: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for the set's optimizers, equal on its ranks, for the names of their buckets."""
+    unnamed: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for operations without a name. By set: ranks of other sets do not make these calls."""
 
 
-@dataclass
-class HandleEntry:
+class HandleEntry(NamedTuple):
     """An asynchronous operation that was not waited for yet."""
 
     op: PendingOp

@@ -16,7 +16,7 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Sum,
     chosen_reduction,
 )
-from torsh_distributed.migrate.horovod.collectives.submission import all_results, submit
+from torsh_distributed.migrate.horovod.collectives.submission import all_results, first_result, submit
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, world_rank_of
@@ -92,27 +92,26 @@ def _reduce(
     is_group: bool = False,
 ) -> int:
     kind = OpKind.ALLREDUCE
-    if op is Adasum or op == Adasum:
+    if op == Adasum:
         _check_adasum(tensors, process_set)
         kind = OpKind.ADASUM
-    if op in (Average, Adasum) and any(tensor.dtype == torch.bool for tensor in tensors):
+    if op in (Average, Adasum) and torch.bool in [tensor.dtype for tensor in tensors]:
         raise InvalidArgument(
             "Tensor type torch.BoolTensor is not supported by this reduction.",
             hint="use hvd.Max (any), hvd.Min (all) or hvd.Sum (any)",
             op=op,
         )
-    options: dict[str, Any] = {"finish": all_results} if is_group else {}
     return submit(
         kind,
         tensors,
         name,
         process_set,
         outputs=outputs,
-        op=str(op),
+        op=op,
         prescale=float(prescale),
         postscale=float(postscale),
         label="grouped_allreduce" if is_group else "allreduce",
-        **options,
+        finish=all_results if is_group else first_result,
     )
 
 
@@ -168,9 +167,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """`broadcast_async` in place."""
-    return submit(
-        OpKind.BROADCAST, [tensor], name, process_set, outputs=[tensor], root=_root(root_rank, process_set)
-    )
+    return submit(OpKind.BROADCAST, [tensor], name, process_set, outputs=[tensor], root=_root(root_rank, process_set))
 
 
 def _root(root_rank: int, process_set: ProcessSet) -> int:
@@ -221,7 +218,7 @@ def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, num_ra
     rows = [int(count) for count in splits]
     if len(rows) != num_ranks or any(count < 0 for count in rows) or sum(rows) > tensor.shape[0]:
         raise InvalidArgument(
-            f"splits must give a number of rows for each of the {num_ranks} ranks, together at most those of the tensor",
+            f"splits must give rows for each of the {num_ranks} ranks, together at most those of the tensor",
             splits=rows,
             shape=tensor.shape,
         )

@@ -96,7 +96,9 @@ class _ByName(type):
 
     def __getattr__(cls, name: str) -> CodecCompressor:
         if name.startswith("_") or name not in codec_names():
-            raise AttributeError(f"Compression has no {name!r}: none, fp16, bf16, codec() and {', '.join(codec_names())}")
+            raise AttributeError(
+                f"Compression has no {name!r}: none, fp16, bf16, codec() and {', '.join(codec_names())}"
+            )
         return CodecCompressor(CompressConfig(method=name))
 
 

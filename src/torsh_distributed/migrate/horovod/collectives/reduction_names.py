@@ -31,6 +31,8 @@ REDUCTIONS = (Average, Sum, Adasum, Min, Max, Product)
 
 def chosen_reduction(op: ReductionName | str | None, average: bool | None) -> ReductionName:
     """The reduction of `op`, or of the older `average`; Average without either. Both is an error."""
+    if average is None and type(op) is ReductionName:
+        return op
     if average is not None:
         if op is not None:
             raise InvalidArgument("op and average exclude each other", hint="give op alone", op=op, average=average)
@@ -39,9 +41,7 @@ def chosen_reduction(op: ReductionName | str | None, average: bool | None) -> Re
     if op is None:
         return Average
     if op not in REDUCTIONS:
-        raise InvalidArgument(
-            "unknown reduction", hint=f"use one of hvd.{', hvd.'.join(REDUCTIONS)}", op=repr(op)
-        )
+        raise InvalidArgument("unknown reduction", hint=f"use one of hvd.{', hvd.'.join(REDUCTIONS)}", op=repr(op))
     return ReductionName(op)
 
 

@@ -29,9 +29,7 @@ def sparse_allreduce_async(
     indices = allgather_async(
         compact.indices().t().contiguous(), None if name is None else f"{name}.indices", process_set
     )
-    values = allgather_async(
-        compact.values().contiguous(), None if name is None else f"{name}.values", process_set
-    )
+    values = allgather_async(compact.values().contiguous(), None if name is None else f"{name}.values", process_set)
     divisor = set_size(process_set) if op == Average else 1
 
     def wait() -> Tensor:

@@ -62,7 +62,9 @@ def broadcast_optimizer_state(
     way to create missing state for sparse embeddings, which is not needed here.
     """
     if isinstance(optimizer, LBFGS):
-        raise InvalidArgument("the state of LBFGS cannot be broadcast", hint="broadcast its parameters before it starts")
+        raise InvalidArgument(
+            "the state of LBFGS cannot be broadcast", hint="broadcast its parameters before it starts"
+        )
     state = optimizer.state_dict()
     described = _without_tensors(state) if world().rank == root_rank else None
     described = broadcast_object(described, root_rank, "optimizer.state", process_set)
@@ -88,9 +90,7 @@ def _without_tensors(value: Any) -> Any:
     return value
 
 
-def _receive(
-    optimizer: Optimizer, state: Any, described: Any, root_rank: int, process_set: ProcessSet
-) -> None:
+def _receive(optimizer: Optimizer, state: Any, described: Any, root_rank: int, process_set: ProcessSet) -> None:
     handles: list[int] = []
 
     def filled(mine: Any, theirs: Any, path: str) -> Any:

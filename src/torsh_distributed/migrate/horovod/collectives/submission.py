@@ -51,7 +51,7 @@ def submit(
     """
     engine = engine_of(process_set)
     allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
-    described = []
+    described: list[tuple[str, tuple[int, ...]]] = []
     for tensor in tensors:
         if tensor.dtype not in allowed:
             raise InvalidArgument(f"Tensor type {tensor.type()} is not supported.", hint="convert the tensor first")
@@ -65,10 +65,11 @@ def submit(
         raise InvalidArgument("the tensors of a grouped operation must be on one device")
     state = world()
     handle = next(state.counter)
-    full_name = f"{label or kind}.{name}" if name is not None else f"{label or kind}.noname.{handle}"
-    request = Request(
-        full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags
-    )
+    if name is None:
+        assert process_set.process_set_id is not None, "it has an engine"
+        name = f"noname.{next(state.sets[process_set.process_set_id].unnamed)}"
+    full_name = f"{label or kind}.{name}"
+    request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
     pending = PendingOp(request, list(tensors), outputs, run)
     engine.submit(pending)
     state.handles[handle] = HandleEntry(pending, engine, finish)

@@ -19,7 +19,7 @@ from torsh_distributed.migrate.horovod.world_state import is_up, world
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals the samples of an epoch to the ranks. Call `set_epoch` at the end of an epoch, `record_batch` after a batch."""
+    """Deals the samples of an epoch to the ranks. Call `record_batch` after a batch, `set_epoch` after an epoch."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, exactly_once: bool = False) -> None:
         self.dataset = dataset

@@ -1,4 +1,4 @@
-"""The state of an elastic training: committed by the script, restored after a failure, equal on all ranks after `sync`."""
+"""The state of an elastic training: committed by the script, restored after a failure, made equal by `sync`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TorchState(ObjectState):
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
-        parts = {**{"model": model, "optimizer": optimizer}, **kwargs}
+        parts = {"model": model, "optimizer": optimizer, **kwargs}
         self._handlers: dict[str, StateHandler] = {}
         plain: dict[str, Any] = {}
         for name, value in parts.items():

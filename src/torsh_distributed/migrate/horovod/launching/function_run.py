@@ -14,8 +14,6 @@ from torsh_distributed.launch.spawn import spawn
 from torsh_distributed.migrate.command_lines import RUN_AS_VARIABLE
 from torsh_distributed.migrate.stand_in import install
 
-
-
 _LOCAL_HOSTS = ("localhost", "127.0.0.1")
 _REFUSED = {
     "hostfile": "start the script with `torsh run --as horovod --hostfile FILE` on every host",

@@ -243,9 +243,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
             line.options.append(rest.pop(0))
     if rest[:1] == ["--"]:
         del rest[0]
-    return TranslatedLine(
-        args=[*line.options, *_placement(line), *_program(rest)], env=line.env, notes=line.notes
-    )
+    return TranslatedLine(args=[*line.options, *_placement(line), *_program(rest)], env=line.env, notes=line.notes)
 
 
 def _take(line: _Line, name: str, values: list[str]) -> None:

@@ -25,7 +25,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
     """`host:slots,host:slots`; one slot where none are given."""
     found = []
     for part in text.split(","):
-        host, colon, count = part.strip().rpartition(":") if ":" in part else (part.strip(), "", "1")
+        host, _, count = part.strip().rpartition(":") if ":" in part else (part.strip(), "", "1")
         if not host or not count.isdigit() or int(count) < 1:
             raise InvalidArgument(
                 "-H takes hosts with slots, such as node1:4,node2:4", hint="slots are whole numbers", hosts=text

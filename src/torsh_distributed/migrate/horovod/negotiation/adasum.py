@@ -1,7 +1,7 @@
 """Adasum: adds gradients so that parallel ones count once and orthogonal ones in full.
 
-Of two vectors a and b it is (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b; of more ranks, pairs of pairs. Every rank gathers
-all vectors and folds them in the same order, so all get the same bits.
+Of two vectors a and b it is (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b; of more ranks, pairs of pairs. Every rank
+gathers all vectors and folds them in the same order, so all get the same bits.
 """
 
 from __future__ import annotations

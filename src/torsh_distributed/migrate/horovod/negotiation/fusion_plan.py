@@ -7,6 +7,8 @@ from collections.abc import Hashable, Sequence
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
+_SHARED = int(RequestFlags.SHARED)
+
 
 def fuse(ready: Sequence[ReadyOp], threshold_bytes: int) -> list[list[ReadyOp]]:
     """The operations in the order they run; those of one inner list are packed into one buffer.
@@ -33,9 +35,9 @@ def fuse(ready: Sequence[ReadyOp], threshold_bytes: int) -> list[list[ReadyOp]]:
 def _fusion_key(one: ReadyOp) -> Hashable:
     """What operations in one buffer have in common; None for one that runs alone."""
     request = one.request
-    if one.error or request.kind != OpKind.ALLREDUCE or request.flags & RequestFlags.SHARED:
+    if one.error or request.kind != OpKind.ALLREDUCE or request.flags & _SHARED:
         return None
-    dtype = request.tensors[0][0] if request.tensors else ""
-    if any(other != dtype for other, _ in request.tensors):
+    dtype = request.tensors[0][0]
+    if len(request.tensors) > 1 and any(other != dtype for other, _ in request.tensors):
         return None
     return dtype, request.op, request.prescale, request.postscale, request.device, one.joined

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torsh_distributed.comm.backends.wire import SharedBuffer
 from torsh_distributed.comm.collectives.moves import all_gather_single, all_to_all_single, broadcast
@@ -102,15 +103,20 @@ class GroupOperations:
         if len(kinds) > 1:
             self._all_reduce_mixed(sources, list(kinds), ops[0], request)
             return
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in sources])
-        flat = self._fold(flat, request)
-        parts = torch.split(flat, [tensor.numel() for tensor in sources])
+        # Both in C++: with many small tensors, Python calls for each would take longer than sending them.
+        flat = self._fold(_flatten_dense_tensors(sources), request)  # type: ignore[no-untyped-call]  # untyped in torch
+        parts = _unflatten_dense_tensors(flat, sources)  # type: ignore[no-untyped-call]  # untyped in torch
         start = 0
+        targets: list[Tensor] = []
+        results: list[Tensor] = []
+        is_small = flat.nbytes <= _KEPT_TOGETHER_BYTES
         for ready, op in zip(step, ops, strict=True):
             count = len(ready.request.tensors)
             if op is not None:
-                self._hand_out(op, parts[start : start + count], is_small=flat.nbytes <= _KEPT_TOGETHER_BYTES)
+                self._hand_out(op, parts[start : start + count], targets, results, is_small=is_small)
             start += count
+        if targets:
+            torch._foreach_copy_(targets, results)
 
     def _all_reduce_mixed(
         self, sources: Sequence[Tensor], kinds: Sequence[torch.dtype], op: PendingOp | None, request: Request
@@ -119,21 +125,28 @@ class GroupOperations:
         parts: list[Tensor] = list(sources)
         for dtype in kinds:
             places = [index for index, tensor in enumerate(sources) if tensor.dtype == dtype]
-            flat = self._fold(torch.cat([sources[place].detach().reshape(-1) for place in places]), request)
-            pieces = torch.split(flat, [sources[place].numel() for place in places])
+            alike = [sources[place] for place in places]
+            flat = self._fold(_flatten_dense_tensors(alike), request)  # type: ignore[no-untyped-call]  # untyped in torch
+            pieces = _unflatten_dense_tensors(flat, alike)  # type: ignore[no-untyped-call]  # untyped in torch
             for place, piece in zip(places, pieces, strict=True):
                 parts[place] = piece
         if op is not None:
-            self._hand_out(op, parts, is_small=False)
+            targets: list[Tensor] = []
+            results: list[Tensor] = []
+            self._hand_out(op, parts, targets, results, is_small=False)
+            for target, result in zip(targets, results, strict=True):
+                target.copy_(result)
 
-    def _hand_out(self, op: PendingOp, parts: Sequence[Tensor], *, is_small: bool) -> None:
+    def _hand_out(
+        self, op: PendingOp, parts: Sequence[Tensor], targets: list[Tensor], results: list[Tensor], *, is_small: bool
+    ) -> None:
+        """Give an operation its results; what must be copied into the caller's tensors is noted in the two lists."""
         if op.outputs is not None:
-            for output, part in zip(op.outputs, parts, strict=True):
-                output.copy_(part.view(output.shape))
+            targets += op.outputs
+            results += parts
             op.result = op.outputs
         else:
-            shaped = [part.view(source.shape) for part, source in zip(parts, op.inputs, strict=True)]
-            op.result = shaped if is_small else [part.clone() for part in shaped]
+            op.result = list(parts) if is_small else [part.clone() for part in parts]
 
     def _all_reduce_one(self, ready: ReadyOp, op: PendingOp | None, device: torch.device) -> None:
         request = ready.request
@@ -292,7 +305,7 @@ def rows_by_rank(num_rows: int, num_ranks: int) -> list[int]:
 
 
 def scale(tensor: Tensor, factor: float) -> None:
-    """Multiply in place: floats by the factor in their own precision (half ones in float32), integers in float64, cut."""
+    """Multiply in place: floats in their own precision (half ones in float32), integers in float64, then cut."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

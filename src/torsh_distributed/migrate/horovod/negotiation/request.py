@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from enum import IntFlag, StrEnum
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class Request(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of the values of all tensors."""
-        return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in self.tensors)
+        return _num_bytes(self.tensors)
 
     def zeros(self, device: torch.device) -> list[Tensor]:
         """What a rank that has joined contributes."""
@@ -80,6 +81,11 @@ _NAMES = (
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
 """Dtypes by the names that travel."""
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_bytes(tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in tensors)
 
 
 def described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:

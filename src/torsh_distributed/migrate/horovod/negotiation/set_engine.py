@@ -125,7 +125,7 @@ class SetEngine:
         return self._failure
 
     def close(self) -> None:
-        """End the set's operations on all ranks, and this rank's thread, links and group. A second call does nothing."""
+        """End the set's operations on all ranks, and this rank's thread, links and group; once."""
         if self._ended:
             return
         self._ended = True

@@ -30,12 +30,12 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     @override
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise InvalidArgument("expected at least 2D input", got=f"{input.dim()}D")
 
     @override
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training or world().size == 1:
             return super().forward(input)
@@ -91,4 +91,3 @@ class _Normalize(torch.autograd.Function):
         shape = ctx.shape
         result = (grad - mean.view(shape) - normalized * projection.view(shape)) * inverse.view(shape)
         return result.to(grads[0].dtype), None
-
