@@ -124,6 +124,6 @@ CASE = Case(
     title="Horovod's surface",
     about="""Two ranks with one thread each, on one node. A step (8 linear layers, batch 32, SGD) through
     `hvd.DistributedOptimizer` against our own DDP, in the same processes, in turns. 100 all-reduces of 16 numbers,
-    submitted at once by name through the negotiation, against as many asynchronous ones of torch on gloo without one.""",
+    submitted at once by name through the negotiation, against as many asynchronous ones of torch on gloo.""",
     rows=_rows,
 )

@@ -58,12 +58,14 @@ def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> Non
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
     script = tmp_path / "script.py"
-    script.write_text("import horovod\nprint('version', horovod.__version__)\n")
+    script.write_text(
+        "import horovod\nimport os; print('version', horovod.__version__, os.environ.get('HOROVOD_SIZE'))\n"
+    )
     plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
-    assert plain.stdout == "version real\n"
+    assert plain.stdout == "version real None\n"
     line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert "version 0.28.1" in done.stdout, done.stderr
+    assert "version 0.28.1 1" in done.stdout, done.stderr
     assert done.stderr.count("is hidden by torsh_distributed's") == 1
 
 

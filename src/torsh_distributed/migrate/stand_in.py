@@ -1,8 +1,8 @@
 """A library of ours under another library's name, in this process only.
 
-Each library that can be stood in for has a module with a function `namespaces()`: the modules that scripts import from
-it, by name, with what is in them. `install` makes modules of them. A real package of that name is hidden by this
-choice alone, and that is said once.
+Each library that can be stood in for has a module with two functions: `namespaces()`, the modules that scripts import
+from it, by name, with what is in them; and `set_variables(environ)`, the variables that its launcher would have set.
+`install` makes modules of the first. A real package of that name is hidden by this choice alone, and that is said once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def install(package: str) -> None:
             package=package,
         )
     hidden = importlib.util.find_spec(package)
-    namespaces: Mapping[str, Mapping[str, Any]] = importlib.import_module(STAND_INS[package]).namespaces()
+    stand_in = importlib.import_module(STAND_INS[package])
+    stand_in.set_variables(os.environ)
+    namespaces: Mapping[str, Mapping[str, Any]] = stand_in.namespaces()
     for name, names in namespaces.items():
         module = ModuleType(name, f"{name}, as torsh_distributed provides it.")
         module.__path__ = []

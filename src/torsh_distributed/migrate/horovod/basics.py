@@ -241,7 +241,7 @@ def nccl_built() -> int:
     """NCCL's version as a number such as 22705, if GPUs can use it; otherwise 0."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]  # untyped in torch
     return int(major) * 10000 + int(minor) * 100 + int(patch)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +24,28 @@ VERSION = "0.28.1"
 _TORCH_ONLY = ("run", "mpi_ops", "elastic")
 
 
+_VARIABLES = {
+    "HOROVOD_RANK": "RANK",
+    "HOROVOD_SIZE": "WORLD_SIZE",
+    "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "HOROVOD_CROSS_RANK": "GROUP_RANK",
+    "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
+}
+"""What horovodrun tells a worker, and torchrun's names for it."""
+
+
+def set_variables(environ: MutableMapping[str, str]) -> None:
+    """Scripts read their rank from HOROVOD_RANK and its like before `init`, too."""
+    for theirs, ours in _VARIABLES.items():
+        if ours in environ:
+            environ.setdefault(theirs, environ[ours])
+
+
 def namespaces() -> Mapping[str, Mapping[str, Any]]:
     """Every module by its name in Horovod, parents first."""
     errors = {"HorovodInternalError": HorovodInternalError, "HostsUpdatedInterrupt": HostsUpdatedInterrupt}
-    torch_names = {name: getattr(surface, name) for name in surface.__all__ if name not in _TORCH_ONLY}
+    torch_names = {name: getattr(surface, name) for name in _all(surface) if name not in _TORCH_ONLY}
     return {
         "horovod": {"__version__": VERSION, "run": run},
         "horovod.common": {},
@@ -56,7 +74,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         },
         "horovod.torch.optimizer": _public(distributed_optimizer, "DistributedOptimizer"),
         "horovod.torch.sync_batch_norm": _public(sync_batch_norm, "SyncBatchNorm"),
-        "horovod.torch.elastic": {name: getattr(elastic, name) for name in elastic.__all__},
+        "horovod.torch.elastic": {name: getattr(elastic, name) for name in _all(elastic)},
         "horovod.torch.elastic.state": {
             **_public(elastic_state, "TorchState"),
             **_public(
@@ -71,6 +89,12 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         },
         "horovod.torch.elastic.sampler": _public(elastic_sampler, "ElasticSampler"),
     }
+
+
+def _all(package: Any) -> list[str]:
+    """The names of a package. Any: type checkers read its stub, which has no list."""
+    names: list[str] = package.__all__
+    return names
 
 
 def _public(module: ModuleType, *names: str) -> dict[str, Any]:

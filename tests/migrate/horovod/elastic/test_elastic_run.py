@@ -16,7 +16,7 @@ def recover() -> dict[str, object]:
     hvd.init()
     me = hvd.rank()
     torch.manual_seed(me)
-    model = nn.Linear(2, 1)
+    model = nn.Linear(300, 300)  # large enough to be reduced in shared memory
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, batch=0, log=[])
@@ -29,7 +29,7 @@ def recover() -> dict[str, object]:
         calls.append(state.batch)
         while state.batch < 6:
             state.optimizer.zero_grad()
-            (state.model(torch.ones(2)) * factor).sum().backward()
+            (state.model(torch.ones(300)) * factor).sum().backward()
             state.optimizer.step()
             state.batch += 1
             state.log.append(state.batch)
@@ -47,7 +47,7 @@ def recover() -> dict[str, object]:
     result = train(state, 2.0)
     weights = hvd.allgather(state.model.weight.detach())
     assert torch.equal(weights[0], weights[1])
-    replaced = nn.Linear(2, 1)
+    replaced = nn.Linear(300, 300)
     state.model = replaced
     state.restore()
     assert torch.equal(replaced.weight, state.model.weight)

@@ -44,7 +44,7 @@ class _StandInFinder:
             return None
         sys.meta_path.remove(self)
         importlib.import_module("torsh_distributed.migrate.stand_in").install(name)
-        return importlib.machinery.ModuleSpec(name, _Installed(), is_package=True)
+        return importlib.machinery.ModuleSpec(name, _Installed(), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
 
 
 class _Installed:

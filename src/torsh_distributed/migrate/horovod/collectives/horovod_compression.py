@@ -47,7 +47,7 @@ class CastCompressor(Compressor):
 
     @classmethod
     @override
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]  # called on the class or an object
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
         if not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype

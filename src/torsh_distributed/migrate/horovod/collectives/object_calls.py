@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from typing import Any
@@ -61,7 +62,6 @@ def unpacked(data: Tensor) -> Any:
 
 def _pickler() -> Any:
     try:
-        import cloudpickle
+        return importlib.import_module("cloudpickle")
     except ImportError:
         return pickle
-    return cloudpickle

@@ -105,9 +105,9 @@ def _receive(optimizer: Optimizer, state: Any, described: Any, root_rank: int, p
             ours = mine if isinstance(mine, dict) else {}
             return {key: filled(ours.get(key), part, f"{path}.{key}") for key, part in theirs.items()}
         if isinstance(theirs, list | tuple):
-            ours = mine if isinstance(mine, list | tuple) else ()
+            held = mine if isinstance(mine, list | tuple) else ()
             parts = [
-                filled(ours[index] if index < len(ours) else None, part, f"{path}.{index}")
+                filled(held[index] if index < len(held) else None, part, f"{path}.{index}")
                 for index, part in enumerate(theirs)
             ]
             return type(theirs)(parts)

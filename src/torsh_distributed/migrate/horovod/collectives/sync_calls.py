@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from torsh_distributed.migrate.horovod.collectives.async_calls import (
     allgather_async,
@@ -40,6 +41,7 @@ class _AllReduce(torch.autograd.Function):
     """The gradient of a reduction is reduced in the same way."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> Any:
         ctx.options = options
         ctx.is_group = len(tensors) > 1 or options.get("is_group", False)
@@ -49,6 +51,7 @@ class _AllReduce(torch.autograd.Function):
         return synchronize(allreduce_async(tensors[0], name=name, **given))
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         given = {key: value for key, value in ctx.options.items() if key != "is_group"}
         dense = [grad.contiguous() for grad in grads]
@@ -152,6 +155,7 @@ class _AllGather(torch.autograd.Function):
     """The gradient of a rank's rows is the mean of what all ranks found for them."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, is_group: bool, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
         ctx.num_rows = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors]
@@ -161,6 +165,7 @@ class _AllGather(torch.autograd.Function):
         return synchronize(allgather_async(tensors[0], name, process_set))
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         own = []
         position = set_ranks(ctx.process_set).index(world().rank)
@@ -190,6 +195,7 @@ class _Broadcast(torch.autograd.Function):
     """The root's gradient is the mean of all ranks' gradients; the others' tensors had no effect."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank = root_rank
         ctx.process_set = process_set
@@ -197,6 +203,7 @@ class _Broadcast(torch.autograd.Function):
         return result
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mean = synchronize(allreduce_async(grads[0].contiguous(), op=Average, process_set=ctx.process_set))
         return mean if world().rank == ctx.root_rank else torch.zeros_like(mean), None, None, None
@@ -222,6 +229,7 @@ class _AllToAll(torch.autograd.Function):
     """The gradient goes back the way the rows came."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
         rows, counts = synchronize(alltoall_async(tensor, splits, name, process_set))
         ctx.process_set = process_set
@@ -231,6 +239,7 @@ class _AllToAll(torch.autograd.Function):
         return rows, counts
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         returned, _ = synchronize(alltoall_async(grads[0].contiguous(), ctx.received, None, ctx.process_set))
         if returned.shape[0] < ctx.shape[0]:  # rows beyond the splits were not sent
@@ -255,6 +264,7 @@ class _ReduceScatter(torch.autograd.Function):
     """The gradient of all rows is gathered from the ranks that hold them."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, name: str | None, options: dict[str, Any], is_group: bool, *tensors: Tensor) -> Any:
         ctx.options = options
         if is_group:
@@ -262,6 +272,7 @@ class _ReduceScatter(torch.autograd.Function):
         return synchronize(reducescatter_async(tensors[0], name, **options))
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         options = ctx.options
         num_ranks = set_size(options["process_set"])

@@ -145,6 +145,7 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         super().__init__(**plain)
 
+    @override
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = self.__dict__.get("_handlers")
         if handlers is not None and name in handlers:

@@ -73,7 +73,7 @@ class GroupOperations:
         device = next((op.inputs[0].device for op in ops if op is not None and op.inputs), torch.device("cuda"))
         with torch.cuda.device(device):
             if self._stream is None:
-                self._stream = torch.cuda.Stream(device)
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.cuda.stream(self._stream):
                 for op in ops:
                     if op is None or op.device_ready is None:
@@ -84,7 +84,7 @@ class GroupOperations:
                 yield device
                 for op in ops:
                     if op is not None:
-                        op.device_done = torch.cuda.Event()
+                        op.device_done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
                         op.device_done.record()
 
     # --- reductions -------------------------------------------------------------------------------------------

@@ -38,12 +38,14 @@ class PendingOp:
         self.device_ready: torch.cuda.Event | None = None
         self.device_done: torch.cuda.Event | None = None
         if request.device == "cuda":
-            self.device_ready = torch.cuda.Event()
+            self.device_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self.device_ready.record()
 
     def is_finished(self) -> bool:
         """Whether waiting would not block."""
-        return self.is_done and (self.device_done is None or self.device_done.query())
+        if not self.is_done or self.device_done is None:
+            return self.is_done
+        return bool(self.device_done.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def take_result(self) -> Any:
         """The result, or what went wrong; only once done. On a GPU the current stream waits for it."""

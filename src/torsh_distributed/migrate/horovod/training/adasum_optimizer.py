@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.async_calls import allreduce_async
@@ -51,6 +52,7 @@ class AdasumOptimizer(Optimizer):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's gradients, fold the differences of all ranks, and move on from the starting point."""
         params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]

@@ -12,11 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compressor
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async
+from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import is_set
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
 from torsh_distributed.migrate.horovod.training.reduction_buckets import (
@@ -52,6 +54,13 @@ class GradientReduction:
         """Whether gradients are in flight."""
         return any(bucket.is_travelling for bucket in self.buckets)
 
+    def drop_step(self) -> None:
+        """Give up the gradients of this step."""
+        for bucket in self.buckets:
+            bucket.drop()
+        self.begin_step()
+        self.is_synchronized = False
+
     def begin_step(self) -> None:
         """Expect every gradient again."""
         for bucket in self.buckets:
@@ -85,11 +94,15 @@ class ReducingOptimizer(Optimizer):
         if not reduction.bucket_of:
             reduction.is_synchronized = True
             return
-        for bucket in reduction.buckets:
-            if not bucket.is_travelling:
-                bucket.submit()
-        sparse = [param for bucket in reduction.buckets for param in bucket.finish()]
-        self._reduce_sparse(sparse)
+        try:
+            for bucket in reduction.buckets:
+                if not bucket.is_travelling:
+                    bucket.submit()
+            sparse = [param for bucket in reduction.buckets for param in bucket.finish()]
+            self._reduce_sparse(sparse)
+        except HorovodInternalError:
+            reduction.drop_step()
+            raise
         reduction.begin_step()
         reduction.is_synchronized = True
 
@@ -116,6 +129,7 @@ class ReducingOptimizer(Optimizer):
         finally:
             self._reduction.must_synchronize = True
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the gradients, then update. With a closure they are reduced after each time it is called."""
         reduction = self._reduction
@@ -143,6 +157,7 @@ class ReducingOptimizer(Optimizer):
 
         return reduced
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own. AssertionError if gradients are in flight."""
         if self._reduction.is_travelling:
@@ -152,15 +167,13 @@ class ReducingOptimizer(Optimizer):
             )
         super().zero_grad(set_to_none=set_to_none)
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own; gradients of a step that had begun are waited for and dropped."""
-        for bucket in self._reduction.buckets:
-            if bucket.is_travelling:
-                bucket.finish()
-        self._reduction.begin_step()
-        self._reduction.is_synchronized = False
+        self._reduction.drop_step()
         super().load_state_dict(state_dict)
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own; the new parameters are reduced from the next step on."""
         super().add_param_group(param_group)
@@ -197,7 +210,8 @@ class ReducingOptimizer(Optimizer):
             reduction.buckets.append(bucket)
             for param in members:
                 reduction.bucket_of[param] = bucket
-                reduction.hooks.append(param.register_post_accumulate_grad_hook(self._note_gradient))
+                hook = param.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
+                reduction.hooks.append(hook)
         reduction.begin_step()
 
     def _note_gradient(self, param: Tensor) -> None:

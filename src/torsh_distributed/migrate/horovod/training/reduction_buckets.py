@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -24,8 +25,10 @@ from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
 )
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.collectives.submission import all_results, submit, synchronize
+from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet
+from torsh_distributed.migrate.horovod.world_state import is_up
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket to fill is small, so the network is busy early."""
@@ -105,6 +108,13 @@ class ReductionBucket:
             elif param.grad is not view:
                 param.grad = view
         return self._sparse(self._flat[-len(self.params) :])
+
+    def drop(self) -> None:
+        """Forget a step that was given up; what still travels is waited for, because it uses the buffer."""
+        handle, self._handle, self._contexts = self._handle, None, []
+        if handle is not None and is_up():
+            with suppress(HorovodInternalError):  # it failed: nothing uses the buffer any more
+                synchronize(handle)
 
     # --- the ways to travel -----------------------------------------------------------------------------------
 

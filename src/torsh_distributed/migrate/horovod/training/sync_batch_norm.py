@@ -61,6 +61,7 @@ class _Normalize(torch.autograd.Function):
     """Subtract the mean and divide by the deviation of all ranks' batches."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, batch: Tensor, eps: float) -> Any:
         dims = [dim for dim in range(batch.dim()) if dim != 1]
         wide = batch.float() if batch.dtype in (torch.float16, torch.bfloat16) else batch
@@ -82,6 +83,7 @@ class _Normalize(torch.autograd.Function):
         return normalized.to(batch.dtype), mean, variance, num
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         normalized, inverse, num = ctx.saved_tensors
         grad = grads[0].to(normalized.dtype)
