@@ -72,7 +72,5 @@ from torsh_distributed.migrate.horovod.process_sets import ProcessSet as Process
 from torsh_distributed.migrate.horovod.process_sets import add_process_set as add_process_set
 from torsh_distributed.migrate.horovod.process_sets import global_process_set as global_process_set
 from torsh_distributed.migrate.horovod.process_sets import remove_process_set as remove_process_set
-from torsh_distributed.migrate.horovod.training.distributed_optimizer import (
-    DistributedOptimizer as DistributedOptimizer,
-)
+from torsh_distributed.migrate.horovod.training.horovod_optimizer import DistributedOptimizer as DistributedOptimizer
 from torsh_distributed.migrate.horovod.training.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

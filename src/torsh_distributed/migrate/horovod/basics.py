@@ -40,7 +40,7 @@ _forget_hook: Callable[[], None] | None = None
 def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job and start the engines; every rank calls this. A second call does nothing.
 
-    `comm`: the ranks that take part, renumbered in that order; None is all. `process_sets`: sets to register, or
+    `comm`: the ranks of the job that take part, renumbered from 0; None is all. `process_sets`: sets to register, or
     "dynamic" to allow adding them later. Works under `torsh run` and every launcher that `torsh_distributed.init`
     knows, and on a torch process group that is up already.
     """
@@ -51,7 +51,7 @@ def init(comm: Sequence[int] | Any | None = None, process_sets: Sequence[Process
     sets, is_dynamic = _wanted_sets(process_sets)
     if not torch_group_is_up():
         join_job()
-    members = list(range(dist.get_world_size())) if comm is None or not list(comm) else [int(rank) for rank in comm]
+    members = sorted(int(rank) for rank in comm) if comm else list(range(dist.get_world_size()))
     _check_members(members)
     state = _start(members, is_dynamic=is_dynamic)
     set_world(state)

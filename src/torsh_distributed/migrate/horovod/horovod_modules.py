@@ -17,7 +17,7 @@ from torsh_distributed.migrate.horovod.elastic import elastic_run, elastic_sampl
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from torsh_distributed.migrate.horovod.launching.function_run import run
 from torsh_distributed.migrate.horovod.mpi_ops import HorovodBasics
-from torsh_distributed.migrate.horovod.training import distributed_optimizer, sync_batch_norm
+from torsh_distributed.migrate.horovod.training import horovod_optimizer, sync_batch_norm
 
 VERSION = "0.28.1"
 """The Horovod whose surface this is."""
@@ -72,7 +72,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
             **_public(state_broadcast, "broadcast_parameters", "broadcast_optimizer_state"),
             **_public(object_calls, "broadcast_object", "allgather_object"),
         },
-        "horovod.torch.optimizer": _public(distributed_optimizer, "DistributedOptimizer"),
+        "horovod.torch.optimizer": _public(horovod_optimizer, "DistributedOptimizer"),
         "horovod.torch.sync_batch_norm": _public(sync_batch_norm, "SyncBatchNorm"),
         "horovod.torch.elastic": {name: getattr(elastic, name) for name in _all(elastic)},
         "horovod.torch.elastic.state": {

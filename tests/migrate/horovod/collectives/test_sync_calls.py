@@ -174,10 +174,11 @@ def objects_and_sparse() -> None:
         torch.zeros(5, 3),
     )
     torch.testing.assert_close(got.to_dense(), dense / size)
-    for compression in (hvd.Compression.fp16, hvd.Compression.bf16, hvd.Compression.codec("int8", warmup_steps=0)):
+    codec = hvd.Compression.codec("int8", warmup_steps=0)
+    for index, compression in enumerate((hvd.Compression.fp16, hvd.Compression.bf16, codec)):
         x = torch.linspace(-1, 1, 4096) * (me + 1)
         expected = torch.linspace(-1, 1, 4096) * (size + 1) / 2
-        got = hvd.allreduce(x, name=f"compressed {compression}", compression=compression)
+        got = hvd.allreduce(x, name=f"compressed {index}", compression=compression)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
     with pytest.raises(AttributeError, match="powersgd"):
