@@ -29,12 +29,6 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_
 from torsh_distributed.migrate.horovod.collectives.async_calls import broadcast_async_ as broadcast_async_
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allgather_async as grouped_allgather_async
 from torsh_distributed.migrate.horovod.collectives.async_calls import grouped_allreduce_async as grouped_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.async_calls import (
-    grouped_allreduce_async_ as grouped_allreduce_async_,
-)
-from torsh_distributed.migrate.horovod.collectives.async_calls import (
-    grouped_reducescatter_async as grouped_reducescatter_async,
-)
 from torsh_distributed.migrate.horovod.collectives.async_calls import reducescatter_async as reducescatter_async
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compression as Compression
 from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object as allgather_object
@@ -46,10 +40,6 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import Min as
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Product as Product
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Sum as Sum
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async as sparse_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.state_broadcast import (
-    broadcast_optimizer_state as broadcast_optimizer_state,
-)
-from torsh_distributed.migrate.horovod.collectives.state_broadcast import broadcast_parameters as broadcast_parameters
 from torsh_distributed.migrate.horovod.collectives.submission import poll as poll
 from torsh_distributed.migrate.horovod.collectives.submission import synchronize as synchronize
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allgather as allgather
@@ -68,9 +58,13 @@ from torsh_distributed.migrate.horovod.collectives.waiting_calls import join as 
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError as HorovodInternalError
 from torsh_distributed.migrate.horovod.horovod_errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from torsh_distributed.migrate.horovod.launching.function_run import run as run
+from torsh_distributed.migrate.horovod.mpi_ops import grouped_allreduce_async_ as grouped_allreduce_async_
+from torsh_distributed.migrate.horovod.mpi_ops import grouped_reducescatter_async as grouped_reducescatter_async
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet as ProcessSet
 from torsh_distributed.migrate.horovod.process_sets import add_process_set as add_process_set
 from torsh_distributed.migrate.horovod.process_sets import global_process_set as global_process_set
 from torsh_distributed.migrate.horovod.process_sets import remove_process_set as remove_process_set
+from torsh_distributed.migrate.horovod.state_broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+from torsh_distributed.migrate.horovod.state_broadcast import broadcast_parameters as broadcast_parameters
 from torsh_distributed.migrate.horovod.training.horovod_optimizer import DistributedOptimizer as DistributedOptimizer
 from torsh_distributed.migrate.horovod.training.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

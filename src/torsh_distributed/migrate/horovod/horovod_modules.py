@@ -7,11 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from torsh_distributed.migrate import horovod as surface
-from torsh_distributed.migrate.horovod import basics, elastic, mpi_ops, process_sets
+from torsh_distributed.migrate.horovod import basics, elastic, mpi_ops, process_sets, state_broadcast
 from torsh_distributed.migrate.horovod.collectives import (
     horovod_compression,
     object_calls,
-    state_broadcast,
 )
 from torsh_distributed.migrate.horovod.elastic import elastic_run, elastic_sampler, elastic_state, state_handlers
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
