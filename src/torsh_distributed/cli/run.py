@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
@@ -58,6 +60,14 @@ NoPython = Annotated[bool, typer.Option("--no-python", help="Run a command as it
 Role = Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", rich_help_panel=_WORKERS)]
 Mpi = Annotated[
     bool, typer.Option("--mpi", help="Make the workers one MPI job (MPICH), for mpi4py.", rich_help_panel=_WORKERS)
+]
+RunAs = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        help="Stand in for this library in the workers and take its launcher's options: horovod.",
+        rich_help_panel=_WORKERS,
+    ),
 ]
 PlanFile = Annotated[
     Path | None,
@@ -206,9 +216,33 @@ LossPolicy = Annotated[
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_WORKER_VARIABLES = "torsh_distributed.run.worker_variables"
+"""Where the translation of another launcher's line leaves variables for the workers."""
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+
+class RunCommand(TyperCommand):
+    """Translates the line first if it is for another library's launcher (`--as`)."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Any: typer has its own click."""
+        from torsh_distributed.migrate.command_lines import find_run_as, translate_line
+
+        ours = {name: not getattr(option, "is_flag", False) for option in self.params for name in option.opts}
+        found = find_run_as(args, ours)
+        if found is not None:
+            line = translate_line(*found, ours)
+            for note in line.notes:
+                typer.echo(f"torsh run --as {found[0]}: {note}", err=True)
+            ctx.meta[_WORKER_VARIABLES] = line.env
+            args = line.args
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+
+@app.command(cls=RunCommand, context_settings=CONTEXT_SETTINGS)
 def run(
+    context: typer.Context,
     script: Script,
     script_args: ScriptArgs = None,
     nproc_per_node: NprocPerNode = "1",
@@ -217,6 +251,7 @@ def run(
     no_python: NoPython = False,
     role: Role = "default",
     mpi: Mpi = False,
+    run_as: RunAs = None,
     plan: PlanFile = None,
     nnodes: Nnodes = "1",
     node_rank: NodeRank = 0,
@@ -247,8 +282,10 @@ def run(
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
-    Takes torchrun's flags and gives workers torchrun's environment. Options come before the script.
+    Takes torchrun's flags and gives workers torchrun's environment. Options come before the script. With --as, those of
+    another library's launcher too.
     """
+    assert run_as is None, "taken out of the line before it is read"
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
@@ -272,6 +309,7 @@ def run(
         allows_no_token=no_token,
         serves_torch_store=torch_store,
         env={
+            **context.meta.get(_WORKER_VARIABLES, {}),
             **_plan_variables(plan, num_ranks=num_nodes * num_workers),
             **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
         },
