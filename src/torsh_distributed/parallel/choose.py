@@ -13,6 +13,8 @@ from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.expert import moe_layers
 from torsh_distributed.parallel.expert.choose import expert_strategy
+from torsh_distributed.parallel.expert.expert_weights import load_spread
+from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
@@ -53,7 +55,9 @@ def strategy_for(
         return composed_strategy(model, plan, example=example, weights=weights)
     _prepare_layers(model, plan)
     has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
-    if weights is not None and (kind != "sharded" or has_experts):
+    if weights is not None and plan.mesh.ep > 1 and spread_names(model, plan.mesh.ep):
+        load_spread(model, plan, weights)
+    elif weights is not None and (kind != "sharded" or has_experts):
         _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
     elif is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
