@@ -125,11 +125,10 @@ class Leader:
             give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
         )
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of the user's, and say what is done about it."""
-        target = question.get("workers")
-        if question.get("command") != "scale" or not isinstance(target, int) or self._elastic is None:
-            return {"is_done": False, "text": "this job does not know that command"}
+    def scale(self, target: object) -> dict[str, Any]:
+        """Change the number of workers, and say what is done about it."""
+        if not isinstance(target, int) or self._elastic is None:
+            return {"is_done": False, "text": "this job was not started with --elastic: its workers stay the same"}
         if self.coordinator.phase is not JobPhase.RUNNING:
             return {"is_done": False, "text": f"the job is {self.coordinator.phase}"}
         problem = self._elastic.scale(target)
