@@ -25,6 +25,14 @@ class RegisteredSet:
     """Numbers for the set's optimizers, equal on its ranks, for the names of their buckets."""
     unnamed: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for operations without a name. By set: ranks of other sets do not make these calls."""
+    num_joins: int = 0
+    """How often all ranks have joined."""
+
+
+class JoinedSet(RegisteredSet):
+    """A process set that this process is in."""
+
+    engine: SetEngine
 
 
 class HandleEntry(NamedTuple):
