@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -73,4 +74,4 @@ def relative_error(values: list[float]) -> float:
     """Two standard errors of the mean, relative to it; 1 if there are too few values to tell."""
     if len(values) < 3 or not statistics.fmean(values):
         return 1.0
-    return min(1.0, 2 * statistics.stdev(values) / len(values) ** 0.5 / abs(statistics.fmean(values)))
+    return min(1.0, 2 * statistics.stdev(values) / math.sqrt(len(values)) / abs(statistics.fmean(values)))

@@ -47,7 +47,7 @@ def step_times(run: RecordedRun, clocks: RankClocks) -> dict[int, list[RecordedS
 
 
 def _of_rank(rank: int, records: list[Record], clocks: RankClocks) -> list[RecordedStep]:
-    steps = []
+    steps: list[RecordedStep] = []
     for record in records:
         if record["type"] == "step":
             end_s = clocks.from_wall(rank, record["time"])
