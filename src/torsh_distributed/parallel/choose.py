@@ -68,7 +68,10 @@ def strategy_for(
     if kind == "paged":
         return paged_strategy(model, plan)
     if kind == "replicated":
-        return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))
+        # Others write into a replica during a divided update: if one of them dies in it, the replica is neither the
+        # old nor the new one.
+        divides = not plan.elastic.enabled
+        return DataParallel(model, plan.ddp, plan.distributed, divides_update=divides, **gradient_options(plan))
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
     mesh = Mesh(plan.mesh, device_type=device.type)
     if kind == "sharded_optimizer":
