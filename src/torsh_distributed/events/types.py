@@ -158,11 +158,12 @@ class MemoryEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint was saved, verified or loaded."""
+    """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
     kind: ClassVar[str] = "checkpoint"
 
     action: str
+    """copied (training waited for it), saved, uploaded, loaded, damaged; replica copied, stored, skipped or failed."""
     path: str
     step: int
     num_bytes: int | None = None
