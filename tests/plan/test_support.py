@@ -8,9 +8,9 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
     ElasticConfig,
+    ObserveConfig,
     Plan,
     PrecisionConfig,
-    RetryConfig,
     TensorConfig,
     TrainingConfig,
 )
@@ -40,15 +40,15 @@ def test_what_is_honoured_today_is_supported() -> None:
 
 
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(retry=RetryConfig(jitter=0.0), elastic=ElasticConfig(enabled=True))
-    assert plan.unsupported() == ("elastic.enabled", "retry.jitter")
-    assert plan.explain()["retry.jitter"].status == "not yet"
+    plan = Plan(observe=ObserveConfig(prometheus_port=9610), elastic=ElasticConfig(enabled=True))
+    assert plan.unsupported() == ("elastic.enabled", "observe.prometheus_port")
+    assert plan.explain()["observe.prometheus_port"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
         "  elastic.enabled = true is not supported by this version yet (leave it at its default, false)",
-        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
+        "  observe.prometheus_port = 9610 is not supported by this version yet (leave it at its default, none)",
     ]
 
 
@@ -125,18 +125,11 @@ def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(
     assert explained["ddp.broadcast_buffers"].status == ("honoured" if keeps_buffers else expected)
 
 
-def test_retrying_is_not_configurable_and_says_so() -> None:
-    plan = Plan.from_dict({"retry": {"max_retries": 7}})
-    assert plan.unsupported() == ("retry.max_retries",)
-    with pytest.raises(ConfigurationError, match=r"retry\.max_retries = 7 is not supported"):
-        plan.require_supported()
-
-
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plan(dp=2, tp=2, retry=RetryConfig(jitter=0.0)).validate(6)
+        Plan(dp=2, tp=2, observe=ObserveConfig(prometheus_port=9610)).validate(6)
     assert str(caught.value).splitlines()[1:3] == [
-        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
+        "  observe.prometheus_port = 9610 is not supported by this version yet (leave it at its default, none)",
         (
             "  dp 2 × tp 2 × pp 1 = 4, but the world has 6 ranks"
             " (start 4 ranks, or set one degree of [mesh] to -1 to fill the world)"

@@ -33,7 +33,7 @@ from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups.process_group import before_destroy
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState
-from torsh_distributed.plan import CheckpointConfig
+from torsh_distributed.plan import CheckpointConfig, RetryConfig
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class CheckpointManager:
         *,
         facts: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
+        retry: RetryConfig | None = None,
     ) -> None:
         self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig(dir=os.fspath(config))
         self.directory = CheckpointDirectory(self.config.dir)
@@ -78,7 +79,7 @@ class CheckpointManager:
             signals=self._signals,
             device=device,
         )
-        self._mirror = None if self.config.remote is None else RemoteMirror(self.config.remote)
+        self._mirror = None if self.config.remote is None else RemoteMirror(self.config.remote, retry)
         self._writer = CheckpointWriter(
             self.directory,
             mirror=self._mirror,
@@ -156,6 +157,14 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until nothing is being written; raises on every rank if the last save failed."""
         self._writer.wait()
+
+    def ask(self) -> None:
+        """Save at the next exchange of the ranks; any rank may call this, from any thread."""
+        self._triggers.ask()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Wait until nothing is being written; what failed after the last commit, which is then not raised."""
+        return self._writer.take_failure()
 
     def wait_for_commit(self) -> Path | None:
         """Wait until the last checkpoint is published, though older ones may still have to go."""

@@ -13,14 +13,17 @@ from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.restoring import world_group
+from torsh_distributed.checkpoint.saving.checkpoint_writer import SAVING
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, IoError, TorshError
 from torsh_distributed.parallel.state.held_state import MODEL
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
+from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.precision import Precision
+from torsh_distributed.train.recovery.deferred_saves import DeferredSaves
 
 
 class Resumable(Protocol):
@@ -33,8 +36,7 @@ class Resumable(Protocol):
     learning_rate: LearningRate
     num_steps: int
     num_skipped: int
-    epoch: int
-    num_batches: int
+    ledger: SampleLedger
 
     def settle(self) -> None:
         """Wait for the last update."""
@@ -46,18 +48,40 @@ class EngineCheckpoints:
     def __init__(self, engine: Resumable) -> None:
         self._engine = engine
         self._managers: dict[Path, CheckpointManager] = {}
+        self._deferred: DeferredSaves | None = None
         if engine.plan.checkpoint.enabled:
             self._manager(None).watch()
+            if engine.plan.recovery.storage == "go_on":
+                self._deferred = DeferredSaves(engine.plan.retry, self._manager(None).ask)
 
     def after_step(self, loss: float) -> None:
         """Save if the plan's section says so."""
         if not self._engine.plan.checkpoint.enabled:
             return
         manager = self._manager(None)
+        if self._deferred is not None:
+            self._deferred.after_step(self._engine.num_steps)
         decision = manager.decide(self._engine.num_steps)
-        if decision is not None:
+        if decision is None:
+            return
+        if self._deferred is None or decision.is_last:
             self._save(manager, decision.reason, loss)
-            manager.end_if_told(decision)
+        else:
+            self._save_or_defer(manager, self._deferred, decision.reason, loss)
+        manager.end_if_told(decision)
+
+    def _save_or_defer(self, manager: CheckpointManager, deferred: DeferredSaves, reason: str, loss: float) -> None:
+        """Save; a failure, which all ranks learn, is noted. One of the save before was noted when it ended."""
+        before = manager.take_failure()
+        if before is not None:
+            deferred.failed(self._engine.num_steps, before.message)
+        try:
+            self._save(manager, reason, loss)
+        except TorshError as error:
+            # Ranks whose own disk is fine raise ProcessFailure, in the name of the one that could not save.
+            if not isinstance(error, CheckpointError | IoError) and error.operation != SAVING:
+                raise
+            deferred.failed(self._engine.num_steps, error.message)
 
     def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True, loss: float | None = None) -> None:
         """Save now, under `path` or the plan's directory."""
@@ -65,6 +89,10 @@ class EngineCheckpoints:
         self._save(manager, "asked", loss)
         if wait:
             manager.wait_for_commit()
+
+    def ask(self) -> None:
+        """Save to the plan's directory at the ranks' next exchange, about a second from now; any rank may ask."""
+        self._manager(None).ask()
 
     def save_if_best(self, metric: float) -> bool:
         """Save to the plan's directory if `metric`, equal on all ranks, is lower than all before; returns whether."""
@@ -81,6 +109,8 @@ class EngineCheckpoints:
 
     def close(self) -> None:
         """Finish what is being written; happens by itself when the process group is destroyed."""
+        if self._deferred is not None:
+            self._deferred.close()
         for manager in self._managers.values():
             manager.close()
         self._managers = {}
@@ -113,7 +143,7 @@ class EngineCheckpoints:
             engine.precision.load_state_dict(values["precision"])
             engine.learning_rate.load_state_dict(values["learning_rate"], data_degree=engine.strategy.data_degree)
             engine.num_steps, engine.num_skipped = values["num_steps"], values["num_skipped"]
-            engine.epoch, engine.num_batches = values["epoch"], values["num_batches"]
+            engine.ledger.load_state_dict(values)
         own = manager.loaded(saved, with_generators=not model_only, seed=engine.plan.training.seed)
         if own is not None and not model_only and _place(engine.plan) == own["place"]:
             engine.strategy.load_state_dict(own["strategy"])
@@ -128,8 +158,7 @@ class EngineCheckpoints:
             "learning_rate": engine.learning_rate.state_dict(),
             "num_steps": engine.num_steps,
             "num_skipped": engine.num_skipped,
-            "epoch": engine.epoch,
-            "num_batches": engine.num_batches,
+            **engine.ledger.state_dict(),
         }
         rates = [float(group["lr"]) for group in engine.optimizer.param_groups]
         manager.save_held(
@@ -138,7 +167,7 @@ class EngineCheckpoints:
             reason,
             own={"place": _place(engine.plan), "strategy": engine.strategy.state_dict()},
             loss=loss,
-            epoch=engine.epoch,
+            epoch=engine.ledger.epoch,
             learning_rate=rates[0] if rates else None,
         )
 
@@ -154,7 +183,9 @@ class EngineCheckpoints:
                 "plan": values,
                 "plan_hash": run_facts.hash_of_plan(values),
             }
-            self._managers[place] = CheckpointManager(config, facts=facts, device=_device(self._engine))
+            self._managers[place] = CheckpointManager(
+                config, facts=facts, device=_device(self._engine), retry=plan.retry
+            )
         return self._managers[place]
 
 

@@ -14,20 +14,24 @@ from typing import Any, TypeVar
 
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, sync_directory
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, read_manifest
+from torsh_distributed.circuit_breaker import CircuitBreaker
 from torsh_distributed.errors import CheckpointError, IoError
+from torsh_distributed.plan import RetryConfig
 from torsh_distributed.retry import retry
 
 R = TypeVar("R")
 
 
 class RemoteMirror:
-    """Checkpoints under a URL. Transfers that fail are tried again, with growing delays."""
+    """Checkpoints under a URL. Transfers that fail are tried again; after many, none is for a while: see [retry]."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, policy: RetryConfig | None = None) -> None:
         # Here, not above: torch brings it along, but few jobs use it.
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # has no types
 
         self.url = url
+        self._policy = policy
+        self._breaker = CircuitBreaker(url, policy)
         try:
             self._files, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -39,17 +43,17 @@ class RemoteMirror:
     def steps(self) -> list[int]:
         """Complete steps, newest first."""
         files = self._files
-        names = _tried(lambda: files.ls(self._root, detail=False) if files.exists(self._root) else [])
+        names = self._tried(lambda: files.ls(self._root, detail=False) if files.exists(self._root) else [])
         found = [str(name).rstrip("/").rpartition("/")[2] for name in names]
         steps = [int(name.removeprefix("step-")) for name in found if name.startswith("step-")]
-        return sorted((step for step in steps if _tried(partial(self._has_marker, step))), reverse=True)
+        return sorted((step for step in steps if self._tried(partial(self._has_marker, step))), reverse=True)
 
     def upload(self, directory: Path, names: Iterable[str]) -> None:
         """Upload files of a checkpoint."""
         target = f"{self._root}/{directory.name}"
-        _tried(lambda: self._files.makedirs(target, exist_ok=True))
+        self._tried(lambda: self._files.makedirs(target, exist_ok=True))
         for name in names:
-            _tried(partial(self._files.put_file, str(directory / name), f"{target}/{name}"))
+            self._tried(partial(self._files.put_file, str(directory / name), f"{target}/{name}"))
 
     def finish(self, directory: Path, others: Iterable[str]) -> None:
         """Upload the rest once every rank has uploaded its own, the marker last."""
@@ -59,8 +63,8 @@ class RemoteMirror:
     def remove(self, step: int) -> None:
         """Remove a step, its marker first."""
         place = f"{self._root}/step-{step:08d}"
-        _tried(lambda: self._files.rm_file(f"{place}/{MARKER}"))
-        _tried(lambda: self._files.rm(place, recursive=True))
+        self._tried(lambda: self._files.rm_file(f"{place}/{MARKER}"))
+        self._tried(lambda: self._files.rm(place, recursive=True))
 
     def fetch(self, step: int, directory: CheckpointDirectory) -> Path:
         """Download a step into the directory; it appears there complete or not at all."""
@@ -70,9 +74,9 @@ class RemoteMirror:
         written = directory.begin(step, "fetched")
         try:
             for name in (MARKER, MANIFEST):
-                _tried(partial(self._files.get_file, f"{place}/{name}", str(written / name)))
+                self._tried(partial(self._files.get_file, f"{place}/{name}", str(written / name)))
             for name in read_manifest(written).files:
-                _tried(partial(self._files.get_file, f"{place}/{name}", str(written / name)))
+                self._tried(partial(self._files.get_file, f"{place}/{name}", str(written / name)))
             sync_directory(written)
             return directory.publish(written, step)
         except BaseException:
@@ -82,16 +86,17 @@ class RemoteMirror:
     def _has_marker(self, step: int) -> bool:
         return bool(self._files.exists(f"{self._root}/step-{step:08d}/{MARKER}"))
 
+    def _tried(self, call: Callable[[], R]) -> R:
+        """Call it, again if it fails: storage behind a network does, now and then."""
 
-def _tried(call: Callable[[], R]) -> R:
-    """Call it, again if it fails: storage behind a network does, now and then."""
+        @retry(self._policy)
+        def attempt() -> Any:
+            try:
+                return self._breaker.call(call)
+            except IoError:  # not tried, because of many failures before
+                raise
+            except OSError as error:
+                raise IoError(f"remote storage: {error}", errno=error.errno) from error
 
-    @retry()
-    def attempt() -> Any:
-        try:
-            return call()
-        except OSError as error:
-            raise IoError(f"remote storage: {error}", errno=error.errno) from error
-
-    result: R = attempt()
-    return result
+        result: R = attempt()
+        return result
