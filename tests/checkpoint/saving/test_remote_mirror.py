@@ -14,8 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import MARKER
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
-from torsh_distributed.errors import CheckpointError
-from torsh_distributed.plan import CheckpointConfig
+from torsh_distributed.errors import CheckpointError, IoError
+from torsh_distributed.plan import CheckpointConfig, RetryConfig
 
 
 class Flaky(MemoryFileSystem):
@@ -71,3 +71,21 @@ def test_what_fails_for_good_raises_at_the_next_call(tmp_path: Path, monkeypatch
     Flaky.failures[0] = 0
     manager.close()
     assert manager.directory.complete_steps() == [1]
+
+
+def test_a_service_that_is_down_costs_a_moment_not_a_timeout_for_every_file(tmp_path: Path) -> None:
+    """Two files reach the failing service; the rest are not tried until the break is over."""
+    for name in range(20):
+        (tmp_path / str(name)).write_text("x")
+    policy = RetryConfig(initial_delay_s=0.001, max_delay_s=0.001, failure_threshold=5, break_s=600)
+    mirror = RemoteMirror("flaky://bucket/broken", policy)
+    Flaky.failures[0] = 1000
+    try:
+        for name in range(20):
+            with pytest.raises(IoError):
+                mirror.upload(tmp_path, [str(name)])
+        assert Flaky.failures[0] == 995
+        with pytest.raises(IoError, match="was not tried: it failed 5 times within 60 s"):
+            mirror.upload(tmp_path, ["3"])
+    finally:
+        Flaky.failures[0] = 0

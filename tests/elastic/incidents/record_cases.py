@@ -34,7 +34,7 @@ engine = td.parallelize(model, functools.partial(torch.optim.SGD, lr=0.01), loss
 kept, slower_s, started = [], 0.0, time.monotonic()
 if kind == "leak" and is_victim:
     used = int(open("/proc/self/statm").read().split()[5]) * 4096
-    resource.setrlimit(resource.RLIMIT_DATA, (used + (400 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (120 << 20), resource.RLIM_INFINITY))
 try:
     while time.monotonic() - started < 6.0:
         x = torch.randn(32, 64)
@@ -44,7 +44,7 @@ try:
         if kind == "noisy" and engine.num_steps % 40 < 8:
             kept = [torch.ones(1 << 20) for _ in range(source.randrange(8))]  # comes and goes
         if kind == "leak" and is_victim and engine.num_steps > 30:
-            kept.append(torch.ones((1 + number) << 17))
+            kept.append(torch.ones((2 + number) << 17))
         if kind == "slowing" and is_victim and engine.num_steps > 60:
             slower_s += 0.0002 * (1 + number % 3)
         engine.step((x, x.sum(1, keepdim=True)))
