@@ -65,16 +65,16 @@ class CircuitBreaker:
 
     def call(self, function: Callable[[], R]) -> R:
         """The function's result; CircuitOpen without calling it during a break."""
-        self._enter()
+        self.require_closed()
         try:
             result = function()
         except self._kinds as error:
-            self._note_failure(error)
+            self.failed(error)
             raise
         except BaseException:
             self._leave()
             raise
-        self._note_success()
+        self.succeeded()
         return result
 
     def _state(self) -> CircuitState:
@@ -83,7 +83,8 @@ class CircuitBreaker:
         is_over = self._clock() - self._opened_at >= self._policy.break_s
         return CircuitState.HALF_OPEN if is_over else CircuitState.OPEN
 
-    def _enter(self) -> None:
+    def require_closed(self) -> None:
+        """Raise CircuitOpen during a break; after it, let one caller through. `failed` or `succeeded` has to follow."""
         with self._lock:
             state = self._state()
             if state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and not self._is_trying):
@@ -101,7 +102,8 @@ class CircuitBreaker:
         with self._lock:
             self._is_trying = False
 
-    def _note_failure(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """A call to the service failed."""
         with self._lock:
             now = self._clock()
             was_half_open = self._is_trying
@@ -117,7 +119,8 @@ class CircuitBreaker:
             message = f"{self.name} is not tried for {self._policy.break_s:g} s after many failures: {error}"
             events.emit(events.AlertEvent(severity="warning", name="circuit open", message=message))
 
-    def _note_success(self) -> None:
+    def succeeded(self) -> None:
+        """The service has answered."""
         with self._lock:
             self._is_trying = False
             if self._opened_at is None:

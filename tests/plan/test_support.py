@@ -8,11 +8,12 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import (
     CheckpointConfig,
     ElasticConfig,
-    ObserveConfig,
     Plan,
     PrecisionConfig,
+    RetryConfig,
     TensorConfig,
     TrainingConfig,
+    support,
 )
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
@@ -39,19 +40,27 @@ def test_what_is_honoured_today_is_supported() -> None:
     assert plan.explain()["precision.dtype"].status == "honoured"
 
 
+@pytest.fixture
+def _unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if these were not built, whatever is."""
+    monkeypatch.setattr(support, "NOT_YET", {"elastic": None, "retry": None})
+
+
+@pytest.mark.usefixtures("_unbuilt")
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
-    plan = Plan(observe=ObserveConfig(prometheus_port=9610), elastic=ElasticConfig(enabled=True))
-    assert plan.unsupported() == ("elastic.enabled", "observe.prometheus_port")
-    assert plan.explain()["observe.prometheus_port"].status == "not yet"
+    plan = Plan(retry=RetryConfig(jitter=0.0), elastic=ElasticConfig(enabled=True))
+    assert plan.unsupported() == ("elastic.enabled", "retry.jitter")
+    assert plan.explain()["retry.jitter"].status == "not yet"
     with pytest.raises(ConfigurationError) as caught:
         plan.require_supported()
     assert str(caught.value).splitlines()[:3] == [
         "plan has 2 problems:",
         "  elastic.enabled = true is not supported by this version yet (leave it at its default, false)",
-        "  observe.prometheus_port = 9610 is not supported by this version yet (leave it at its default, none)",
+        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
     ]
 
 
+@pytest.mark.usefixtures("_unbuilt")
 def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
     plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(keep=2))
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
@@ -125,11 +134,20 @@ def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(
     assert explained["ddp.broadcast_buffers"].status == ("honoured" if keeps_buffers else expected)
 
 
+@pytest.mark.usefixtures("_unbuilt")
+def test_retrying_is_not_configurable_and_says_so() -> None:
+    plan = Plan.from_dict({"retry": {"max_retries": 7}})
+    assert plan.unsupported() == ("retry.max_retries",)
+    with pytest.raises(ConfigurationError, match=r"retry\.max_retries = 7 is not supported"):
+        plan.require_supported()
+
+
+@pytest.mark.usefixtures("_unbuilt")
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plan(dp=2, tp=2, observe=ObserveConfig(prometheus_port=9610)).validate(6)
+        Plan(dp=2, tp=2, retry=RetryConfig(jitter=0.0)).validate(6)
     assert str(caught.value).splitlines()[1:3] == [
-        "  observe.prometheus_port = 9610 is not supported by this version yet (leave it at its default, none)",
+        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
         (
             "  dp 2 × tp 2 × pp 1 = 4, but the world has 6 ranks"
             " (start 4 ranks, or set one degree of [mesh] to -1 to fill the world)"

@@ -16,6 +16,7 @@ from torsh_distributed.log_level import set_log_level
 COMMANDS = {
     "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
     "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
+    "scale": ("torsh_distributed.cli.scale", "Give a running elastic job more or fewer workers."),
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),

@@ -6,13 +6,23 @@ import os
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
-from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
+from torsh_distributed.launch.spec import (
+    LOOPBACK,
+    ElasticSpec,
+    Entry,
+    EntryKind,
+    JobSpec,
+    OnLoss,
+    parse_endpoint,
+    parse_nnodes,
+    parse_nproc,
+)
 
 CONTEXT_SETTINGS = {
     # Options after the script belong to the script.
@@ -20,7 +30,7 @@ CONTEXT_SETTINGS = {
     # torchrun spells its flags with dashes and with underscores.
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-_NODES, _WORKERS, _OUTPUT, _LIMITS = "Nodes", "Workers", "Output", "Time limits"
+_NODES, _WORKERS, _OUTPUT, _LIMITS, _ELASTIC = "Nodes", "Workers", "Output", "Time limits", "Workers that come and go"
 
 
 Script = Annotated[str, typer.Argument(help="Script to run; with -m a module, with --no-python a command.")]
@@ -162,6 +172,26 @@ HeartbeatTimeout = Annotated[
     float, typer.Option(help="Seconds of silence after which a node counts as lost.", rich_help_panel=_LIMITS)
 ]
 
+Elastic = Annotated[
+    bool,
+    typer.Option("--elastic", help="Go on when a worker is lost; a plan can say so too.", rich_help_panel=_ELASTIC),
+]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(help="Fewest workers to train with. Default 1, or the plan's.", rich_help_panel=_ELASTIC),
+]
+MaxWorkers = Annotated[
+    int | None, typer.Option(help="Most workers to train with. Default 64, or the plan's.", rich_help_panel=_ELASTIC)
+]
+LossPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--on-loss",
+        help="replace the worker (default), shrink, wait for the replacement, or restart all.",
+        rich_help_panel=_ELASTIC,
+    ),
+]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -196,6 +226,10 @@ def run(
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
     heartbeat_timeout: HeartbeatTimeout = 10.0,
+    elastic: Elastic = False,
+    min_workers: MinWorkers = None,
+    max_workers: MaxWorkers = None,
+    on_loss: LossPolicy = None,
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
@@ -228,9 +262,51 @@ def run(
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
         heartbeat_timeout_s=heartbeat_timeout,
+        elastic=elastic_spec(
+            _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        ),
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
         raise typer.Exit(_describe(job) if dry_run else _launch(job))
+
+
+def elastic_spec(
+    planned: dict[str, Any],
+    *,
+    wanted: bool,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    on_loss: str | None = None,
+) -> ElasticSpec | None:
+    """How workers may come and go, from the options and from a plan's section; options win."""
+    given = {"min_workers": min_workers, "max_workers": max_workers, "on_loss": on_loss}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not (wanted or planned):
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InvalidArgument(f"{names} without --elastic has no effect", hint="add --elastic")
+        return None
+    if given.get("on_loss", "replace") not in get_args(OnLoss):
+        raise InvalidArgument(f"--on-loss must be one of {', '.join(get_args(OnLoss))}", on_loss=on_loss)
+    return ElasticSpec(**{**planned, **given})
+
+
+def _planned_elastic(path: Path | None) -> dict[str, Any]:
+    """What a plan says for the launcher; empty if it does not ask for it."""
+    if path is None:
+        return {}
+    from torsh_distributed.plan import Plan
+
+    section = Plan.compose(path, environ=os.environ).elastic
+    if not section.enabled:
+        return {}
+    return {
+        "min_workers": section.min_workers,
+        "max_workers": section.max_workers,
+        "on_loss": "restart" if section.mode == "restart" else section.on_loss,
+        "hang_timeout_s": section.heartbeat_timeout_s,
+        "wait_timeout_s": section.scaling_timeout_s,
+    }
 
 
 def _describe(job: JobSpec) -> int:

@@ -58,6 +58,11 @@ def launch_job(spec: JobSpec) -> int:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
+            if spec.elastic is not None:
+                from torsh_distributed.launch.control.job_commands import JobCommands
+
+                stack.enter_context(JobCommands(loop, spec.run_id, leader.answer))
+                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:

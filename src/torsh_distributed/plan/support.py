@@ -12,7 +12,6 @@ from torsh_distributed.plan.compatibility.offload_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {
-    "elastic": None,
     "observe.prometheus_port": None,
     "observe.collection_interval_s": None,
 }

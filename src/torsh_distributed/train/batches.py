@@ -66,6 +66,8 @@ class DataOrder:
     """Where a stream stood after them."""
     is_exactly_once: bool = False
     """Refuse data that could lose or repeat a sample."""
+    compares_ranks: bool = True
+    """With it: compare the order between ranks too, which all of them then begin at the same time."""
     is_deterministic: bool = False
     """Seed loader workers for every sample."""
 
@@ -142,7 +144,7 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
             if order.is_exactly_once:
                 is_ours = isinstance(loader.sampler, SequentialSampler | RandomSampler)
                 again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
-                require_one_order(planned, again, loader, epoch=order.epoch)
+                require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
             yield from _fetched(loader, planned[order.skip :], order, part=part, num_parts=num_parts)
             return
     stream, skip = positioned(loader) if order.is_exactly_once else None, order.skip

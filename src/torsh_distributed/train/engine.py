@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.continuing.divided_batches import DividedBatches
+from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -90,6 +94,9 @@ class Engine:
         self.learning_rate = LearningRate(
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
+        self.elastic: ElasticSteps | None = None
+        """In an elastic job: what lets steps outlive a lost rank."""
+        self._pieces: DividedBatches | None = None
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
         self._unread_norm: HostValue | None = None
@@ -131,24 +138,25 @@ class Engine:
         done with its update, or when the next one is asked for. After a load the epoch resumes where it stopped.
         `epochs` ends the iteration earlier.
         """
+        if self.elastic is not None:
+            self.elastic.join()
         ledger, training = self.ledger, self.plan.training
         last = None if epochs is None else ledger.epoch + epochs
         is_epoch_known = False
         while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
-            degree, version = self.strategy.data_degree, ledger.version
-            found, was_whole_epoch = is_epoch_known, ledger.num_batches == 0
-            for piece in events.each_in_phase("data", self._sharded(loader, self._order())):
-                ledger.open(piece.total, ids=piece.ids, position=piece.position)
-                ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
-                if piece.total < degree and not training.exactly_once:
+            version, was_whole_epoch, found = ledger.version, ledger.num_batches == 0, is_epoch_known
+            pieces = self._sharded(loader, self._order())
+            self._pieces = pieces if isinstance(pieces, DividedBatches) else None
+            for piece in events.each_in_phase("data", pieces):
+                if piece.total < self.strategy.data_degree and not training.exactly_once:
+                    ledger.open(piece.total, ids=piece.ids, position=piece.position)
                     self._warn_left_out(piece.total)
                     ledger.pass_over()
                     continue
                 found = True
-                self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
-                yield to_device(piece.batch, self._device)
+                yield self._take(piece)
                 self._evenness, self._total = 1.0, None
-                if ledger.version != version:  # rolled back, or cut for other ranks
+                if ledger.version != version:  # rolled back
                     break
                 ledger.pass_over()  # unless its update is done
                 if self.num_steps >= training.steps:
@@ -159,7 +167,7 @@ class Engine:
                     raise InvalidArgument(
                         "the loader gave no batch that every rank can have a share of",
                         hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
-                        num_ranks=degree,
+                        num_ranks=self.strategy.data_degree,
                     )
                 ledger.next_epoch()
                 is_epoch_known = False
@@ -170,9 +178,14 @@ class Engine:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
 
         The batch is split into `training.gradient_accumulation` microbatches; gradients are averaged with the last.
-        After an exception the parameters are unchanged, unless a rank died during the update itself. What the plan's
-        section `recovery` handles is no exception: a step that was rolled back returns the loss that caused it.
+        After an exception the parameters are unchanged, unless a rank died during the update itself. In an elastic job
+        that goes on in place, a lost rank is no exception: the others do its part of the batch. Nor is what the plan's
+        section `recovery` handles: a step that was rolled back returns the loss that caused it.
         """
+        return self.step_once(batch) if self.elastic is None else self.elastic.step(batch)
+
+    def step_once(self, batch: Batch) -> float:
+        """`step` in the present world: raises if a rank is lost."""
         if self._recovery is not None:
             return self._recovery.step(batch)
         for piece in self.microbatches(batch):
@@ -222,7 +235,8 @@ class Engine:
             if update.mean is not None:
                 update.mean.wait()
             # Started before backward so it overlaps with it.
-            update.mean = self.strategy.mean_loss(update.loss)
+            averaging = self.strategy if self.elastic is None else self.elastic
+            update.mean = averaging.mean_loss(update.loss)
         with (
             events.phase("backward"),
             self.strategy.accumulating(is_last=update.is_last),
@@ -313,7 +327,7 @@ class Engine:
         Each rank writes what it holds. With `wait`, returns once it is on the disk; else once it is copied into memory:
         a failure to write it then raises at the next save.
         """
-        self.checkpoints.save(path, wait=wait)
+        self._together(lambda: self.checkpoints.save(path, wait=wait))
 
     def load(
         self,
@@ -331,7 +345,12 @@ class Engine:
         return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
 
     def resume(self) -> CheckpointMetadata | None:
-        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew.
+
+        A worker that joins a running job loads nothing: it gets the state of the others at the first batch.
+        """
+        if self.elastic is not None and self.elastic.is_joining:
+            return None
         return self.checkpoints.resume()
 
     @overload
@@ -349,13 +368,15 @@ class Engine:
         """
         self.settle()
         with attending_with(self.plan.training.attention):
-            return evaluate(
-                self.strategy,
-                self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
-                loss_fn=self._loss_fn,
-                precision=self.precision,
-                device=self._device,
-                metrics=metrics,
+            return self._together(
+                lambda: evaluate(
+                    self.strategy,
+                    self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
+                    loss_fn=self._loss_fn,
+                    precision=self.precision,
+                    device=self._device,
+                    metrics=metrics,
+                )
             )
 
     def export(
@@ -427,13 +448,62 @@ class Engine:
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
 
+    def regrouped(self, strategy: Strategy) -> None:
+        """Go on in another world, between two steps or with the one that was interrupted given up; every rank of it.
+
+        `strategy` is over the new world. The learning rate follows the number of replicas as the plan says.
+        """
+        self.strategy = strategy
+        self._update = self._unread_norm = None
+        self.optimizer.zero_grad(set_to_none=True)
+        self.learning_rate.rescale(strategy.data_degree)
+
+    def finish_saves(self) -> None:
+        """Wait until nothing is being written; every rank calls this."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def abandon_saves(self) -> None:
+        """The world is about to change: what is being written, with ranks that may be gone, is given up."""
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            replicas = checkpoints.abandon("the world changes")
+            if replicas is not None:
+                replicas.close()
+
+    def divide_again(self, batch: Batch, *, is_done: bool) -> Batch:
+        """After `regrouped`: this rank's share of the current batch, and of those to come.
+
+        `is_done`: the current batch was trained on. A batch that is not from `batches` stays as it is.
+        """
+        if self._pieces is None:
+            return batch
+        place = self.strategy.data_rank, self.strategy.data_degree
+        if is_done:
+            self._pieces.divide_next(*place)
+            return batch
+        return self._take(self._pieces.divide(*place))
+
+    def _take(self, piece: RankBatch) -> Batch:
+        """This rank's share of a global batch; the ledger knows whose the rest is."""
+        degree = self.strategy.data_degree
+        self.ledger.open(piece.total, ids=piece.ids, position=piece.position)
+        self.ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
+        self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
+        return to_device(piece.batch, self._device)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """What all ranks do together, outside of steps."""
+        return call() if self.elastic is None else self.elastic.protected(call)
+
     def _begun(self) -> _Update:
         if self._update is None:
             self._update = _Update()
         return self._update
 
     def _sharded(self, loader: Iterable[Batch], order: DataOrder) -> Iterator[RankBatch]:
-        return sharded(loader, order, part=self.strategy.data_rank, num_parts=self.strategy.data_degree)
+        divide = sharded if self.elastic is None else DividedBatches
+        return divide(loader, order, part=self.strategy.data_rank, num_parts=self.strategy.data_degree)
 
     def _order(self) -> DataOrder:
         """From where on the next batches are read."""
@@ -443,6 +513,7 @@ class Engine:
             skip=self.ledger.num_batches,
             position=self.ledger.position,
             is_exactly_once=self.plan.training.exactly_once,
+            compares_ranks=self.elastic is None,  # one that joins later would compare alone
             is_deterministic=self.plan.distributed.deterministic,
         )
 

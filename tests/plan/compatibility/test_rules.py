@@ -234,6 +234,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"checkpoint": {"enabled": True}},
         1,
     ),
+    "copies-in-changing-world": (
+        {"recovery": {"divergence": "roll_back"}, "elastic": {"enabled": True}},
+        {"elastic": {"mode": "restart"}},
+        1,
+    ),
 }
 """Rule to a minimal plan that breaks it, what its way out changes, and the ranks of the broken plan."""
 

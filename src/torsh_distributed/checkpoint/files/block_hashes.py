@@ -114,6 +114,16 @@ class HashedFile:
         self._in_block = 0
 
 
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """Write a small new file, and wait until the disk has it."""
+    file = HashedFile(path)
+    try:
+        file.write(data)
+        return file.close()
+    finally:
+        file.abandon()
+
+
 @dataclass(frozen=True)
 class FileDamage:
     """A file that is not what the manifest says: where, and how it differs."""

@@ -18,6 +18,7 @@ from torsh_distributed.private_files import open_private
 
 _ALIASES = {"step": "", "average gradients": "all_reduce", "allreduce": "all_reduce"}
 """Names of points to names in faults."""
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 
 
 class Injector:
@@ -34,7 +35,7 @@ class Injector:
         """Start; returns functions that end it."""
         ending: list[object] = [events.watch_points(self.reach)]
         ending.append(events.subscribe(self._note_checkpoint, events.CheckpointEvent))
-        if any(fault.point not in ("", "data", "forward", "backward", "optimizer", "save") for fault in self._faults):
+        if any(fault.point in _OPERATIONS for fault in self._faults):
             # Operations are points only while somebody wants their durations.
             ending.append(events.subscribe(lambda event: None, events.WaitEvent))
         return ending

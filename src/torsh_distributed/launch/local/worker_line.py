@@ -50,8 +50,12 @@ class WorkerLine:
 
     def ask(self) -> bool:
         """Ask the worker what it does; whether the question was sent."""
+        return self.tell({"type": "ask"})
+
+    def tell(self, message: dict[str, Any]) -> bool:
+        """Send a message to the worker; whether it was sent."""
         try:
-            self._ours.send(b'{"type": "ask"}', socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._ours.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return False
         return self._is_open

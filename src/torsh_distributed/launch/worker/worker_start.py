@@ -41,6 +41,9 @@ def _load(*names: str) -> Any:
     """
     for name in names:
         full_name = f"{_PACKAGE}.{name}"
+        if full_name in sys.modules:  # in a worker that was forked from the spare
+            module = sys.modules[full_name]
+            continue
         spec = importlib.util.spec_from_file_location(full_name, os.path.join(_FOLDER, f"{name}.py"))  # noqa: PTH118
         assert spec is not None, "a Python file has a spec"
         assert spec.loader is not None, "a Python file has a loader"

@@ -42,4 +42,16 @@ RECOVERY_RULES = (
         reason="there would be nothing to go back to",
         way_out='set checkpoint.enabled = true, or recovery.roll_back_from = "memory"',
     ),
+    CompatibilityRule(
+        name="copies-in-changing-world",
+        keys=("recovery.divergence", "recovery.roll_back_from", "elastic.enabled"),
+        clashes=lambda plan: (
+            plan.recovery.divergence == "roll_back"
+            and plan.recovery.roll_back_from == "memory"
+            and plan.elastic.enabled
+            and plan.elastic.mode == "in_place"
+        ),
+        reason="a rank that joins has no copy of an earlier state",
+        way_out='set recovery.roll_back_from = "checkpoint" with checkpoint.enabled = true, or elastic.mode = "restart"',
+    ),
 )

@@ -67,9 +67,17 @@ def require_exactly_once(loader: Iterable[Any]) -> None:
 
 
 def require_one_order(
-    batches: Sequence[Sequence[int]], again: Sequence[Sequence[int]], loader: DataLoader[Any], *, epoch: int
+    batches: Sequence[Sequence[int]],
+    again: Sequence[Sequence[int]],
+    loader: DataLoader[Any],
+    *,
+    epoch: int,
+    compares_ranks: bool,
 ) -> None:
-    """Refuse an order that differs when asked again or between ranks, or has a sample twice; every rank calls this."""
+    """Refuse an order that differs when asked again, or has a sample twice.
+
+    With `compares_ranks` also one that differs between ranks; every rank calls this then.
+    """
     name = type(loader.sampler if loader.batch_size is not None else loader.batch_sampler).__name__
     flat = [index for indices in batches for index in indices]
     problem = None
@@ -84,7 +92,7 @@ def require_one_order(
             sampler=name,
             epoch=epoch,
         )
-    if process_group.is_initialized():
+    if compares_ranks and process_group.is_initialized():
         digest = hashlib.blake2b(repr(batches).encode(), digest_size=8).hexdigest()
         require_same(
             {"order of samples": digest},

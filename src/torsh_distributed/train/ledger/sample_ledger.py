@@ -66,6 +66,7 @@ class SampleLedger:
         self.version = 0
         """Changes when batches that were prepared no longer hold: after `take_back`, `load_state_dict`, `recut`."""
         self._open: _OpenBatch | None = None
+        self._last: tuple[int, _OpenBatch] | None = None
         self._me = 0
 
     @property
@@ -130,12 +131,25 @@ class SampleLedger:
         batch, self._open = self._open, None
         if batch is None:
             return
-        if events.wanted(events.SamplesEvent):
-            ids = () if self._me in batch.lost else batch.ids_of(batch.rows_of_member(self._me))
-            events.emit(
-                events.SamplesEvent(step=step, epoch=self.epoch, batch=self.num_batches, total=batch.total, ids=ids)
-            )
+        self._last = (step, batch)
         self._move_past(batch)
+        self.report_for([self._me])
+
+    def report_for(self, members: Sequence[int]) -> None:
+        """Report the samples of the last commit that these members had, if somebody wants to know.
+
+        `commit` does it for this member. One member does it for those that were lost after the update had their
+        gradients, and could not report themselves.
+        """
+        if self._last is None or not events.wanted(events.SamplesEvent):
+            return
+        step, batch = self._last
+        rows = [row for member in members if member not in batch.lost for row in batch.rows_of_member(member)]
+        events.emit(
+            events.SamplesEvent(
+                step=step, epoch=self.epoch, batch=self.num_batches - 1, total=batch.total, ids=batch.ids_of(rows)
+            )
+        )
 
     def pass_over(self) -> None:
         """The batch in progress is not trained on, and not handed out again either."""

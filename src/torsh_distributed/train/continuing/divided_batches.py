@@ -1,0 +1,66 @@
+"""The batches of an epoch, which can be divided again among another number of ranks, the current one included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, rows_of, sharded, take_rows
+
+
+class DividedBatches(Iterator[RankBatch]):
+    """This rank's share of each global batch, as `sharded` gives it; `divide` changes the shares from the current one.
+
+    A map-style loader is rebuilt from the current batch on. Of any other iterable the current global batch is kept,
+    so nothing is read twice.
+    """
+
+    def __init__(self, loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: int) -> None:
+        self._loader = loader
+        self._share = (part, num_parts)
+        self._order = order
+        self._taken = order.skip
+        self._whole: RankBatch | None = None
+        is_mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        self._pieces = self._open() if is_mapped else None
+        self._source = None if is_mapped else sharded(loader, order, part=0, num_parts=1)
+
+    @override
+    def __next__(self) -> RankBatch:
+        if self._pieces is not None:
+            piece = next(self._pieces)
+        else:
+            assert self._source is not None, "the loader is one or the other"
+            self._whole = next(self._source)
+            piece = self._cut(self._whole)
+        self._taken += 1
+        return piece
+
+    def divide(self, part: int, num_parts: int) -> RankBatch:
+        """The share of the current batch as part `part` of `num_parts`; later ones are divided likewise."""
+        self._share = (part, num_parts)
+        if self._pieces is None:
+            assert self._whole is not None, "a batch is divided again after it was taken"
+            return self._cut(self._whole)
+        self._taken -= 1
+        self._pieces = self._open()
+        return next(self)
+
+    def divide_next(self, part: int, num_parts: int) -> None:
+        """Divide the batches after the current one like that."""
+        self._share = (part, num_parts)
+        if self._pieces is not None:
+            self._pieces = self._open()
+
+    def _open(self) -> Iterator[RankBatch]:
+        part, num_parts = self._share
+        return sharded(self._loader, replace(self._order, skip=self._taken), part=part, num_parts=num_parts)
+
+    def _cut(self, whole: RankBatch) -> RankBatch:
+        part, num_parts = self._share
+        share = rows_of(whole.total, part=part, num_parts=num_parts)
+        start, stop = (share.start, share.stop) if len(share) else (0, 1)
+        return whole._replace(batch=take_rows(whole.batch, start, stop), num_samples=len(share))
