@@ -8,8 +8,8 @@ from pathlib import Path
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import note_error_in_flight
-from torsh_distributed.launch.worker.memory_samples import MemorySamples
-from torsh_distributed.launch.worker.progress import ProgressWriter
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
+from torsh_distributed.launch.worker.recording.progress import ProgressWriter
 
 LIMIT_VARIABLE = "TORSH_EVENTS_MAX_MB"
 """The most that the events of a rank take; the oldest are dropped. `torsh run --trace` sets it."""
