@@ -61,8 +61,9 @@ def launch_job(spec: JobSpec) -> int:
             if spec.elastic is not None:
                 from torsh_distributed.launch.control.job_commands import JobCommands
 
-                stack.enter_context(JobCommands(loop, spec.run_id, leader.answer))
-                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
+                name = str(os.getpid()) if spec.run_id == "none" else spec.run_id
+                stack.enter_context(JobCommands(loop, name, leader.answer))
+                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {name} N`")
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:

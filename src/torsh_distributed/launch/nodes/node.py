@@ -32,6 +32,7 @@ from torsh_distributed.launch.nodes.records import (
     Ended,
     Failed,
     Finished,
+    ForgetWorkers,
     FromLeader,
     FromNode,
     Interrupted,
@@ -99,6 +100,8 @@ class Node:
                     self._attempt.ask()
             case ChangeMembers():
                 self._change_members(message)
+            case ForgetWorkers():
+                self._forget_workers(message)
             case AddWorker():
                 self._add_worker(message)
             case Stop():
@@ -166,10 +169,6 @@ class Node:
         attempt = self._attempt
         if attempt is None or attempt.number != message.attempt:
             return
-        if self._health is not None:
-            for member in message.lost:
-                self._health.forget(member)
-        attempt.forgive(message.lost)
         attempt.tell(
             {
                 "type": "view",
@@ -179,6 +178,14 @@ class Node:
                 "leaving": message.leaving,
             }
         )
+
+    def _forget_workers(self, message: ForgetWorkers) -> None:
+        if self._attempt is None or self._attempt.number != message.attempt:
+            return
+        if self._health is not None:
+            for member in message.members:
+                self._health.forget(member)
+        self._attempt.forgive(message.members)
 
     def _add_worker(self, message: AddWorker) -> None:
         attempt = self._attempt
