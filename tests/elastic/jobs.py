@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.faults import faults_environment
 from tests.elastic.training_script import NUM_STEPS, build
+from torsh_distributed.elastic.faults.fault import faults_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("training_script.py")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torsh_distributed.events.bus import emit, wanted
+from torsh_distributed.events.points import reached
 from torsh_distributed.events.types import Phase, PhaseEvent, WaitEvent
 
 Item = TypeVar("Item")
@@ -16,12 +18,14 @@ Item = TypeVar("Item")
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
     """Around a part of a step: emits a PhaseEvent unless it raises."""
+    reached(name)
     if not wanted(PhaseEvent):
         yield
         return
     started = time.monotonic()
     yield
-    emit(PhaseEvent(phase=name, start_s=started, duration_s=time.monotonic() - started))
+    ended = time.monotonic()
+    emit(PhaseEvent(phase=name, start_s=started, duration_s=ended - started, thread=threading.get_ident()))
 
 
 def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
@@ -37,11 +41,14 @@ def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def waiting(op: str, group: str, *, num_started: int = 0, num_bytes: int = 0) -> Iterator[None]:
+def waiting(
+    op: str, group: str, *, num_started: int = 0, num_bytes: int = 0, sequence: int | None = None
+) -> Iterator[None]:
     """Around a wait for an operation of a group: emits a WaitEvent unless it raises."""
     if not wanted(WaitEvent):
         yield
         return
+    reached(op)
     started = time.monotonic()
     yield
     emit(
@@ -52,5 +59,7 @@ def waiting(op: str, group: str, *, num_started: int = 0, num_bytes: int = 0) ->
             num_bytes=num_bytes,
             start_s=started,
             duration_s=time.monotonic() - started,
+            sequence=sequence,
+            thread=threading.get_ident(),
         )
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from torsh_distributed.train.batches import sharded
+from torsh_distributed.train.batches import DataOrder, sharded
 from torsh_distributed.train.continuing.divided_batches import DividedBatches
+
+ORDER = DataOrder(seed=3, epoch=1)
 
 
 class Stream:
@@ -26,19 +29,19 @@ class Stream:
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 def test_every_sample_belongs_to_one_rank_however_often_ranks_change(kind: str) -> None:
-    def loader() -> object:
+    def loader() -> Any:
         return DataLoader(TensorDataset(torch.arange(90)), batch_size=10, shuffle=True) if kind == "map" else Stream()
 
     plain = DataLoader(TensorDataset(torch.arange(90)), batch_size=10, shuffle=True)
     whole = (
-        [piece.batch[0].tolist() for piece in sharded(plain, part=0, num_parts=1, seed=3, epoch=1)]
+        [piece.batch[0].tolist() for piece in sharded(plain, ORDER, part=0, num_parts=1)]
         if kind == "map"
         else [list(range(start, start + 10)) for start in range(0, 90, 10)]
     )
     source = random.Random(0)
     for _ in range(20):
         num_ranks = source.randint(1, 5)
-        ranks = [DividedBatches(loader(), part=part, num_parts=num_ranks, seed=3, epoch=1) for part in range(num_ranks)]  # type: ignore[arg-type]
+        ranks = [DividedBatches(loader(), ORDER, part=part, num_parts=num_ranks) for part in range(num_ranks)]
         for expected in whole:
             pieces = [next(rank) for rank in ranks]
             while num_ranks > 1 and source.random() < 0.3:  # some are lost in the middle of the step
