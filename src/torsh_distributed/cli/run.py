@@ -297,6 +297,10 @@ def run(
     changes = elastic_spec(
         _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
     )
+    if mpi and changes is not None:
+        raise InvalidArgument(
+            "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
+        )
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,

@@ -68,6 +68,8 @@ def why_not(plan: Plan, engine: Engine) -> str | None:
         return f"the plan splits the model ({type(engine.strategy).__name__}): a lost rank takes a part of it along"
     if engine.strategy.compressor is not None:
         return f"compress.method is {plan.compress.method}: its state differs from rank to rank"
+    if plan.offload.enabled:
+        return "offload.enabled: its state is in files and memory of its own"
     if plan.ddp.auto_size:
         return "ddp.auto_size: a rank that joins has measured other buckets"
     return None

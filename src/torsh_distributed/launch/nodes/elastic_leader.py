@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
+from torsh_distributed.launch.control.worker_health import HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -49,6 +50,11 @@ class ElasticLeader:
     def members(self) -> list[int]:
         """The workers of the world, in the order of their ranks."""
         return self._membership.members
+
+    @property
+    def target(self) -> int:
+        """How many workers are wanted."""
+        return self._membership.target
 
     def failed(self, failures: Sequence[JobFailure]) -> bool:
         """Workers failed, at the same time; whether the job goes on in place."""
@@ -149,6 +155,8 @@ class ElasticLeader:
         self._started -= set(view.members)
         if self._changed_s is None:
             self._changed_s = time.monotonic()
+        entering = f"worker {join_numbers(view.members)}: epoch {view.epoch}"
+        self._emit("health", detail=f"{HealthState.RECOVERING}: {entering}")
         if view.leaving:
             self._output.say(f"worker {join_numbers(view.leaving)} leaves after this step")
         self._tell_all(

@@ -149,9 +149,11 @@ class Node:
         """A worker's beat, or what it tells about its place in the world."""
         if self._health is None:
             return
-        self._health.beat(member, pid)
+        self._health.beat(member)
         if message["type"] != "elastic":
             return
+        if message.get("what") == "ready":
+            self._health.watch(member, pid)
         numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
