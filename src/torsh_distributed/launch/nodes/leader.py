@@ -134,6 +134,12 @@ class Leader:
         problem = self._elastic.scale(target)
         return {"is_done": problem is None, "text": problem or f"{target} workers are wanted now"}
 
+    def scale_by(self, change: int) -> None:
+        """The user's signal: as many workers more, or fewer."""
+        if self._elastic is not None:
+            answer = self.scale(self._elastic.target + change)
+            self._output.say(str(answer["text"]))
+
     def _begin_inquiry(self, attempt: int) -> None:
         if self._inquiry is not None:
             self._inquiry.close()
