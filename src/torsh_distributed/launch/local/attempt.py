@@ -42,8 +42,8 @@ from torsh_distributed.launch.worker.native_state import (
     look_at_cpu,
     read_native_state,
 )
-from torsh_distributed.launch.worker.recording.progress import read_progress
 from torsh_distributed.launch.worker.rank_status import RaisedError, RankStatus, raised_from, status_from
+from torsh_distributed.launch.worker.recording.progress import read_progress
 
 _STDERR_WAIT_S = 0.5
 _SHORT_STDERR_WAIT_S = 0.02

@@ -13,7 +13,6 @@ import time
 from types import FrameType
 from typing import Any
 
-from torsh_distributed.launch.worker.torch_flight_recorder import torch_records
 from torsh_distributed.launch.worker.raised_error import (
     folded,
     is_library,
@@ -22,6 +21,7 @@ from torsh_distributed.launch.worker.raised_error import (
     places_of,
     user_line,
 )
+from torsh_distributed.launch.worker.torch_flight_recorder import torch_records
 
 _RECORDER = "torsh_distributed.comm.recording.flight_recorder"
 _C10D = "torch.distributed.distributed_c10d"
