@@ -50,6 +50,10 @@ COMMANDS = {
         "torsh_distributed.cli.incidents",
         "Show the incidents of a run: failures, actions, times to failure and to recovery.",
     ),
+    "migrate": (
+        "torsh_distributed.cli.migrate",
+        "Look at scripts of other libraries: what runs as it is, and what to write instead.",
+    ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }
 
