@@ -167,6 +167,16 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"mesh": {"cp": 1, "dp": 2}},
         2,
     ),
+    "compiled-sequence-pieces": (
+        {"compile": {"enabled": True}, "mesh": {"dp": 1, "tp": 2}, "tensor": {"sequence_parallel": True}},
+        {"tensor": {"sequence_parallel": False}},
+        2,
+    ),
+    "compiled-whole-layers-on-tp": (
+        {"compile": {"enabled": True, "graph_breaks": "refuse"}, "mesh": {"dp": 1, "tp": 2}},
+        {"compile": {"graph_breaks": "warn"}},
+        2,
+    ),
     "compiled-split-backward": (
         {
             "mesh": {"pp": 2},
