@@ -28,7 +28,7 @@ from torsh_distributed.train.ledger.audit import EpochAudit, audit
 NUM_RANKS = 4
 NUM_SAMPLES = 512
 _BATCH = 32
-_LIMIT_S = 180.0
+_LIMIT_S = 900.0
 
 SCRIPT = f"""\
 import functools, json, os, sys, time

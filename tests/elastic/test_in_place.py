@@ -10,7 +10,7 @@ import torch
 from tests.chaos.faults import process_state, stop, wait_for_mark
 from tests.elastic.jobs import ElasticOutcome, run_job, undisturbed, wait_for_joined
 from tests.elastic.training_script import NUM_STEPS
-from torsh_distributed.launch.control.job_commands import ask_job
+from torsh_distributed.launch.control.job_commands import ask_launcher, find_job
 
 pytestmark = pytest.mark.ranks
 
@@ -138,10 +138,10 @@ def test_a_raised_exception_is_a_loss_too_and_says_so(tmp_path: Path) -> None:
 def test_scaling_up_and_down_lets_workers_in_and_out_between_two_steps(tmp_path: Path) -> None:
     def meanwhile(folder: Path) -> None:
         wait_for_mark(folder, rank=0, step=5, within_s=60)
-        assert ask_job("scaled", {"command": "scale", "workers": 3})["is_done"]
+        assert ask_launcher(find_job("scaled").pid, "scale", workers=3)["is_done"]
         wait_for_joined(folder, member=2)
-        assert ask_job("scaled", {"command": "scale", "workers": 1})["is_done"]
-        assert not ask_job("scaled", {"command": "scale", "workers": 99})["is_done"]
+        assert ask_launcher(find_job("scaled").pid, "scale", workers=1)["is_done"]
+        assert not ask_launcher(find_job("scaled").pid, "scale", workers=99)["is_done"]
         wait_for_mark(folder, rank=0, step=NUM_LONG_STEPS, within_s=60)
 
     outcome = run_job(

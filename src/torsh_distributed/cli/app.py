@@ -20,6 +20,23 @@ COMMANDS = {
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
+    "doctor": (
+        "torsh_distributed.cli.doctor.doctor_command",
+        "Check this machine before a run, or say what a running job is stuck in.",
+    ),
+    "collect": (
+        "torsh_distributed.cli.doctor.collect_command",
+        "Bundle versions, checks, variables, logs and plans for a bug report, with secrets masked.",
+    ),
+    "trace": ("torsh_distributed.cli.trace.trace_commands", "Make timelines of recorded runs, and sum them up."),
+    "why": (
+        "torsh_distributed.cli.trace.why_command",
+        "Say why a recorded run is slow, with the evidence, and what to change, with the gain that follows from it.",
+    ),
+    "tune": (
+        "torsh_distributed.cli.trace.tune_command",
+        "Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true.",
+    ),
     "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
     "checkpoint": (
         "torsh_distributed.cli.checkpoint.commands",

@@ -106,6 +106,8 @@ class PhaseEvent(Event):
     start_s: float
     """Monotonic clock."""
     duration_s: float
+    thread: int | None = None
+    """Tells the threads of a process apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +128,10 @@ class WaitEvent(Event):
     start_s: float
     """Monotonic clock."""
     duration_s: float
+    sequence: int | None = None
+    """The group's number of a collective that was started here; the same on every rank."""
+    thread: int | None = None
+    """Tells the threads of a process apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,11 +163,12 @@ class MemoryEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint was saved, verified or loaded."""
+    """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
     kind: ClassVar[str] = "checkpoint"
 
     action: str
+    """copied (training waited for it), saved, uploaded, loaded, damaged; replica copied, stored, skipped or failed."""
     path: str
     step: int
     num_bytes: int | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import new_secret
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.launch.control.job_commands import JobCommands, RunningJob
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
@@ -59,10 +60,8 @@ def launch_job(spec: JobSpec) -> int:
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
             if spec.elastic is not None:
-                from torsh_distributed.launch.control.job_commands import JobCommands
-
-                stack.enter_context(JobCommands(loop, spec.run_id, leader.answer))
                 output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
+            stack.enter_context(_open_to_commands(spec, loop, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
@@ -70,6 +69,25 @@ def launch_job(spec: JobSpec) -> int:
 
             stack.enter_context(Follower(spec, loop, output, node, token=token))
         return loop.run()
+
+
+def _open_to_commands(spec: JobSpec, loop: Loop, leader: Leader) -> JobCommands:
+    """Let `torsh doctor` ask what the job is doing, and `torsh scale` change its workers."""
+    job = RunningJob(
+        pid=os.getpid(),
+        run_id=spec.run_id,
+        num_ranks=spec.world_size,
+        node_rank=spec.node_rank,
+        command=shlex.join(command_line(spec.entry)),
+    )
+    return JobCommands(
+        loop,
+        job,
+        {
+            "diagnosis": lambda _, reply: leader.diagnose(lambda found: reply(found.to_dict())),
+            "scale": lambda arguments, reply: reply(leader.scale(arguments.get("workers"))),
+        },
+    )
 
 
 def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:

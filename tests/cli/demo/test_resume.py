@@ -85,11 +85,11 @@ def train_alone(steps: int) -> dict[int, float]:
 
 
 def test_a_job_whose_launcher_is_killed_goes_on_with_tensor_parallelism(world: World, tmp_path: Path) -> None:
-    _, code = cut(tmp_path, "cut", "SIGKILL", steps=10, at=3)
+    _, code = cut(tmp_path, "cut", "SIGKILL", steps=8, at=3)
     assert code == -signal.SIGKILL
-    found = finished(start(tmp_path, "cut", "tp = 2", 2, 10), 10)
-    expected = world.run(train_alone, 10, num_ranks=1)[0]
-    assert 3 < min(found) <= 10
+    found = finished(start(tmp_path, "cut", "tp = 2", 2, 8), 8)
+    expected = world.run(train_alone, 8, num_ranks=1)[0]
+    assert 3 < min(found) <= 8
     assert found == pytest.approx({step: expected[step] for step in found}, abs=2e-3)
 
 

@@ -21,7 +21,7 @@ SCRIPT = """\
 import functools, json, random, resource, sys, time
 import torch
 import torsh_distributed as td
-from torsh_distributed.launch.worker.memory_samples import MemorySamples
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
 
 folder, kind, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 td.init(backend="gloo")

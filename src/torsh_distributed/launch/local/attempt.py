@@ -20,6 +20,8 @@ from torsh_distributed.launch.local.exit_causes import (
     FatalStack,
     OomCounter,
     OomEvidence,
+    ask_for_stack,
+    asked_stack,
     fatal_stack,
     is_transport_abort,
     oom_evidence,
@@ -30,17 +32,24 @@ from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.output import LinePrefix, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
-from torsh_distributed.launch.local.worker_line import WorkerLine, why_silent
+from torsh_distributed.launch.local.worker_line import WorkerLine, is_stopped, why_silent
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.local.workers import Spare, Worker, WorkerExit, Workers
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
-from torsh_distributed.launch.worker.progress import read_progress
+from torsh_distributed.launch.worker.native_state import (
+    CpuLook,
+    catches_signal,
+    look_at_cpu,
+    read_native_state,
+)
 from torsh_distributed.launch.worker.rank_status import RaisedError, RankStatus, raised_from, status_from
+from torsh_distributed.launch.worker.recording.progress import read_progress
 
 _STDERR_WAIT_S = 0.5
 _SHORT_STDERR_WAIT_S = 0.02
 _EXIT_WAIT_S = 0.15
-_ANSWER_WAIT_S = 0.7
+_ANSWER_WAIT_S = 0.5
+_STACK_WAIT_S = 0.1
 _MAX_LINE_CHARS = 500
 
 
@@ -103,6 +112,7 @@ class LocalAttempt:
         self._failed: set[int] = set()
         self._forgiven: set[int] = set()
         self._unanswered: set[int] = set()
+        self._cpu_looks: dict[int, CpuLook | None] = {}
         self._timers: list[Timer] = []
         self._after_stop: Callable[[], None] | None = None
 
@@ -202,21 +212,35 @@ class LocalAttempt:
         """Ask every running worker what it does. Each is told about through `said`; of a silent one, why it is."""
         self._unanswered = set()
         for worker in self._workers.running:
-            if worker.line.is_answered and worker.line.ask():
-                self._unanswered.add(worker.place.rank)
-            else:
+            self._cpu_looks[worker.place.rank] = look_at_cpu(worker.pid)
+            if not (worker.line.is_answered and worker.line.ask()):
                 self._tell_silence(worker, "it has no line to the launcher")
+            elif is_stopped(worker.pid):
+                self._tell_silence(worker, why_silent(worker.pid))
+            else:
+                self._unanswered.add(worker.place.rank)
         if self._unanswered:
             self._timers.append(self._context.loop.call_later(_ANSWER_WAIT_S, self._note_silent))
 
     def _note_silent(self) -> None:
-        for worker in self._workers.running:
-            if worker.place.rank in self._unanswered:
-                self._tell_silence(worker, why_silent(worker.pid))
+        """What did not answer is told about: with its stack, if a signal makes Python's fault handler write it."""
+        silent = [worker for worker in self._workers.running if worker.place.rank in self._unanswered]
         self._unanswered = set()
+        asked = [worker for worker in silent if ask_for_stack(worker.pid, worker.progress_file)]
+        for worker in silent:
+            if worker not in asked:
+                self._tell_silence(worker, why_silent(worker.pid))
+        if asked:
+            timer = self._context.loop.call_later(_STACK_WAIT_S, lambda: self._tell_stacks(asked))
+            self._timers.append(timer)
 
-    def _tell_silence(self, worker: Worker, reason: str) -> None:
-        self._tell_status(RankStatus(rank=worker.place.rank, silence=reason), is_asked=True)
+    def _tell_stacks(self, silent: list[Worker]) -> None:
+        for worker in silent:
+            if worker in self._workers.running:
+                self._tell_silence(worker, why_silent(worker.pid), stack=asked_stack(worker.progress_file).lines)
+
+    def _tell_silence(self, worker: Worker, reason: str, *, stack: tuple[str, ...] = ()) -> None:
+        self._tell_status(RankStatus(rank=worker.place.rank, silence=reason, stack=stack), is_asked=True)
 
     def _tell_status(self, status: RankStatus, *, is_asked: bool) -> None:
         worker = self._workers.by_rank(status.rank)
@@ -225,8 +249,10 @@ class LocalAttempt:
         if is_asked:
             self._unanswered.discard(status.rank)
         progress = read_progress(worker.progress_file)
+        native = read_native_state(worker.pid, since=self._cpu_looks.get(status.rank)) if is_asked else None
         status = dataclasses.replace(
             status,
+            native=native.text if native is not None else None,
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
             pid=worker.pid,
@@ -335,6 +361,10 @@ class LocalAttempt:
                 if other.exit is not None and other.exit.status.is_success and other is not worker
             ),
         )
+
+    def has_handler(self, number: signal.Signals) -> bool:
+        """Whether a running worker handles this signal."""
+        return any(catches_signal(worker.pid, number) for worker in self._workers.running)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to every running worker."""

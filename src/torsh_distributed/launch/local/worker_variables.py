@@ -99,6 +99,8 @@ def worker_environment(
     if not spec.serves_torch_store:
         env[STORE_VARIABLE] = endpoint.store_url
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # torch's own flight recorder, for groups on gloo and nccl: the doctor reads it when ranks wait.
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     for name, value in interface_variables(endpoint.interface).items():
         env.setdefault(name, value)
     if sets_omp_threads(spec, base):

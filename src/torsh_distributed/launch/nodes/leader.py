@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -20,6 +21,7 @@ from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_o
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
+    DiagnosisWanted,
     End,
     Ended,
     Failed,
@@ -80,6 +82,8 @@ class Leader:
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
+            case DiagnosisWanted():
+                self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
 
@@ -88,6 +92,13 @@ class Leader:
         coordinator = self.coordinator
         if self._inquiry is not None and coordinator.phase is JobPhase.RUNNING and coordinator.attempt == attempt:
             tell(self._inquiry)
+
+    def diagnose(self, tell: Callable[[Diagnosis], None]) -> None:
+        """Ask all ranks what they do, and tell what that means."""
+        if self._inquiry is None:
+            tell(Diagnosis(is_stuck=False, text="The job has not started: not all nodes have joined."))
+        else:
+            self._inquiry.diagnose(tell)
 
     # An elastic job
 
@@ -114,11 +125,10 @@ class Leader:
             give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
         )
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of the user's, and say what is done about it."""
-        target = question.get("workers")
-        if question.get("command") != "scale" or not isinstance(target, int) or self._elastic is None:
-            return {"is_done": False, "text": "this job does not know that command"}
+    def scale(self, target: object) -> dict[str, Any]:
+        """Change the number of workers, and say what is done about it."""
+        if not isinstance(target, int) or self._elastic is None:
+            return {"is_done": False, "text": "this job was not started with --elastic: its workers stay the same"}
         if self.coordinator.phase is not JobPhase.RUNNING:
             return {"is_done": False, "text": f"the job is {self.coordinator.phase}"}
         problem = self._elastic.scale(target)
@@ -132,7 +142,7 @@ class Leader:
             self._spec.world_size,
             ask=lambda: self._tell_all(Ask(attempt=attempt)),
             on_verdict=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
-            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack),
+            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack, likely=found.likely or ""),
         )
 
     def lose(self, failure: JobFailure) -> None:

@@ -28,6 +28,7 @@ from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
     ChangeMembers,
+    DiagnosisWanted,
     End,
     Ended,
     Failed,
@@ -245,7 +246,10 @@ class Node:
     def interrupt(self, number: signal.Signals) -> None:
         """Handle a signal: some are for the workers, the others end the job; a second one kills everything at once."""
         running = self._attempt.running_ranks if self._attempt is not None else []
-        if number in PASSED_ON:
+        if number == signal.SIGUSR1 and self._attempt is not None and not self._attempt.has_handler(number):
+            # It would only end the workers; so it asks what they do.
+            self.report(DiagnosisWanted())
+        elif number in PASSED_ON:
             if self._attempt is not None:
                 self._attempt.send_signal(number)
         elif self._is_interrupted:

@@ -104,6 +104,13 @@ class MemberSaid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiagnosisWanted:
+    """Somebody at the node asks what the job is doing (SIGUSR1); node 0 prints the answer."""
+
+    kind: Literal["diagnosis_wanted"] = "diagnosis_wanted"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """A sign of life, in both directions."""
 
@@ -189,7 +196,9 @@ class End:
     """The user's signal, to be forwarded to workers that still run; None ends them as after a failure."""
 
 
-FromNode = JoinRequest | Failed | Ended | Said | Finished | Stopped | Interrupted | MemberSaid | Heartbeat
+FromNode = (
+    JoinRequest | Failed | Ended | Said | Finished | Stopped | DiagnosisWanted | Interrupted | MemberSaid | Heartbeat
+)
 FromLeader = JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | AddWorker | Stop | End | Heartbeat
 Message = FromNode | FromLeader
 

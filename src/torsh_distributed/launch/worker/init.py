@@ -16,8 +16,8 @@ from torsh_distributed.comm.collectives.matching import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
-from torsh_distributed.launch.worker.event_recording import record_events
 from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
+from torsh_distributed.launch.worker.recording.event_recording import record_events
 from torsh_distributed.log_level import set_log_level
 from torsh_distributed.plan import Plan, RetryConfig
 

@@ -52,6 +52,6 @@ RECOVERY_RULES = (
             and plan.elastic.mode == "in_place"
         ),
         reason="a rank that joins has no copy of an earlier state",
-        way_out='set recovery.roll_back_from = "checkpoint" and checkpoint.enabled = true, or elastic.mode = "restart"',
+        way_out='set recovery.roll_back_from = "checkpoint" with checkpoint.enabled, or elastic.mode = "restart"',
     ),
 )

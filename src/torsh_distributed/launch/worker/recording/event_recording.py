@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import note_error_in_flight
-from torsh_distributed.launch.worker.memory_samples import MemorySamples
-from torsh_distributed.launch.worker.progress import ProgressWriter
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
+from torsh_distributed.launch.worker.recording.progress import ProgressWriter
+
+LIMIT_VARIABLE = "TORSH_EVENTS_MAX_MB"
+"""The most that the events of a rank take; the oldest are dropped. `torsh run --trace` sets it."""
 
 # By process: a forked child records into its own files.
 _recorders: dict[int, list[JsonlSink | MemorySamples | ProgressWriter]] = {}
@@ -24,9 +28,24 @@ def record_events(directory: str | Path | None = None) -> None:
     started: list[JsonlSink | MemorySamples | ProgressWriter] = []
     chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
     if chosen:
-        started += [JsonlSink(chosen), MemorySamples()]
+        started += [JsonlSink(chosen, limit_bytes=_limit_bytes()), MemorySamples()]
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
         started.append(ProgressWriter(progress, on_leaving=note_error_in_flight))
     _recorders.clear()
     _recorders[os.getpid()] = started
+
+
+def _limit_bytes() -> int | None:
+    text = os.environ.get(LIMIT_VARIABLE)
+    if text is None:
+        return None
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not 0 < limit < float("inf"):
+        raise ConfigurationError(
+            f"{LIMIT_VARIABLE} must be a number of megabytes above 0", hint="set it to 200", got=text
+        )
+    return int(limit * 2**20)
