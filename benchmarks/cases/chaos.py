@@ -7,21 +7,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.chaos_jobs import NUM_SAMPLES, ChaosRun, run_chaos
+from benchmarks.chaos_jobs import NUM_RANKS, NUM_SAMPLES, ChaosRun, run_chaos
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from torsh_distributed.elastic.faults.fault import Fault
 
 _KINDS = {
-    "SIGKILL in backward": "kill rank 2 at step {} in backward",
-    "SIGKILL of rank 0": "kill rank 0 at step {} in backward",
-    "SIGKILL in the update": "kill rank 1 at step {} in optimizer",
-    "exception": "raise rank 3 at step {} in forward",
-    "segmentation fault": "segfault rank 1 at step {} in backward",
-    "SIGSTOP": "stop rank 2 at step {} in forward",
+    "SIGKILL in backward": (2, "kill rank {rank} at step {step} in backward"),
+    "SIGKILL of rank 0": (0, "kill rank {rank} at step {step} in backward"),
+    "SIGKILL in the update": (1, "kill rank {rank} at step {step} in optimizer"),
+    "exception": (3, "raise rank {rank} at step {step} in forward"),
+    "segmentation fault": (1, "segfault rank {rank} at step {step} in backward"),
+    "SIGSTOP": (2, "stop rank {rank} at step {step} in forward"),
 }
+"""The first victim, and the fault."""
 _WAITS_FOR_EVER = ("SIGSTOP",)
-_EVERY = 12
-"""Steps from one fault to the next."""
+_EVERY = 100
+"""Steps from one fault to the next: time for a replacement to join."""
+_WORK_S = 0.02
 _STORM_S = 2.0
 
 
@@ -33,21 +35,27 @@ def _launchers() -> list[str]:
     return [ours, "torchrun"]
 
 
-def _faults(text: str, launcher: str, count: int) -> list[Fault]:
-    """One after the other in one job; where all restart, each in its own attempt."""
-    faults = [Fault.parse(text.format(_EVERY * (number + 1))) for number in range(count)]
-    if launcher == "torsh run --elastic":
-        return faults
-    return [
-        Fault.parse(f"{fault} of attempt {number}" if number else str(fault)) for number, fault in enumerate(faults)
-    ]
+def faults_for(name: str, launcher: str, count: int) -> list[Fault]:
+    """Faults of one kind, one after the other in one job.
+
+    Where all restart, each is in its own attempt. Where the lost one is replaced, a new worker has a number of its own:
+    the next victim is the replacement of the last.
+    """
+    first, text = _KINDS[name]
+    found = []
+    for number in range(count):
+        is_elastic = launcher == "torsh run --elastic"
+        rank = NUM_RANKS - 1 + number if is_elastic and number else first
+        fault = text.format(rank=rank, step=_EVERY * (number + 1))
+        found.append(Fault.parse(fault if is_elastic or not number else f"{fault} of attempt {number}"))
+    return found
 
 
 def _times(run: ChaosRun) -> list[float]:
     return [one.next_step_s for one in run.outcomes if one.next_step_s is not None]
 
 
-def _after_fault(name: str, text: str, count: int, root: Path) -> Iterator[Row | Note]:
+def _after_fault(name: str, count: int, root: Path) -> Iterator[Row | Note]:
     ours, rival = _launchers()
     found: dict[str, list[float]] = {}
     for launcher in (ours, rival):
@@ -56,9 +64,11 @@ def _after_fault(name: str, text: str, count: int, root: Path) -> Iterator[Row |
         if launcher != "torsh run --elastic" and name in _WAITS_FOR_EVER:
             yield Note(text=f"{name}: {launcher} waits until the collective's timeout; not measured")
             continue
-        faults = _faults(text, launcher, few)
+        faults = faults_for(name, launcher, few)
         folder = root / f"{name} {launcher}".replace(" ", "-")
-        run = run_chaos(launcher, folder, faults=faults, num_steps=_EVERY * (few + 2), restarts=few)
+        restarts = 0 if launcher == "torsh run --elastic" else few
+        num_steps = _EVERY * (few + 1)
+        run = run_chaos(launcher, folder, faults=faults, num_steps=num_steps, restarts=restarts, work_s=_WORK_S)
         found[launcher] = _times(run)
         lost = sum(len(epoch.lost(range(NUM_SAMPLES))) for epoch in run.epochs[:-1])
         doubled = sum(len(epoch.doubled) for epoch in run.epochs)
@@ -77,12 +87,12 @@ def _storm(lasts_s: float, root: Path) -> Iterator[Row | Note]:
     ours, rival = _launchers()
     rates: dict[str, float] = {}
     for launcher in (ours, rival):
-        calm = run_chaos(launcher, root / f"calm-{launcher}", num_steps=10**6, work_s=0.02, lasts_s=lasts_s / 4)
+        calm = run_chaos(launcher, root / f"calm-{launcher}", num_steps=10**6, work_s=_WORK_S, lasts_s=lasts_s / 4)
         run = run_chaos(
             launcher,
             root / f"storm-{launcher}",
             num_steps=10**6,
-            work_s=0.02,
+            work_s=_WORK_S,
             restarts=1000,
             storm_s=_STORM_S,
             lasts_s=lasts_s,
@@ -104,9 +114,9 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     yield Note(text=f"ours is `{_launchers()[0]}`; a number is the median, its upper end the 95th percentile")
     with tempfile.TemporaryDirectory(prefix="torsh-chaos-") as folder:
         root = Path(folder)
-        kinds = dict(list(_KINDS.items())[:1]) if budget.is_quick else _KINDS
-        for name, text in kinds.items():
-            yield from _after_fault(name, text, 1 if budget.is_quick else 50, root)
+        kinds = list(_KINDS)[:1] if budget.is_quick else list(_KINDS)
+        for name in kinds:
+            yield from _after_fault(name, 1 if budget.is_quick else 50, root)
         yield from _storm(6.0 if budget.is_quick else 60.0, root)
 
 
