@@ -6,13 +6,27 @@ import os
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.cli.observe.options import (
+    DEFAULT_PAGE_PORT,
+    Alerts,
+    Dashboard,
+    DashboardHost,
+    DashboardPort,
+    Export,
+    HtmlReport,
+    PrometheusPort,
+    observe_settings,
+)
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan import Plan
 
 CONTEXT_SETTINGS = {
     # Options after the script belong to the script.
@@ -196,6 +210,13 @@ def run(
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
     heartbeat_timeout: HeartbeatTimeout = 10.0,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
+    dashboard_host: DashboardHost = LOOPBACK,
+    prometheus_port: PrometheusPort = None,
+    html_report: HtmlReport = None,
+    export: Export = None,
+    alerts: Alerts = None,
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
@@ -206,6 +227,7 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -223,7 +245,17 @@ def run(
         token=_read_token(token_file),
         allows_no_token=no_token,
         serves_torch_store=torch_store,
-        env=_plan_variables(plan, num_ranks=num_nodes * num_workers),
+        env={} if plan is None else {"TORSH_PLAN": str(plan.resolve())},
+        observe=observe_settings(
+            chosen,
+            dashboard=dashboard,
+            dashboard_port=dashboard_port,
+            dashboard_host=dashboard_host,
+            prometheus_port=prometheus_port,
+            html_report=html_report,
+            export=export,
+            alerts=alerts,
+        ),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -302,19 +334,20 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:
-    """TORSH_PLAN for the workers, after the check of `torsh plan validate` for their number.
+def _read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
+    """The plan of the workers, after the check of `torsh plan validate` for their number.
 
     Exits with status 2, as for any other wrong option, if the plan cannot run.
     """
     if path is None:
-        return {}
+        return None
     from torsh_distributed.plan import Plan
 
     try:
         # As the workers read it: variables TORSH_PLAN__SECTION__KEY win over the file.
-        Plan.compose(path, environ=os.environ).validate(num_ranks)
+        plan = Plan.compose(path, environ=os.environ)
+        plan.validate(num_ranks)
     except ConfigurationError as error:
         print_error(error)
         raise typer.Exit(2) from error
-    return {"TORSH_PLAN": str(path.resolve())}
+    return plan

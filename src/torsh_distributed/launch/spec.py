@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.observe.settings import ObserveSettings
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
@@ -96,6 +97,9 @@ class JobSpec:
 
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the workers, on top of the launcher's own and the job's."""
+
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
+    """Who looks at the job: pages, exports, a report."""
 
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""

@@ -14,8 +14,6 @@ from torsh_distributed.plan.plan_sections import PlanSections
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {
     "elastic": None,
     "retry": None,
-    "observe.prometheus_port": None,
-    "observe.collection_interval_s": None,
 }
 """Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands
 removes its own."""

@@ -9,6 +9,13 @@ from typing import Annotated
 import typer
 
 from torsh_distributed.cli.demo.demo_plan import plan_for
+from torsh_distributed.cli.observe.options import (
+    DEFAULT_PAGE_PORT,
+    Dashboard,
+    DashboardPort,
+    PrometheusPort,
+    observe_settings,
+)
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
 
@@ -32,6 +39,9 @@ def demo(
         bool, typer.Option("--report", help="Say at the end where the time of a step went, per axis of the mesh.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often all workers are restarted after a failure.")] = 0,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
+    prometheus_port: PrometheusPort = None,
 ) -> None:
     """Train a demo on local workers: progress, a summary, a loss curve."""
     chosen = plan_for(name.value, plan, steps)
@@ -48,5 +58,12 @@ def demo(
         entry=Entry(kind=EntryKind.MODULE, target="torsh_distributed.cli.demo.worker", args=tuple(args)),
         nproc_per_node=nproc_per_node,
         max_restarts=max_restarts,
+        observe=observe_settings(
+            chosen,
+            dashboard=dashboard,
+            dashboard_port=dashboard_port,
+            prometheus_port=prometheus_port,
+            html_report=Path(chosen.observe.report or directory / "report.html"),
+        ),
     )
     raise typer.Exit(launch_job(spec))

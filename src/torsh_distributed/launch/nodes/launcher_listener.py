@@ -24,6 +24,7 @@ from torsh_distributed.launch.nodes.records import (
     JoinAccepted,
     JoinRefused,
     JoinRequest,
+    Measured,
     Message,
     Said,
     Stopped,
@@ -140,7 +141,7 @@ class LauncherListener:
         self._leader.join(node_rank, connection.send)
 
     def _receive(self, node_rank: int, message: Message) -> None:
-        if isinstance(message, Failed | Ended | Said | Finished | Stopped | Interrupted):
+        if isinstance(message, Failed | Ended | Said | Finished | Stopped | Measured | Interrupted):
             self._leader.receive(node_rank, message)
 
     def _lose(self, node_rank: int, reason: str) -> None:

@@ -24,6 +24,7 @@ from torsh_distributed.launch.nodes.records import (
     FromLeader,
     FromNode,
     Interrupted,
+    Measured,
     Said,
     Start,
     Stop,
@@ -49,6 +50,8 @@ class Leader:
         self._local_listener: socket.socket | None = None
         self._send: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
+        self.on_measured: Callable[[Measured], None] = _drop
+        """Takes what the workers of other nodes measure."""
 
     def join(self, node_rank: int, send: Callable[[FromLeader], None]) -> None:
         """Add a node that fits the job; `send` carries decisions to it. The last one starts the job."""
@@ -68,6 +71,8 @@ class Leader:
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
+            case Measured():
+                self.on_measured(message)
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
 
@@ -148,6 +153,7 @@ class Leader:
             master_addr=address,
             master_port=self._listener.getsockname()[1],
             local_store=path if self._local_listener is not None else "",
+            machine_interval_s=self._spec.observe.machine_interval_s if self._spec.observe.is_active else None,
         )
 
     def _show_report(self) -> None:
@@ -199,3 +205,7 @@ class Leader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _drop(message: Measured) -> None:
+    """Nobody looks."""

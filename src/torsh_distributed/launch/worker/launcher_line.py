@@ -22,6 +22,8 @@ from torsh_distributed.launch.worker.raised_error import describe_error, without
 from torsh_distributed.launch.worker.waiting_operations import OperationWatch
 
 FD_VARIABLE = "TORSH_LINE_FD"
+METRICS_VARIABLE = "TORSH_METRICS"
+"""Set if the launcher wants to know what its workers measure, to the seconds between readings of the node."""
 MAX_MESSAGE_BYTES = 1 << 16
 _SEND_TIMEOUT_S = 1.0
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _NAME = "sitecustomize"
+_LINE = "torsh_distributed.launch.worker.launcher_line"
 
 
 class _BeforeTorch:
@@ -27,6 +28,9 @@ class _BeforeTorch:
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
+                # Set in workers whose launcher wants to know what they measure; a script without us says no more.
+                if os.environ.get("TORSH_METRICS") and _LINE in sys.modules:
+                    importlib.import_module("torsh_distributed.launch.worker.metric_reporting").report_metrics()
         return None
 
 
