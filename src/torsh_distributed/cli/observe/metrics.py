@@ -14,6 +14,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def metrics(
     grafana: Annotated[Path | None, typer.Option(help="Write a dashboard for Grafana to this file.")] = None,
+    alerts: Annotated[
+        Path | None, typer.Option(help="Print the rules of this TOML file as alerting rules of Prometheus.")
+    ] = None,
 ) -> None:
     """Say what is measured; make a Grafana dashboard."""
     from torsh_distributed.observe.export.grafana_dashboard import grafana_dashboard
@@ -22,6 +25,12 @@ def metrics(
     if grafana is not None:
         grafana.write_text(json.dumps(grafana_dashboard(), indent=2) + "\n")
         typer.echo(f"dashboard: {grafana}")
+        return
+    if alerts is not None:
+        from torsh_distributed.observe.alerts.alert_rules import read_rules
+        from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules
+
+        typer.echo(prometheus_rules(read_rules(alerts)[0]), nl=False)
         return
     for definition in CATALOGUE.values():
         labels = ", ".join((definition.scope.value, *definition.labels))

@@ -65,7 +65,14 @@ def observe_settings(
     if html_report is not None:
         settings = dataclasses.replace(settings, report=str(html_report))
     if export:
+        from torsh_distributed.observe.export.registry import check_export
+
+        for text in export:
+            check_export(text)
         settings = dataclasses.replace(settings, exports=(*settings.exports, *export))
     if alerts is not None:
+        from torsh_distributed.observe.alerts.alert_rules import read_rules
+
+        read_rules(alerts)
         settings = dataclasses.replace(settings, alert_rules=str(alerts))
     return settings

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.observe.job.job_view import JobView, is_of_node
-from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, Value, ValueKey
+from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, Value
 from torsh_distributed.observe.metrics.catalogue import BUCKETS_S, MetricDefinition, MetricKind
 
 if TYPE_CHECKING:
@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-ExtraValues = Callable[[], Mapping[ValueKey, float]]
 _BOUNDS = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
 
 
 class JobFamilies:
     """A collector of prometheus-client: the newest values of a JobView, at each scrape.
 
-    Values carry the label `rank`, or `node` for those of a machine. `extra` gives further values of the job.
+    Values carry the label `rank`, or `node` for those of a machine.
     """
 
-    def __init__(self, view: JobView, *, extra: ExtraValues | None = None) -> None:
+    def __init__(self, view: JobView) -> None:
         self._view = view
-        self._extra = extra
 
     def collect(self) -> Iterator[MetricFamily]:
         """Every family that has a value."""
@@ -38,8 +36,7 @@ class JobFamilies:
             for view, (name, labels), value in self._view.values():
                 found.setdefault(name, []).append((view, labels, value))
             definitions = self._view.definitions()
-        job_values = {**self._view.job_values(), **(self._extra() if self._extra is not None else {})}
-        for (name, labels), number in job_values.items():
+        for (name, labels), number in self._view.job_values().items():
             found.setdefault(name, []).append((None, labels, number))
         for name, rows in sorted(found.items()):
             if name in definitions:
@@ -77,7 +74,7 @@ def _labels(view: RankView | None, place: str, values: tuple[str, ...]) -> list[
     return [str(view.facts.get("node", "")) if place == "node" else str(view.rank), *values]
 
 
-def job_registry(view: JobView, *, extra: ExtraValues | None = None) -> CollectorRegistry:
+def job_registry(view: JobView) -> CollectorRegistry:
     """A registry of prometheus-client with the job alone; raises FeatureNotAvailable without the package."""
     try:
         from prometheus_client import CollectorRegistry
@@ -86,7 +83,7 @@ def job_registry(view: JobView, *, extra: ExtraValues | None = None) -> Collecto
             "the metrics page needs prometheus-client", hint="pip install prometheus-client", feature="prometheus"
         ) from error
     registry = CollectorRegistry()
-    registry.register(JobFamilies(view, extra=extra))
+    registry.register(JobFamilies(view))
     return registry
 
 

@@ -26,6 +26,12 @@ _WITHOUT_TARGET = ("wandb", "mlflow")
 
 def make_exporter(text: str) -> Exporter:
     """The exporter of `kind:target`, such as `csv:metrics.csv` or `otlp:http://localhost:4318`."""
+    kind, target = check_export(text)
+    return EXPORTERS[kind](target)
+
+
+def check_export(text: str) -> tuple[str, str]:
+    """Kind and target; raises InvalidArgument if there is no such kind, or the target is missing."""
     kind, _, target = text.partition(":")
     if kind not in EXPORTERS or (not target and kind not in _WITHOUT_TARGET):
         raise InvalidArgument(
@@ -33,4 +39,4 @@ def make_exporter(text: str) -> Exporter:
             hint=f"kinds: {', '.join(EXPORTERS)}; for example csv:metrics.csv or otlp:http://localhost:4318",
             got=text,
         )
-    return EXPORTERS[kind](target)
+    return kind, target

@@ -128,6 +128,8 @@ class EventFiles:
     def _take_launcher(self, records: list[Any]) -> None:
         for record in records:
             event = event_of(record)
+            if isinstance(event, events.AlertEvent):
+                self.view.incidents.append(events.to_record(event))
             if not isinstance(event, events.MembershipEvent):
                 continue
             self._note_start(event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from torsh_distributed.observe.metrics.step_record import StepRecord
 
 MAX_RANKS = 8192
 MAX_INCIDENTS = 500
+STALE_S = 30.0
+"""A rank that has been silent for so long has no values any more: old ones would be shown as new."""
 _MAX_TEXT_CHARS = 400
 
 
@@ -65,8 +67,10 @@ class JobView:
         self.num_dropped = 0
         self.num_taken = 0
         """Messages so far, to see whether anything is new."""
-        self.step_listeners: list[Any] = []
-        """Called with (rank, StepRecord) for every new step, under the lock."""
+        self.step_listeners: list[Callable[[int, StepRecord], None]] = []
+        """Called for every new step of a rank, under the lock."""
+        self.job_value_sources: list[Callable[[], Mapping[ValueKey, float]]] = []
+        """Further values of the job as a whole, such as what fires."""
 
     def take(self, message: Mapping[str, Any], *, now_s: float | None = None) -> None:
         """Take a message of a rank or of the launcher."""
@@ -170,8 +174,11 @@ class JobView:
             return found
 
     def values(self) -> Iterator[tuple[RankView, ValueKey, Value]]:
-        """Every value of every rank; hold the lock while iterating."""
+        """Every value of every rank that is not silent; hold the lock while iterating. An ended job keeps its last."""
+        now_s = time.monotonic()
         for _, view in sorted(self.ranks.items()):
+            if self.header.ended is None and now_s - view.heard_s > STALE_S:
+                continue
             for key, value in view.values.items():
                 yield view, key, value
 
@@ -182,7 +189,7 @@ class JobView:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def job_values(self) -> dict[ValueKey, float]:
-        """The metrics of the job as a whole, alerts and anomalies aside."""
+        """The metrics of the job as a whole."""
         with self.lock:
             values: dict[ValueKey, float] = {
                 ("torsh_ranks", ()): len(self.ranks),
@@ -194,6 +201,8 @@ class JobView:
                 values["torsh_world_size", ()] = self.header.world_size
             for found in self.stragglers.stragglers:
                 values["torsh_straggler", (str(found.rank),)] = 1
+        for source in self.job_value_sources:
+            values.update(source())
         return values
 
 

@@ -6,6 +6,7 @@ Runs in a process beside the launcher, so neither a slow client nor a slow expor
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import threading
 import time
@@ -14,7 +15,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from torsh_distributed import events
 from torsh_distributed.errors import TorshError
+from torsh_distributed.observe.alerts.alert_actions import AlertAction, LogAlert, make_action
+from torsh_distributed.observe.alerts.alert_manager import Alert, AlertManager
+from torsh_distributed.observe.alerts.alert_queue import AlertQueue
+from torsh_distributed.observe.alerts.alert_rules import AlertRule, read_rules
+from torsh_distributed.observe.anomalies.anomaly_watch import AnomalyWatch
 from torsh_distributed.observe.export.base import Exporter
 from torsh_distributed.observe.export.prometheus_text import job_registry, render
 from torsh_distributed.observe.export.registry import make_exporter
@@ -39,6 +46,10 @@ class Observer:
         self._settings = settings
         self._tell = tell
         self._stack = ExitStack()
+        self._anomalies = AnomalyWatch(self.view)
+        self._alerts = AlertManager(on_alert=self._take_alert)
+        self._queue: AlertQueue | None = None
+        self.view.job_value_sources += [self._anomalies.values, self._alerts.values]
         self._feed = PageFeed(self.state)
         self._exporters: list[tuple[str, Exporter]] = []
         self._due_s: dict[int, float] = {}
@@ -53,6 +64,8 @@ class Observer:
             self._try("the metrics page", self._open_metrics)
         if settings.page_port is not None:
             self._try("the dashboard", self._open_page)
+        if settings.alert_rules is not None:
+            self._try("the rules of alerts", self._open_alerts)
         for text in settings.exports:
             self._try(f"the export {text}", partial(self._add_exporter, text))
         self._thread.start()
@@ -63,7 +76,7 @@ class Observer:
 
     def state(self) -> dict[str, Any]:
         """What the page shows now."""
-        return page_state(self.view)
+        return page_state(self.view, alerts=self._alerts.to_rows(), anomalies=self._anomalies.to_rows())
 
     def close(self) -> None:
         """The job has ended: the last exports, the report, then the pages close."""
@@ -72,6 +85,8 @@ class Observer:
             self._thread.join(timeout=15)
         for name, exporter in self._exporters:
             self._try(f"the export {name}", partial(exporter.close, self.view))
+        if self._queue is not None:
+            self._queue.close()
         if self._settings.report is not None:
             self._try("the report", self._write_report)
         self._feed.closing.set()
@@ -99,7 +114,7 @@ class Observer:
         settings = self._settings
         assert settings.page_port is not None, "asked for"
         token = secrets.token_urlsafe(16) if needs_token(settings.page_host) else None
-        routes = page_routes(self._feed)
+        routes = page_routes(self._feed, acknowledge=self._alerts.acknowledge)
         try:
             server = GuardedServer(settings.page_host, settings.page_port, routes, token=token)
         except OSError as error:
@@ -115,11 +130,34 @@ class Observer:
         path = write_report(self._settings.report, self.state())
         self._tell("said", f"report: {path}")
 
+    # Alerts
+
+    def _open_alerts(self) -> None:
+        assert self._settings.alert_rules is not None, "asked for"
+        rules, tables = read_rules(self._settings.alert_rules)
+        password = os.environ.get("TORSH_SMTP_PASSWORD", "")
+        actions: dict[str, AlertAction] = {
+            name: make_action(name, table, smtp_password=password) for name, table in tables.items()
+        }
+        actions["log"] = LogAlert(partial(self._tell, "warned"))
+        self._queue = AlertQueue(
+            actions, run_id=lambda: self.view.header.run_id, tell=lambda text: self._tell("warned", text)
+        )
+        for rule in rules:
+            self._alerts.add_rule(rule)
+
+    def _take_alert(self, rule: AlertRule, alert: Alert) -> None:
+        if self._queue is not None:
+            self._queue.put(rule, alert)
+        events.emit(events.AlertEvent(severity=alert.severity.value, name=alert.name, message=alert.message))
+
     # Every second
 
     def _run(self) -> None:
         while not self._closing.wait(_TICK_S):
             now_s = time.monotonic()
+            self._try("looking for anomalies", self._anomalies.tick)
+            self._try("checking the rules of alerts", partial(self._alerts.check, self.view))
             for number, (name, exporter) in enumerate(self._exporters):
                 if now_s >= self._due_s.get(number, 0.0):
                     self._due_s[number] = now_s + exporter.interval_s

@@ -136,6 +136,11 @@ def main() -> None:
     if not first:
         return
     observer = Observer(ObserveSettings.from_dict(json.loads(first)), tell)
+    events_dir = os.environ.get("TORSH_EVENTS_DIR")
+    if events_dir:
+        from torsh_distributed.events import JsonlSink
+
+        JsonlSink(events_dir)  # closed at exit; alerts go there
     observer.start()
     while data := control.recv(_MAX_MESSAGE_BYTES):
         try:
