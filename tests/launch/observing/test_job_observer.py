@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.world import World
+from tests.launch.jobs import launch, write_script
+from torsh_distributed.observe.settings import ObserveSettings
+
 pytestmark = pytest.mark.ranks
 
 # torch's own DDP, without a word of this library in the script.
@@ -65,7 +69,7 @@ def test_a_plain_torch_loop_is_seen_while_it_runs_and_reported_at_the_end(tmp_pa
     try:
         deadline = time.monotonic() + 60
         text = ""
-        while 'torsh_collective_bytes_total{op="all_reduce",rank="1"}' not in text:
+        while not all(f'torsh_learning_rate{{rank="{rank}"}} 0.25' in text for rank in (0, 1)):
             assert time.monotonic() < deadline, text
             assert job.poll() is None, job.communicate()
             try:
@@ -79,7 +83,7 @@ def test_a_plain_torch_loop_is_seen_while_it_runs_and_reported_at_the_end(tmp_pa
         job.kill()
         job.wait()
     assert job.returncode == 0, errors
-    assert 'torsh_learning_rate{rank="0"} 0.25' in text
+    assert 'torsh_collective_bytes_total{op="all_reduce",rank="1"}' in text
     steps = [float(number) for number in re.findall(r'torsh_steps_total\{rank="\d"\} ([\d.]+)', text)]
     assert len(steps) == 2
     assert min(steps) >= 1
@@ -119,3 +123,38 @@ def test_nobody_looks_and_nothing_is_started(tmp_path: Path) -> None:
     job = start(tmp_path, "import os, threading\nprint(os.environ.get('TORSH_METRICS'), threading.active_count())")
     output, errors = job.communicate(timeout=60)
     assert output.count("None 2") == 2, (output, errors)
+
+
+def test_node_0_sees_the_ranks_of_all_nodes_across_a_restart(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        from torsh_distributed import events, observe
+        from torsh_distributed.launch.worker.metric_reporting import report_metrics
+        report_metrics()
+        if attempt == 0 and rank == 3:
+            sys.exit(7)
+        for step in range(1, 4):
+            events.emit(events.StepEvent(step=step, loss=1.0 / step, duration_s=0.01, num_samples=4))
+        observe.metric("accuracy", unit="share").record(rank / 10)
+        if attempt == 0:
+            signal.pause()
+        """,
+    )
+    report = tmp_path / "report.html"
+    settings = ObserveSettings(report=str(report))
+    first, second = launch(
+        world, script, num_nodes=2, max_restarts=1, per_node=[{"observe": settings}, {"observe": ObserveSettings()}]
+    )
+    assert (first.value, second.value) == (0, 0), first.output + second.output
+    assert f"report: {report}" in first.output
+    (data,) = re.findall(r'id="state">(.*?)</script>', report.read_text(), re.DOTALL)
+    state = json.loads(data)
+    assert [rank["rank"] for rank in state["ranks"]] == [0, 1, 2, 3]
+    assert [rank["step"] for rank in state["ranks"]] == [3, 3, 3, 3]
+    (custom,) = state["custom"]
+    assert (custom["name"], custom["low"], custom["high"]) == ("accuracy", 0.0, 0.3)
+    told = [incident["action"] for incident in state["incidents"] if incident["type"] == "membership"]
+    assert told == ["started", "lost", "restarted", "ended"]
+    assert (state["job"]["attempt"], state["job"]["exit_code"]) == (1, 0)
+    assert state["job"]["num_nodes"] == 2

@@ -133,7 +133,9 @@ class AlertManager:
         """Evaluate every rule; returns the alerts that fire now for the first time, or again after their cooldown."""
         now = time.time() if now is None else now
         values: dict[str, list[ExportedValue]] = {}
-        for one in exported_values(view):
+        if not self._rules:
+            return []
+        for one in exported_values(view, {rule.metric for rule in self.rules}):
             values.setdefault(one.definition.name, []).append(one)
         with self._lock:
             found = [self._check_rule(rule, view, values.get(rule.metric, []), now) for rule in self.rules]

@@ -17,7 +17,7 @@ from torsh_distributed.observe.anomalies.detectors import (
     SustainedDetector,
     TrendDetector,
 )
-from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.job_view import MAX_RANKS, JobView
 from torsh_distributed.observe.job.rank_view import ValueKey
 from torsh_distributed.observe.metrics.step_record import StepRecord
 
@@ -79,6 +79,7 @@ class AnomalyWatch:
         self._found: deque[Anomaly] = deque(maxlen=MAX_ANOMALIES)
         self._counts: Counter[str] = Counter()
         self._num_seen: dict[int, int] = {}
+        self._first_rank = MAX_RANKS
         self._last_sequence: dict[int, int] = {}
         view.step_listeners.append(self.on_step)
 
@@ -98,7 +99,8 @@ class AnomalyWatch:
     def on_step(self, rank: int, step: StepRecord) -> None:
         """A rank has done a step; step times are the same on all ranks, so one of them is judged."""
         self._num_seen[rank] = self._num_seen.get(rank, 0) + 1
-        if rank != min(self._num_seen) or self._num_seen[rank] <= 2 or step.is_skipped:
+        self._first_rank = min(self._first_rank, rank)
+        if rank != self._first_rank or self._num_seen[rank] <= 2 or step.is_skipped:
             return  # the first steps allocate and compile
         took = f"step {step.step} took {step.step_s * 1e3:.1f} ms"
         self._judge(
@@ -121,8 +123,8 @@ class AnomalyWatch:
                         what = "device memory" if "device" in name else "memory"
                         told = f"the {what} of rank {view.rank} grows steadily, to {value / 2**20:.0f} MB"
                         self._judge(AnomalyKind.MEMORY_LEAK, f"{name} {view.rank}", value, told, rank=view.rank)
-                for (name, labels), gpu_use in view.values.items():
-                    if name == "torsh_gpu_utilization_ratio" and isinstance(gpu_use, float | int):
+                for (_, labels), gpu_use in view.values({"torsh_gpu_utilization_ratio"}):
+                    if isinstance(gpu_use, float | int):
                         where = f"GPU {labels[0]} of {view.facts.get('node', 'a node')}"
                         told = f"{where} idles: it is busy {gpu_use:.0%} of the time"
                         self._judge(AnomalyKind.GPU_UNDERUTILIZATION, where, gpu_use, told)

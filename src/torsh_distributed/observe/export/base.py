@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from torsh_distributed.observe.job.job_view import JobView, is_of_node
@@ -38,15 +38,15 @@ class Exporter(ABC):
         self.export(view)
 
 
-def exported_values(view: JobView) -> list[ExportedValue]:
-    """Every value of the job now: those of ranks with the label `rank`, those of machines with `node`."""
+def exported_values(view: JobView, names: Container[str] | None = None) -> list[ExportedValue]:
+    """The values of the job now, all or of some metrics: of ranks with the label `rank`, of machines with `node`."""
     with view.lock:
-        return list(_values(view))
+        return list(_values(view, names))
 
 
-def _values(view: JobView) -> Iterator[ExportedValue]:
+def _values(view: JobView, names: Container[str] | None) -> Iterator[ExportedValue]:
     definitions = view.definitions()
-    for rank_view, (name, labels), value in view.values():
+    for rank_view, (name, labels), value in view.values(names):
         definition = definitions[name]
         own = dict(zip(definition.labels, labels, strict=True))
         place = (
@@ -54,5 +54,7 @@ def _values(view: JobView) -> Iterator[ExportedValue]:
         )
         yield ExportedValue(definition, {**place, **own}, value)
     for (name, labels), number in view.job_values().items():
+        if names is not None and name not in names:
+            continue
         definition = definitions[name]
         yield ExportedValue(definition, dict(zip(definition.labels, labels, strict=True)), number)

@@ -23,7 +23,7 @@ class ExperimentTracker(Exporter):
         with view.lock:
             points = [point for point in view.curve.points() if point.step > self._last_step]
             first = view.ranks[min(view.ranks)] if view.ranks else None
-            names = [] if first is None else [name for name, labels in first.values if not labels]
+            names = [] if first is None else [name for name, labels in first.names() if not labels]
             newest = {} if first is None else {name: first.number(name) for name in names}
         for point in points:
             scalars = {"loss": point.loss, "step_seconds": point.step_s, "samples_per_second": point.samples_per_s}

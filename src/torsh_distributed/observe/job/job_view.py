@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class JobView:
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
         self.num_failures = 0
+        self._first_rank = MAX_RANKS
         self.num_dropped = 0
         self.num_taken = 0
         """Messages so far, to see whether anything is new."""
@@ -99,14 +100,17 @@ class JobView:
         if self.header.state in ("starting", "restarting"):
             self.header.state = "running"
         num_ranks = self.header.world_size or len(self.ranks)
-        is_first = rank == min(self.ranks)
+        self._first_rank = min(self._first_rank, rank)
         for step in steps:
             if step.wait_s is not None:
                 self.stragglers.add(rank, step.step, step.busy_s, num_ranks=num_ranks)
-            if is_first and not step.is_skipped:
+            if rank == self._first_rank and not step.is_skipped:
                 self._add_to_curve(step)
             for listener in self.step_listeners:
                 listener(rank, step)
+        for slow in self.stragglers.take_newly_named():
+            told = f"it computes {slow.slowdown:.0%} longer than the others since step {slow.since_step}"
+            self.incidents.append({"time": time.time(), "type": "straggler", "rank": slow.rank, "detail": told})
         marks = packet.get("marks")
         for mark in marks if isinstance(marks, list) else []:
             self._take_mark(rank, mark)
@@ -173,13 +177,16 @@ class JobView:
                 found.update(view.custom)
             return found
 
-    def values(self) -> Iterator[tuple[RankView, ValueKey, Value]]:
-        """Every value of every rank that is not silent; hold the lock while iterating. An ended job keeps its last."""
+    def values(self, names: Container[str] | None = None) -> Iterator[tuple[RankView, ValueKey, Value]]:
+        """Every value of every rank that is not silent, or those of some metrics; hold the lock while iterating.
+
+        A job that has ended keeps its last values.
+        """
         now_s = time.monotonic()
         for _, view in sorted(self.ranks.items()):
             if self.header.ended is None and now_s - view.heard_s > STALE_S:
                 continue
-            for key, value in view.values.items():
+            for key, value in view.values(names):
                 yield view, key, value
 
     def series(self, name: str, *labels: str) -> dict[int, float]:

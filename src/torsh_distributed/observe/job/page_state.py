@@ -9,12 +9,15 @@ from typing import Any
 
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
-from torsh_distributed.observe.metrics.catalogue import CUSTOM_PREFIX, MetricScope
+from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
 from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
 
 MAX_TIMELINE_RANKS = 16
-_NEWEST_STEPS = 50
+_NEWEST_STEPS = 20
 _SHOWN_INCIDENTS = 100
+_PART_FIELDS = tuple((part, f"{part}_s") for part in PARTS)
+_OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
+_NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
 
 def page_state(
@@ -27,13 +30,15 @@ def page_state(
     """Everything that is shown now."""
     with view.lock:
         now_s = time.monotonic() if now_s is None else now_s
-        ranks = [_rank_row(rank, now_s) for _, rank in sorted(view.ranks.items())]
+        # Of many ranks fewer steps each: the mean over all of them needs no more.
+        window = max(5, min(_NEWEST_STEPS, 2560 // max(1, len(view.ranks))))
+        ranks = [_rank_row(rank, now_s, window) for _, rank in sorted(view.ranks.items())]
         return {
             "time": time.time(),
             "job": _job_row(view),
             "ranks": ranks,
             "curve": _curve(view),
-            "parts": _mean_parts(step for rank in view.ranks.values() for step in _newest(rank)),
+            "parts": _mean_of_parts([rank["parts"] for rank in ranks]),
             "operations": _operations(view),
             "timeline": _timeline(view),
             "nodes": _nodes(view),
@@ -74,8 +79,8 @@ def _job_row(view: JobView) -> dict[str, Any]:
     }
 
 
-def _rank_row(rank: RankView, now_s: float) -> dict[str, Any]:
-    steps = _newest(rank)
+def _rank_row(rank: RankView, now_s: float, window: int) -> dict[str, Any]:
+    steps = list(rank.steps)[-window:]
     return {
         "rank": rank.rank,
         "node": rank.facts.get("node"),
@@ -90,7 +95,6 @@ def _rank_row(rank: RankView, now_s: float) -> dict[str, Any]:
         "cores": rank.number("torsh_process_cpu_cores"),
         "silent_s": max(0.0, now_s - rank.heard_s),
         "parts": _mean_parts(steps),
-        "step_ms": [round(step.step_s * 1e3, 3) for step in steps[-30:]],
     }
 
 
@@ -107,9 +111,7 @@ def _curve(view: JobView) -> dict[str, list[Any]]:
 def _operations(view: JobView) -> list[dict[str, Any]]:
     """By kind of operation, over all ranks."""
     found: dict[str, dict[str, Any]] = {}
-    for rank, (name, labels), value in view.values():
-        if not name.startswith("torsh_collective") or not labels:
-            continue
+    for rank, (name, labels), value in view.values(_OPERATION_METRICS):
         row = found.setdefault(
             labels[0], {"op": labels[0], "count": 0, "bytes": 0, "errors": 0, "p50_s": [], "p95_s": [], "rate": []}
         )
@@ -146,10 +148,9 @@ def _timeline(view: JobView) -> list[dict[str, Any]]:
 
 
 def _nodes(view: JobView) -> list[dict[str, Any]]:
-    definitions = view.definitions()
     found: dict[str, dict[str, Any]] = {}
-    for rank, (name, labels), value in view.values():
-        if definitions[name].scope is MetricScope.NODE and not isinstance(value, DistributionSummary):
+    for rank, (name, labels), value in view.values(_NODE_METRICS):
+        if not isinstance(value, DistributionSummary):
             node = str(rank.facts.get("node", ""))
             row = found.setdefault(node, {"node": node, "values": {}})
             row["values"][" ".join([name.removeprefix("torsh_"), *labels])] = _short(value)
@@ -158,11 +159,10 @@ def _nodes(view: JobView) -> list[dict[str, Any]]:
 
 def _custom(view: JobView) -> list[dict[str, Any]]:
     found: dict[str, dict[int, float]] = {}
-    for rank, (name, _), value in view.values():
-        if name.startswith(CUSTOM_PREFIX):
-            number = value.mean if isinstance(value, DistributionSummary) else value
-            found.setdefault(name, {})[rank.rank] = number
     definitions = view.definitions()
+    for rank, (name, _), value in view.values({name for name in definitions if name.startswith(CUSTOM_PREFIX)}):
+        number = value.mean if isinstance(value, DistributionSummary) else value
+        found.setdefault(name, {})[rank.rank] = number
     return [
         {
             "name": name.removeprefix(CUSTOM_PREFIX),
@@ -176,19 +176,19 @@ def _custom(view: JobView) -> list[dict[str, Any]]:
     ]
 
 
-def _newest(rank: RankView) -> list[StepRecord]:
-    return list(rank.steps)[-_NEWEST_STEPS:]
-
-
-def _mean_parts(steps: Iterable[StepRecord]) -> dict[str, float]:
+def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Mean seconds by part of a step; a part that no step measured is left out."""
-    found: dict[str, list[float]] = {}
-    for step in steps:
-        for part in PARTS:
-            seconds = getattr(step, f"{part}_s")
-            if seconds is not None:
-                found.setdefault(part, []).append(max(0.0, seconds))
-    return {part: math.fsum(values) / len(values) for part, values in found.items()}
+    found = {}
+    for part, name in _PART_FIELDS:
+        values = [seconds for step in steps if (seconds := getattr(step, name)) is not None]
+        if values:
+            found[part] = max(0.0, sum(values) / len(values))
+    return found
+
+
+def _mean_of_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values = {part: [parts[part] for parts in ranks if part in parts] for part in PARTS}
+    return {part: sum(found) / len(found) for part, found in values.items() if found}
 
 
 def _share(steps: Sequence[StepRecord], name: str) -> float | None:

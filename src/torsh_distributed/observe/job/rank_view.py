@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,8 @@ class RankView:
     clock: float = 0.0
     """Wall clock minus monotonic clock, of the rank's process."""
     sequence: int = 0
-    values: dict[ValueKey, Value] = field(default_factory=dict)
+    _given: dict[ValueKey, Any] = field(default_factory=dict)
+    _checked: dict[ValueKey, Value | None] = field(default_factory=dict)
     custom: dict[str, MetricDefinition] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     timeline: list[tuple[str, float, float]] = field(default_factory=list)
@@ -78,7 +79,7 @@ class RankView:
 
     def number(self, name: str, *labels: str) -> float | None:
         """The newest value of a metric; of a distribution, the newest sample."""
-        value = self.values.get((name, labels))
+        value = self.value((name, labels))
         return value.last if isinstance(value, DistributionSummary) else value
 
     def take(self, packet: Mapping[str, Any], *, now_s: float) -> list[StepRecord]:
@@ -118,23 +119,46 @@ class RankView:
                 self.num_bad += 1
 
     def _take_values(self, rows: Any) -> None:
-        found: dict[ValueKey, Value] = {}
-        sizes: dict[str, int] = {}
+        """Keep the values as they came; each is checked when it is first asked for, and most never are."""
+        found: dict[ValueKey, Any] = {}
         for row in _rows(rows)[:_MAX_ROWS]:
             if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], list)):
                 self.num_bad += 1
                 continue
-            name, labels, value = row[0], tuple(str(label)[:_MAX_LABEL_CHARS] for label in row[1]), row[2]
-            definition = CATALOGUE.get(name) or self.custom.get(name)
-            parsed = None if definition is None else _parse(definition, value)
-            if definition is None or parsed is None or len(labels) != len(definition.labels):
-                self.num_bad += 1
-                continue
-            sizes[name] = sizes.get(name, 0) + 1
-            if sizes[name] <= MAX_LABEL_SETS + 1:
-                found[name, labels] = parsed
+            found[row[0], tuple(map(str, row[1]))] = row[2]
         if found:
-            self.values = found
+            self._given = found
+            self._checked = {}
+
+    def names(self) -> list[ValueKey]:
+        """Every metric that the last summary names, known or not."""
+        return list(self._given)
+
+    def value(self, key: ValueKey) -> Value | None:
+        """The newest value; None if there is none, or if what came is no such value."""
+        if key in self._checked:
+            return self._checked[key]
+        name, labels = key
+        definition = CATALOGUE.get(name) or self.custom.get(name)
+        value = None
+        if key in self._given and definition is not None and len(labels) == len(definition.labels):
+            value = _parse(definition, self._given[key])
+        if value is None and key in self._given:
+            self.num_bad += 1
+        if len(self._checked) < _MAX_ROWS:
+            self._checked[key] = value
+        return value
+
+    def values(self, names: Container[str] | None = None) -> Iterator[tuple[ValueKey, Value]]:
+        """Every value that is understood, or those of the metrics in `names`; of each at most so many label sets."""
+        sizes: dict[str, int] = {}
+        for key in self._given:
+            if names is not None and key[0] not in names:
+                continue
+            value = self.value(key)
+            sizes[key[0]] = sizes.get(key[0], 0) + 1
+            if value is not None and sizes[key[0]] <= MAX_LABEL_SETS + 1:
+                yield (key[0], tuple(label[:_MAX_LABEL_CHARS] for label in key[1])), value
 
     def _take_facts(self, facts: Any) -> None:
         if isinstance(facts, Mapping):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,11 +38,17 @@ class StragglerFinder:
     """Takes every rank's busy time of every step, in any order between ranks; `stragglers` is who is slow now."""
 
     def __init__(self, *, threshold: float = 0.15) -> None:
-        self._threshold = threshold
+        self._least_excess = math.log1p(threshold)
         self._waiting: dict[int, dict[int, float]] = {}
         self._newest: dict[int, deque[float]] = {}
         self._usual: dict[int, deque[float]] = {}
         self._found: dict[int, Straggler] = {}
+        self._newly_named: list[Straggler] = []
+
+    def take_newly_named(self) -> list[Straggler]:
+        """Those named since the last call."""
+        named, self._newly_named = self._newly_named, []
+        return named
 
     @property
     def stragglers(self) -> list[Straggler]:
@@ -74,26 +81,32 @@ class StragglerFinder:
                 # What leaves the window becomes part of what is usual, unless the rank is being watched.
                 usual.append(newest[0])
             newest.append(excess)
-            own = _deviation(list(usual)) if len(usual) >= _WINDOW * 2 else _EARLY_SCATTER
-            self._decide(rank, step, newest, max(own, common))
+            if len(newest) == _WINDOW and (rank in self._found or sum(newest) > 0.5 * _WINDOW * self._least_excess):
+                own = _deviation(list(usual)) if len(usual) >= _WINDOW * 2 else _EARLY_SCATTER
+                self._decide(rank, step, newest, max(own, common))
 
     def _decide(self, rank: int, step: int, newest: deque[float], scatter: float) -> None:
-        if len(newest) < _WINDOW:
-            return
-        limit = max(math.log1p(self._threshold), _NOISE_FACTOR * scatter / math.sqrt(_WINDOW))
+        limit = max(self._least_excess, _NOISE_FACTOR * scatter / math.sqrt(_WINDOW))
         # The mean of the window without its largest and smallest: one slow step is never enough.
         middle = statistics.fmean(sorted(newest)[1:-1])
-        if middle > limit and min(newest) > math.log1p(self._threshold) / 2:
+        if middle > limit and min(newest) > self._least_excess / 2:
             since = self._found[rank].since_step if rank in self._found else step - _WINDOW + 1
+            is_new = rank not in self._found
             self._found[rank] = Straggler(rank, since, math.expm1(middle))
+            if is_new:
+                self._newly_named.append(self._found[rank])
         elif rank in self._found and middle < limit / 2:
             del self._found[rank]
 
 
 def _median_without(ordered: list[float], one: float) -> float:
-    others = list(ordered)
-    others.remove(one)
-    return statistics.median(others)
+    """The median of a sorted list without one of its values."""
+    place, size = bisect_left(ordered, one), len(ordered) - 1
+
+    def at(index: int) -> float:
+        return ordered[index if index < place else index + 1]
+
+    return at(size // 2) if size % 2 else (at(size // 2 - 1) + at(size // 2)) / 2
 
 
 def _deviation(values: list[float]) -> float:
