@@ -214,48 +214,9 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
             rivals={"no checkpoint": Measurement.of(steps["alone"])},
         )
         yield Row(name="xxh3_128 on one core", unit=Unit.BYTES_PER_SECOND, ours=_hash_rate())
-        yield from _device_rows(budget)
     finally:
         world.close()
         shutil.rmtree(folder)
-
-
-def _device_rows(budget: Budget) -> Iterator[Row | Note]:
-    """State on a GPU: how long training waits, against one copy of the same bytes to pinned memory."""
-    if not torch.cuda.is_available():
-        yield Note(text="There is no GPU here: the copy from device memory is not measured.")
-        return
-    num_bytes = (1 << 28) if budget.is_quick else 10 << 30
-    count = num_bytes // (64 << 20)
-    state = {f"t{number}": torch.randn(16 << 20, device="cuda") for number in range(count)}
-    target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    ours, theirs = [], []
-    folder = tempfile.mkdtemp(dir=os.environ.get("TORSH_BENCH_DIR"))
-    try:
-        section = CheckpointConfig(dir=f"{folder}/ours", keep=1, keep_best=0, verify_after_save=False)
-        with CheckpointManager(section) as manager:
-            for number in range(1, 5):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                manager.save(number, state, wait=False)
-                stalled_s = time.perf_counter() - started
-                manager.wait()
-                started = time.perf_counter()
-                for place, value in enumerate(state.values()):
-                    part = target[place * value.nbytes : (place + 1) * value.nbytes].view(torch.float32)
-                    part.copy_(value, non_blocking=True)
-                torch.cuda.synchronize()
-                if number > _WARM_UP:
-                    ours.append(stalled_s)
-                    theirs.append(time.perf_counter() - started)
-    finally:
-        shutil.rmtree(folder)
-    yield Row(
-        name=f"save {num_bytes / 2**30:g} GB from a GPU in the background: training waits",
-        unit=Unit.SECONDS,
-        ours=Measurement.of(ours),
-        rivals={"one pinned copy": Measurement.of(theirs)},
-    )
 
 
 def _only(times: dict[str, list[float]], name: str) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@
 
     TorshError
     ├── CommunicationError        retryable   a collective, p2p or socket operation failed (ConnectionError)
-    │   ├── OperationTimeout      retryable   a bounded wait expired (TimeoutError)
+    │   ├── OperationTimeout      retryable   a bounded wait expired (TimeoutError, RuntimeError)
     │   ├── ProcessFailure        retryable   a process died or was declared dead
     │   └── BackendError          retryable   gloo, nccl, mpi or shm reported an error
     ├── IoError                   retryable   file or socket I/O (OSError)
@@ -130,8 +130,11 @@ class CommunicationError(TorshError, ConnectionError):
     )
 
 
-class OperationTimeout(CommunicationError, TimeoutError):
-    """A bounded wait expired; `missing_ranks` names the absent ranks if they are known."""
+class OperationTimeout(CommunicationError, TimeoutError, RuntimeError):
+    """A bounded wait expired; `missing_ranks` names the absent ranks if they are known.
+
+    A RuntimeError too, because that is what scripts for torch's own backends catch.
+    """
 
     advice = (
         "find out why the missing ranks did not arrive: look at their output, exit status and stack",

@@ -52,7 +52,8 @@ class World:
         """Start the zygote when it is first needed, and again after an interrupted exchange."""
         if self._sock is None:
             ours, theirs = socket.socketpair()
-            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            # Inductor would start a pool of compilers in every rank.
+            threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             self._zygote = subprocess.Popen(
                 [
                     sys.executable,
@@ -79,17 +80,19 @@ class World:
         timeout_s: float = 25.0,
         env: dict[str, str] | None = None,
         hosts: Sequence[Host] = (),
+        imports: tuple[str, ...] = (),
     ) -> list[Outcome]:
         """How every rank ended, including failures: for tests that break things on purpose.
 
         `backend` is that of the process group set up around the call; None leaves that to the function,
         which finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
         `hosts` puts each rank on a host of the lab, by rank: `[a, a, b, b]` is two nodes of two.
+        `imports`: heavy modules that the ranks need; they are imported once, before the ranks are forked.
         """
         places = tuple(host.place for host in hosts)
         if places and len(places) != num_ranks:
             raise ValueError(f"{len(places)} hosts for {num_ranks} ranks: name the host of every rank")
-        request = Request(function, args, num_ranks, backend, timeout_s, env or {}, places)
+        request = Request(function, args, num_ranks, backend, timeout_s, env or {}, places, imports)
         try:
             reply = self._exchange(request)
         except BaseException:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -65,6 +67,8 @@ class Request:
     env: dict[str, str]
     places: tuple[Place, ...] = ()
     """The lab host of each rank; empty if all run on this machine."""
+    imports: tuple[str, ...] = ()
+    """Modules that the zygote imports first, and keeps: for libraries that take seconds to import on every rank."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +316,17 @@ def _serve(sock: socket.socket, request: Request, zygote: int) -> None:
     os._exit(0)
 
 
+def _import_all(names: tuple[str, ...]) -> None:
+    """Import modules into the zygote, for this world and all later ones; they must not start threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries' own code, as it is compiled
+        for name in names:
+            importlib.import_module(name)
+    threads = len(list(Path(f"/proc/{os.getpid()}/task").iterdir()))
+    if threads > 1:
+        raise RuntimeError(f"importing {', '.join(names)} started {threads - 1} threads")
+
+
 def main() -> None:
     """Serve requests until the test process goes away."""
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -322,12 +337,20 @@ def main() -> None:
     heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", *ours)
     for module in ("torch.distributed",) if sys.argv[2] == "1" else heavy:
         importlib.import_module(module)
+    # Otherwise the first collection in every rank writes to, and so copies, all the pages it shares with this process.
+    gc.collect()
+    gc.freeze()
     zygote = os.getpid()
     while True:
         try:
             request = receive(sock)
         except EOFError:
             os._exit(0)  # nothing to save, and unloading torch takes a second
+        try:
+            _import_all(request.imports)
+        except Exception as error:
+            send(sock, RuntimeError(f"the process that forks the ranks cannot import: {error}"))
+            continue
         pid = os.fork()
         if pid == 0:
             _serve(sock, request, zygote)

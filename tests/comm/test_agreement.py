@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from torsh_distributed.comm.agreement import fail_together, require_same
-from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure, TorshError
+from torsh_distributed.comm.agreement import end_together, fail_together, require_same
+from torsh_distributed.comm.groups.manager import group_over
+from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, ProcessFailure, TorshError
 
 
 def compare(bucket_mb: float) -> list[int] | str:
@@ -60,3 +62,22 @@ def test_nothing_raises_where_no_rank_fails(world: World) -> None:
 def test_alone_the_error_is_simply_raised() -> None:
     with pytest.raises(InvalidArgument, match="the file is empty"), fail_together("read its shard", None):
         raise InvalidArgument("the file is empty")
+
+
+def wait_for_a_message_that_never_comes() -> tuple[type, str]:
+    """Rank 1 raises before it sends; the others wait for it."""
+    buffer = torch.zeros(3)
+    try:
+        with end_together("send its part", group_over(range(dist.get_world_size()))) as group:
+            if dist.get_rank() == 1:
+                raise EMPTY
+            dist.recv(buffer, 1, group=group)
+    except TorshError as raised:
+        return type(raised), raised.message
+    return type(None), ""
+
+
+def test_a_rank_that_fails_alone_releases_those_that_wait_for_it(world: World) -> None:
+    told = (CommunicationError, "rank 1 ended the group: could not send its part: the file is empty")
+    found = world.run(wait_for_a_message_that_never_comes, num_ranks=3, backend="torsh", timeout_s=15)
+    assert found == [told, (InvalidArgument, "the file is empty"), told]

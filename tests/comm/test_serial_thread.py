@@ -78,8 +78,17 @@ def test_a_forked_child_starts_a_thread_of_its_own() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+AT_EXIT = """
+import atexit, threading
+atexit.register(lambda: print([one.name for one in threading.enumerate()]))  # runs last
+from torsh_distributed.comm.serial_thread import SerialThread
+
+thread = SerialThread("torsh-test")
+thread.submit(print, "done")
+"""
+
+
 @pytest.mark.ranks
-def test_what_was_submitted_is_done_before_the_process_exits() -> None:
-    script = "from torsh_distributed.comm.serial_thread import SerialThread as T; t = T('t'); t.submit(print, 'done')"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("done\n", "")
+def test_what_was_submitted_is_done_and_the_thread_has_ended_when_the_process_exits() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("done\n['MainThread']\n", "")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.bed.heavy_imports import LIGHTNING
 from tests.bed.world import World
 from tests.integrations.test_lightning_trainer import PLANS, alone, data, net, place
 from torsh_distributed.plan import Plan
@@ -55,7 +56,7 @@ def loop_all(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
 
 def test_a_fabric_loop_learns_as_one_process(world: World, tmp_path: Path) -> None:
     wanted, state = alone(4)
-    for found in world.run(loop_all, tmp_path, timeout_s=100):
+    for found in world.run(loop_all, tmp_path, timeout_s=100, imports=LIGHTNING):
         for losses, learned in found:
             assert losses == pytest.approx(wanted, abs=1e-5)
             for name, value in state.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.bed.heavy_imports import LIGHTNING
 from tests.bed.world import World
 from torsh_distributed.plan import Plan
 
@@ -87,21 +89,42 @@ def place() -> Any:
     return Ranks()
 
 
-def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+class Resumable(DataLoader[Any]):
+    """Continues an epoch where it was left: without that Lightning begins the epoch again when it resumes in one."""
+
+    num_taken = 0
+    _skipped = 0
+
+    def __iter__(self) -> Any:
+        self.num_taken, self._skipped = self._skipped, 0
+        for batch in itertools.islice(super().__iter__(), self.num_taken, None):
+            self.num_taken += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_taken": self.num_taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skipped = state["num_taken"]
+
+
+def fit(plan: dict[str, Any], folder: Path, *, until: str = "epochs") -> tuple[list[float], dict[str, Tensor]]:
+    """Two runs, the second from the checkpoint of the first: after an epoch of four steps, or after three steps."""
     import lightning.pytorch as pl
 
     from torsh_distributed.integrations.lightning_trainer import TorshStrategy
 
     losses: list[float] = []
+    ends = ({"max_epochs": 1}, {"max_epochs": 2}) if until == "epochs" else ({"max_steps": 3}, {"max_steps": 8})
 
-    def trainer(num_epochs: int) -> Any:
+    def trainer(end: dict[str, int]) -> Any:
         return pl.Trainer(
             strategy=TorshStrategy(plan=Plan(**plan)),
             accelerator="cpu",
             devices=2,
             plugins=[place()],
             use_distributed_sampler=False,  # its own always shuffles
-            max_epochs=num_epochs,
+            **end,
             gradient_clip_val=0.5,
             logger=False,
             enable_checkpointing=False,
@@ -111,12 +134,13 @@ def fit(plan: dict[str, Any], folder: Path) -> tuple[list[float], dict[str, Tens
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, on workers and loggers
-        loader = DataLoader(data(), batch_size=4, sampler=DistributedSampler(data(), shuffle=False))
-        first = trainer(1)
+        loader = Resumable(data(), batch_size=4, sampler=DistributedSampler(data(), shuffle=False))
+        first = trainer(ends[0])
         first.fit(module(losses), loader)
         first.save_checkpoint(folder / "half.ckpt")
         again = module(losses)
-        second = trainer(2)
+        second = trainer(ends[1])
+        loader = Resumable(data(), batch_size=4, sampler=DistributedSampler(data(), shuffle=False))
         second.fit(again, loader, ckpt_path=folder / "half.ckpt", weights_only=False)
         second.save_checkpoint(folder / "end.ckpt")
     return losses, torch.load(folder / "end.ckpt", weights_only=False)["state_dict"]
@@ -127,12 +151,14 @@ def fit_all(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
     for number, plan in enumerate(PLANS):
         (folder / str(number)).mkdir(exist_ok=True)
         found.append(fit(plan, folder / str(number)))
+    (folder / "steps").mkdir(exist_ok=True)
+    found.append(fit(PLANS[0], folder / "steps", until="steps"))
     return found
 
 
 def test_the_trainer_learns_and_resumes_as_one_process(world: World, tmp_path: Path) -> None:
     wanted, state = alone(8)
-    for found in world.run(fit_all, tmp_path, timeout_s=100):
+    for found in world.run(fit_all, tmp_path, timeout_s=100, imports=LIGHTNING):
         for losses, learned in found:
             assert losses == pytest.approx(wanted, abs=1e-5)
             for name, value in state.items():

@@ -83,6 +83,25 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_a_failure(world: World, t
     assert outcome.value == 2
 
 
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (3, 143)])
+def test_after_a_signal_the_exit_code_says_whether_the_workers_saved(
+    world: World, tmp_path: Path, code: int, expected: int
+) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+        leave(f"ready-{{rank}}")
+        if rank == 0:
+            wait_for("ready-1")
+            os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+        """,
+    )
+    (outcome,) = launch(world, script)
+    assert outcome.value == expected
+
+
 def test_an_early_clean_exit_is_named_when_the_rest_fails(world: World, tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from tests.bed.heavy_imports import INDUCTOR
 from tests.bed.world import World
 from tests.parallel.golden import golden
-from tests.parallel.sharded.test_module import train_all
+from tests.parallel.sharded.test_module import Curve, train_all
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import Compiled, compile_model, uncompiled
@@ -49,16 +52,31 @@ def stack(kind: type[Layer]) -> nn.Sequential:
     return nn.Sequential(*(kind() for _ in range(3)))
 
 
-def with_eager_backend(config: CompileConfig, model: nn.Module) -> None:
-    """Compile, with graphs that are traced but not turned into code, which takes most of the time."""
+@contextmanager
+def eager_backend() -> Iterator[None]:
+    """Graphs are traced but not turned into code, which takes most of the time."""
     compile_ = torch.compile
     torch.compile = lambda function, **options: compile_(  # type: ignore[assignment]
         function, backend="aot_eager", fullgraph=options["fullgraph"]
     )
     try:
-        compile_model(model, config)
+        yield
     finally:
         torch.compile = compile_
+
+
+def with_eager_backend(config: CompileConfig, model: nn.Module) -> None:
+    with eager_backend():
+        compile_model(model, config)
+
+
+def compiled_by_inductor() -> bool:
+    """Whether generated code computes what the layers do."""
+    model, plain = stack(Layer), stack(Layer)
+    compile_model(model, CompileConfig(enabled=True))
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        return torch.allclose(model(x), plain(x), atol=1e-6)
 
 
 def first_calls(kind: type[Layer]) -> tuple[list[events.CompileEvent], bool, list[str]]:
@@ -92,11 +110,14 @@ def refused() -> str:
 
 
 def all_first_calls() -> tuple[Any, Any, str]:
-    return first_calls(Layer), first_calls(Breaking), refused()
+    found = first_calls(Layer), first_calls(Breaking), refused()
+    torch._dynamo.reset()
+    assert compiled_by_inductor()
+    return found
 
 
 def test_layers_say_that_they_are_compiled_and_where_they_break(world: World) -> None:
-    plain, breaking, message = world.run(all_first_calls, num_ranks=1)[0]
+    plain, breaking, message = world.run(all_first_calls, num_ranks=1, imports=INDUCTOR, timeout_s=60)[0]
     seen, is_equal, warned = plain
     assert is_equal
     assert not warned
@@ -126,14 +147,15 @@ def test_uncompiled_functions_run_as_written() -> None:
 
 
 SHORT: list[Case] = [
-    ("gpt", {**COMPILE, "activation": {"strategy": "uniform", "every_n_layers": 1}}),
     ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "selective"}}),
 ]
 LONG: list[tuple[int, list[Case]]] = [
-    (1, [("gpt", {**ONE, "compile": {"enabled": True, "scope": "model"}})]),
+    (1, [("gpt", {**ONE, **COMPILE}), ("gpt", {**ONE, "compile": {"enabled": True, "scope": "model"}})]),
     (
         2,
         [
+            ("gpt", {**COMPILE, "activation": {"strategy": "uniform", "every_n_layers": 1}}),
+            ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "selective"}}),
             ("gpt", {**COMPILE, "mesh": {"dp": 2}}),
             ("gpt", {"mesh": {"dp": 2}, "compile": {"enabled": True, "scope": "model", "dynamic": "never"}}),
             ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "by_size"}}),
@@ -149,16 +171,22 @@ LONG: list[tuple[int, list[Case]]] = [
 ]
 
 
-def assert_golden(world: World, num_ranks: int, cases: list[Case]) -> None:
-    for curves in world.run(train_all, cases, num_ranks=num_ranks, backend="torsh", timeout_s=110):
+def train_traced(cases: list[Case]) -> list[Curve]:
+    with eager_backend():
+        return train_all(cases)
+
+
+def assert_golden(
+    world: World, num_ranks: int, cases: list[Case], function: Callable[[list[Case]], list[Curve]] = train_all
+) -> None:
+    for curves in world.run(function, cases, num_ranks=num_ranks, backend="torsh", timeout_s=110, imports=INDUCTOR):
         for (name, sections), curve in zip(cases, curves, strict=True):
             for mine, expected in zip(curve, golden(name), strict=True):
                 assert mine == pytest.approx(expected, rel=2e-4), sections
 
 
-@pytest.mark.slow
-def test_compiled_layers_train_as_one_process_does(world: World) -> None:
-    assert_golden(world, 2, SHORT)
+def test_compiled_layers_train_as_one_process_does_in_shards(world: World) -> None:
+    assert_golden(world, 2, SHORT, train_traced)
 
 
 @pytest.mark.matrix

@@ -13,6 +13,7 @@ from torsh_distributed.plan import (
     RetryConfig,
     TensorConfig,
     TrainingConfig,
+    support,
 )
 from torsh_distributed.plan.key_paths import keys_of
 from torsh_distributed.plan.support import GATES, KEY_GATES, NOT_YET
@@ -39,6 +40,13 @@ def test_what_is_honoured_today_is_supported() -> None:
     assert plan.explain()["precision.dtype"].status == "honoured"
 
 
+@pytest.fixture
+def _unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if these were not built, whatever is."""
+    monkeypatch.setattr(support, "NOT_YET", {"elastic": None, "retry": None})
+
+
+@pytest.mark.usefixtures("_unbuilt")
 def test_what_is_not_built_yet_is_refused_by_name() -> None:
     plan = Plan(retry=RetryConfig(jitter=0.0), elastic=ElasticConfig(enabled=True))
     assert plan.unsupported() == ("elastic.enabled", "retry.jitter")
@@ -52,6 +60,7 @@ def test_what_is_not_built_yet_is_refused_by_name() -> None:
     ]
 
 
+@pytest.mark.usefixtures("_unbuilt")
 def test_a_key_of_a_section_that_is_off_is_said_to_be_off() -> None:
     plan = Plan(tensor=TensorConfig(sequence_parallel=True), checkpoint=CheckpointConfig(keep=2))
     assert plan.explain()["tensor.sequence_parallel"].status == "off by mesh.tp"
@@ -125,6 +134,7 @@ def test_bucket_settings_are_said_to_be_off_where_gradients_travel_otherwise(
     assert explained["ddp.broadcast_buffers"].status == ("honoured" if keeps_buffers else expected)
 
 
+@pytest.mark.usefixtures("_unbuilt")
 def test_retrying_is_not_configurable_and_says_so() -> None:
     plan = Plan.from_dict({"retry": {"max_retries": 7}})
     assert plan.unsupported() == ("retry.max_retries",)
@@ -132,6 +142,7 @@ def test_retrying_is_not_configurable_and_says_so() -> None:
         plan.require_supported()
 
 
+@pytest.mark.usefixtures("_unbuilt")
 def test_validate_tells_support_and_world_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Plan(dp=2, tp=2, retry=RetryConfig(jitter=0.0)).validate(6)

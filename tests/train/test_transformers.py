@@ -1,11 +1,12 @@
 """Transformers and PEFT models: loaded, trained, exported and asked for text as in one process.
 
-One world for all of it: importing transformers takes longer than the tests.
+One world for all of it.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.bed.heavy_imports import GENERATION
 from tests.bed.world import World
+from torsh_distributed.parallel.weights import reading
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
 
@@ -45,10 +48,20 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4))
 
 
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **heads, num_local_experts=4, sliding_window=None))
+
+
 def lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -76,6 +89,42 @@ def together(engine: Engine) -> list[float]:
 def text(generate: Callable[..., Tensor], first: int = 5) -> list[int]:
     found: list[int] = generate(torch.full((1, 4), first), max_new_tokens=6, do_sample=False)[0].tolist()
     return found
+
+
+def count_bytes(run: Callable[[], Engine]) -> tuple[Engine, int]:
+    """What `run` returns, and how many bytes of weights it read as rows on this rank."""
+    counts: list[int] = []
+    read = os.preadv
+
+    def counted(file: int, buffers: Any, offset: int) -> int:
+        counts.append(read(file, buffers, offset))
+        return counts[-1]
+
+    reading.os.preadv = counted
+    try:
+        return run(), sum(counts)
+    finally:
+        reading.os.preadv = read
+
+
+def loads_experts_stored_one_by_one(folder: Path) -> None:
+    """As hubs have them and transformers writes them; the model keeps them stacked. A rank reads its own part."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        mixtral().save_pretrained(folder)
+    dist.barrier()
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    total = sum(param.nbytes for param in reference.parameters())
+    wanted = alone(reference)
+    for name, plan in (PLANS | SPLIT | {"ep": {"dp": 1, "ep": 2}}).items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        make = functools.partial(parallelize, model, SGD, Plan(**plan), weights=folder)
+        engine, num_bytes = count_bytes(make)
+        assert together(engine) == pytest.approx(wanted, abs=1e-4), name
+        if name in ("pp", "shard", "ep"):
+            assert num_bytes < 0.8 * total, (name, num_bytes, total)
 
 
 def loads_as_from_pretrained(folder: Path) -> None:
@@ -133,9 +182,9 @@ def trains_adapters(folder: Path) -> None:
     reference = lora()
     wanted = alone(reference)
     after = reference(**batches()[0]).loss.item()
-    for name, plan in PLANS.items():
+    for name, plan in (PLANS | SPLIT).items():
         engine = parallelize(lora(), SGD, Plan(**plan))
-        assert together(engine) == pytest.approx(wanted, abs=1e-4)
+        assert together(engine) == pytest.approx(wanted, abs=1e-4), name
         state = engine.state_dict()["model"]
         for key, value in reference.state_dict().items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
@@ -146,9 +195,10 @@ def trains_adapters(folder: Path) -> None:
 
 def all_of_it(folder: Path) -> None:
     loads_as_from_pretrained(folder / "checkpoint")
+    loads_experts_stored_one_by_one(folder / "experts")
     exports_and_generates(folder / "export")
     trains_adapters(folder / "adapter")
 
 
 def test_transformers_models_train_as_in_one_process(world: World, tmp_path: Path) -> None:
-    world.run(all_of_it, tmp_path, timeout_s=100)
+    world.run(all_of_it, tmp_path, timeout_s=100, imports=GENERATION)

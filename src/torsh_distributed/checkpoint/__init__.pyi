@@ -1,3 +1,6 @@
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
 from torsh_distributed.checkpoint.checkpoint_manager import LoadedCheckpoint as LoadedCheckpoint
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata as CheckpointMetadata
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas as NeighbourReplicas
+from torsh_distributed.checkpoint.replicas.recovery import RecoveredState as RecoveredState
+from torsh_distributed.checkpoint.replicas.recovery import recover as recover

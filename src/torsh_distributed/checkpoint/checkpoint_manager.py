@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,22 @@ from torsh_distributed.checkpoint.policy.preemption import PreemptionSignals
 from torsh_distributed.checkpoint.policy.retention import StepLoss, steps_to_remove
 from torsh_distributed.checkpoint.policy.save_triggers import SaveDecision, SaveTriggers
 from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
-from torsh_distributed.checkpoint.restoring import differences, open_newest, refuse, world_group
+from torsh_distributed.checkpoint.restoring import (
+    CheckpointTiers,
+    differences,
+    known_steps,
+    open_newest,
+    refuse,
+    world_group,
+)
+from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
+from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
-from torsh_distributed.checkpoint.stateful_objects import describe, restore
+from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
+from torsh_distributed.checkpoint.stateful_objects import describe, further_names, restore
 from torsh_distributed.comm.agreement import fail_together
-from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups.process_group import before_destroy
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState
@@ -78,18 +88,24 @@ class CheckpointManager:
             signals=self._signals,
             device=device,
         )
-        self._mirror = None if self.config.remote is None else RemoteMirror(self.config.remote)
+        mirror = None if self.config.remote is None else RemoteMirror(self.config.remote)
+        nodes = NodeRanks.meet(world_group(), per_node=self.config.per_node)
+        self._uploads = (
+            None if mirror is None else CheckpointUploads(mirror, rank=nodes.rank, to_remove=self._steps_to_remove)
+        )
         self._writer = CheckpointWriter(
             self.directory,
-            mirror=self._mirror,
+            nodes=nodes,
             compression_level=self.config.compression_level,
             verify=self.config.verify_after_save,
             prune=self._prune,
+            uploads=self._uploads,
         )
+        self._tiers = CheckpointTiers(nodes, mirror, self._writer.hold_directory)
         self._unsubscribe: Callable[[], None] | None = None
         self._forget = before_destroy(self.close)
         atexit.register(self.close)
-        self._is_closed = False
+        self._is_training = self._is_closed = False
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -114,7 +130,13 @@ class CheckpointManager:
         return decision is not None
 
     def decide(self, step: int) -> SaveDecision | None:
-        """Whether to save now, on all ranks alike; every rank calls this after every step."""
+        """Whether to save now, on all ranks alike; every rank calls this after every step.
+
+        From the first call on the directory is this job's: a second one is refused at once, not hours later.
+        """
+        if not self._is_training:
+            self._writer.hold_directory()
+            self._is_training = True
         return self._triggers.after_step(step)
 
     def end_if_told(self, decision: SaveDecision) -> None:
@@ -144,18 +166,32 @@ class CheckpointManager:
         """Save a state that is described already; `own` are this rank's own values beside its generators."""
         self._save(step, state, reason, own=own, **facts)
 
+    def metadata_of(self, step: int, reason: str, **facts: Any) -> CheckpointMetadata:
+        """What is known of a state that is saved now."""
+        return CheckpointMetadata(
+            step=step,
+            time=time.time(),
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            git_commit=run_facts.git_commit(),
+            versions=run_facts.versions(),
+            reason=reason,
+            **{**self._facts, **facts},
+        )
+
     def is_best(self, metric: float) -> bool:
         """Whether `metric` is lower than all before; it counts from now on."""
         return self._triggers.is_best(metric)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is still being written in the background."""
+        """Whether a save is still being written to the directory in the background."""
         return self._writer.is_writing
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises on every rank if the last save failed."""
+        """Wait until nothing is being written or uploaded; raises on every rank if anything failed."""
         self._writer.wait()
+        if self._uploads is not None:
+            self._uploads.wait()
 
     def wait_for_commit(self) -> Path | None:
         """Wait until the last checkpoint is published, though older ones may still have to go."""
@@ -166,28 +202,13 @@ class CheckpointManager:
         return self.load(state, **options) if self.has_any() else None
 
     def has_any(self) -> bool:
-        """Whether there is anything to load, here or remote, as rank 0 sees it; every rank calls this."""
-        self._fetch(None)
-        group = world_group()
-        found = bool(self.directory.steps())
-        return found if group is None else bool(broadcast_object(found, 0, group=group))
+        """Whether there is anything to load, here, on another node or in the remote place; every rank calls this."""
+        local, remote = known_steps(self.directory.path, self._tiers)
+        return bool(local or remote)
 
     def open(self, step: int | None = None) -> SavedCheckpoint:
-        """The newest checkpoint that is whole, or the one of `step`, fetched if only the remote place has it."""
-        self._fetch(step)
-        return open_newest(self.directory.path, step=step)
-
-    def _fetch(self, step: int | None) -> None:
-        """Rank 0 downloads what the remote place has and the directory has not: the newest step, or `step`."""
-        if self._mirror is None:
-            return
-        with fail_together("fetch a checkpoint", world_group()):
-            if world_group() is not None and dist.get_rank() != 0:
-                return
-            here, there = self.directory.complete_steps(), self._mirror.steps()
-            wanted = [one for one in there if step in (None, one)][:1]
-            if wanted and wanted[0] > max(here, default=-1) if step is None else wanted and step not in here:
-                self._mirror.fetch(wanted[0], self.directory)
+        """The newest checkpoint that is whole in any tier, or the one of `step`; every rank calls this."""
+        return open_newest(self.directory.path, step=step, tiers=self._tiers)
 
     def load(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> LoadedCheckpoint:
         """Load the newest checkpoint that is whole, or the one of `step`, in place; every rank calls this.
@@ -196,25 +217,26 @@ class CheckpointManager:
         is loaded. To fine-tune, give the module alone: what is not given is not loaded.
         """
         saved = self.open(step)
+        saved.alias(further_names(state))
         self.fit(saved, describe(state), list(state), strict=strict)
         with fail_together("load the checkpoint", world_group()):
             values = restore(state, saved)
         self.loaded(saved, with_generators=True)
-        return LoadedCheckpoint(saved.manifest.metadata, values)
+        return LoadedCheckpoint(saved.metadata, values)
 
-    def fit(self, saved: SavedCheckpoint, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
+    def fit(self, saved: SavedSnapshot, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
         """Compare what was saved under `keys` with what the ranks hold; every rank calls this."""
         found = differences(state.tensors, saved.tensors, keys)
         if strict:
-            refuse(saved.directory, found)
+            refuse(saved.place, found)
         for name, text in found.items():
             if world_group() is None or dist.get_rank() == 0:
                 _log.warning("not loaded: %s %s", name, text)
         saved.tensors = {name: kind for name, kind in saved.tensors.items() if name not in found}
 
-    def loaded(self, saved: SavedCheckpoint, *, with_generators: bool, seed: int = 0) -> Any:
+    def loaded(self, saved: SavedSnapshot, *, with_generators: bool, seed: int = 0) -> Any:
         """Restore this rank's generators, or seed them if the world has another size; returns the rank's own values."""
-        metadata = saved.manifest.metadata
+        metadata = saved.metadata
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own = saved.own_values(rank) if metadata.world_size == size else None
         if with_generators and own is not None:
@@ -222,9 +244,7 @@ class CheckpointManager:
         elif with_generators:
             reseed(seed + metadata.step + rank)
         self._triggers.resumed(saved.values.get("_best"))
-        event = events.CheckpointEvent(
-            action="loaded", path=str(saved.directory), step=metadata.step, num_bytes=saved.manifest.num_bytes
-        )
+        event = events.CheckpointEvent(action="loaded", path=saved.place, step=metadata.step, num_bytes=saved.num_bytes)
         events.emit(event)
         return own
 
@@ -245,15 +265,27 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish what is being written and let other jobs use the directory; raises if it failed."""
-        if self._is_closed:
-            return
+        if not self._is_closed:
+            uploads = [] if self._uploads is None else [self._uploads.close]
+            self._close(*uploads, self._writer.close)
+
+    def abandon(self, reason: str) -> None:
+        """Like `close`, after a rank was lost: what is being written is given up, without waiting for that rank."""
+        if self._uploads is not None:
+            self._uploads.abandon(reason)
+        self._writer.abandon(reason)
+        self._close()
+
+    def _close(self, *ends: Callable[[], None]) -> None:
         self._is_closed = True
         self._forget()
         atexit.unregister(self.close)
         self._signals.stop()
         if self._unsubscribe is not None:
             self._unsubscribe()
-        self._writer.close()
+        with ExitStack() as stack:
+            for end in ends:
+                stack.callback(end)
 
     def _save(
         self,
@@ -265,17 +297,7 @@ class CheckpointManager:
         loss: float | None = None,
         **facts: Any,
     ) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        metadata = CheckpointMetadata(
-            step=step,
-            loss=loss,
-            time=time.time(),
-            world_size=world_size,
-            git_commit=run_facts.git_commit(),
-            versions=run_facts.versions(),
-            reason=reason,
-            **{**self._facts, **facts},
-        )
+        metadata = self.metadata_of(step, reason, loss=loss, **facts)
         state.values["_best"] = self._triggers.best
         self._writer.save(state, {"random": random_state(), **(own or {})}, metadata)
         self._triggers.saved()
@@ -283,16 +305,17 @@ class CheckpointManager:
             self._writer.wait_for_commit()
 
     def _prune(self) -> None:
-        """On rank 0, after a save."""
-        found = [StepLoss(one.step, one.loss) for one in self.list()]
-        config = self.config
-        gone = steps_to_remove(found, keep=config.keep, keep_best=config.keep_best, keep_every=config.keep_every)
-        for step in gone:
-            self.directory.remove(step)
-        if self._mirror is not None and gone:
-            for step in self._mirror.steps():
-                if step in gone:
-                    self._mirror.remove(step)
+        """On the keeper of a directory, after a save."""
+        found = {one.step: one.loss for one in self.list()}
+        waiting = set() if self._uploads is None else self._uploads.pending
+        for step in self._steps_to_remove(found):
+            if step not in waiting:
+                self.directory.remove(step)
+
+    def _steps_to_remove(self, losses: Mapping[int, float | None]) -> Sequence[int]:
+        """Of one tier: steps that it does not keep."""
+        config, found = self.config, [StepLoss(step, loss) for step, loss in losses.items()]
+        return steps_to_remove(found, keep=config.keep, keep_best=config.keep_best, keep_every=config.keep_every)
 
     def _on_alert(self, event: events.Event) -> None:
         assert isinstance(event, events.AlertEvent)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -15,9 +15,12 @@ from torsh_distributed import events
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import MARKER, read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.checkpoint.saving.file_exchange import FileExchange
+from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
+from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
-from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.comm.agreement import fail_together
+from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor
 
@@ -29,30 +32,75 @@ def world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def open_newest(path: str | os.PathLike[str], *, step: int | None = None) -> SavedCheckpoint:
-    """The newest checkpoint under `path` that is whole, the one of `step`, or `path` itself; every rank calls this.
+@dataclass(frozen=True)
+class CheckpointTiers:
+    """Where a step may be beside the directory itself: on other nodes, and in a remote place."""
 
-    Each rank verifies a share of the files. A damaged checkpoint is named, with the file and the bytes, in a warning
-    and an event, and the next older one is taken; if one was asked for by name, it raises. All ranks raise alike.
+    nodes: NodeRanks
+    mirror: RemoteMirror | None
+    hold_directory: Callable[[], None]
+    """Takes the directory's lock, on every rank, before anything is fetched into it."""
+
+    @property
+    def per_node(self) -> bool:
+        """Whether each node has a directory of its own."""
+        return not self.nodes.has_one_directory
+
+
+def known_steps(path: Path, tiers: CheckpointTiers | None) -> tuple[list[int], set[int]]:
+    """Steps in the directory, or in any node's, newest first, and those in the remote place; every rank calls this.
+
+    A remote place that cannot be reached is reported; it raises if there is nothing else to load from.
     """
     group = world_group()
-    candidates = _candidates(Path(path), step) if group is None or group.rank() == 0 else []
-    if group is not None:
-        candidates = broadcast_object(candidates, dist.get_global_rank(group, 0), group=group)
-    if not candidates:
+    mine = CheckpointDirectory(path).steps()
+    if tiers is not None and tiers.per_node:
+        local = {step for theirs in gathered(mine, group) for step in theirs}
+    else:
+        local = set(first_ranks(mine, group))
+    remote: list[int] = []
+    with fail_together("list the remote checkpoints", group):
+        if tiers is not None and tiers.mirror is not None and tiers.nodes.rank == 0:
+            try:
+                remote = tiers.mirror.steps()
+            except TorshError as error:
+                if not local:
+                    raise
+                _log.warning("%s; only %s is looked at", error.message, path)
+    return sorted(local, reverse=True), set(first_ranks(remote, group))
+
+
+def open_newest(
+    path: str | os.PathLike[str], *, step: int | None = None, tiers: CheckpointTiers | None = None
+) -> SavedCheckpoint:
+    """The newest checkpoint that is whole under `path` or in another tier, the one of `step`, or `path` itself.
+
+    Every rank calls this and verifies a share of the files. A damaged checkpoint is named, with the file and the bytes,
+    in a warning and an event; it is fetched from another tier if one has it, else the next older one is taken. If one
+    was asked for by name, it raises. All ranks raise alike.
+    """
+    place, group = Path(path), world_group()
+    if step is None and first_ranks((place / MARKER).exists(), group):
+        found = _verified(place, group)
+        if isinstance(found, SavedCheckpoint):
+            return found
+        raise CheckpointError(found, hint="copy the files again from where they were stored", path=str(path))
+    local, remote = known_steps(place, tiers)
+    steps = [one for one in sorted({*local, *remote}, reverse=True) if step in (None, one)]
+    if not steps:
         raise CheckpointError(
             f"there is no checkpoint in {path}" if step is None else f"there is no checkpoint of step {step} in {path}",
             hint="`torsh checkpoint ls DIR` lists what a directory has",
         )
-    is_chosen = step is not None or len(candidates) == 1
+    is_chosen = step is not None or len(steps) == 1
     problems = []
-    for name in candidates:
-        found = _verified(Path(name), group)
+    for one in steps:
+        found = _from_any_tier(CheckpointDirectory(place), one, tiers, is_local=one in local, is_remote=one in remote)
         if isinstance(found, SavedCheckpoint):
             return found
         problems.append(found)
         if not is_chosen:
-            _warn(Path(name), found)
+            _warn(CheckpointDirectory(place).step_path(one), found, "trying the next older checkpoint")
     raise CheckpointError(
         problems[0] if is_chosen else f"no checkpoint in {path} is whole: " + "; ".join(problems),
         hint="copy the files again from where they were stored, or start from step 0",
@@ -60,18 +108,30 @@ def open_newest(path: str | os.PathLike[str], *, step: int | None = None) -> Sav
     )
 
 
-def _candidates(path: Path, step: int | None) -> list[str]:
-    """Directories to try, newest first."""
-    if (path / MARKER).exists() and step is None:
-        return [str(path)]
-    directory = CheckpointDirectory(path)
-    steps = directory.steps() if step is None else [one for one in directory.steps() if one == step]
-    return [str(directory.step_path(one)) for one in steps]
+def _from_any_tier(
+    directory: CheckpointDirectory, step: int, tiers: CheckpointTiers | None, *, is_local: bool, is_remote: bool
+) -> SavedCheckpoint | str:
+    """A step from the directory, made whole from other tiers if need be; or what is wrong with it, on every rank."""
+    path, group = directory.step_path(step), world_group()
+    per_node = tiers is not None and tiers.per_node
+    found: SavedCheckpoint | str = f"{path.name} is not here"
+    if is_local and not per_node:
+        found = _verified(path, group)
+    if isinstance(found, SavedCheckpoint) or tiers is None or not (per_node or is_remote):
+        return found
+    if is_local and not per_node:
+        _warn(path, found, "fetching it from the remote place")
+    tiers.hold_directory()
+    exchange = FileExchange(directory, tiers.nodes, group, tiers.mirror)
+    problem = exchange.complete(step, is_remote=is_remote)
+    return _verified(path, group, tiers.nodes) if problem is None else problem
 
 
-def _verified(path: Path, group: dist.ProcessGroup | None) -> SavedCheckpoint | str:
+def _verified(path: Path, group: dist.ProcessGroup | None, nodes: NodeRanks | None = None) -> SavedCheckpoint | str:
     """The checkpoint, or what is wrong with it; the same on every rank. A newer format raises."""
     part, num_parts = (0, 1) if group is None else (group.rank(), group.size())
+    if nodes is not None:
+        part, num_parts = nodes.position, len(nodes.members)
     problem: str | None = None
     is_newer, saved = False, None
     try:
@@ -84,7 +144,7 @@ def _verified(path: Path, group: dist.ProcessGroup | None) -> SavedCheckpoint | 
             saved = SavedCheckpoint(path, manifest)
     except CheckpointError as error:
         problem, is_newer = error.message, "newer_format" in error.context
-    answers: list[Any] = [[problem, is_newer]] if group is None else all_gather_object([problem, is_newer], group=group)
+    answers = gathered([problem, is_newer], group)
     texts = list(dict.fromkeys(text for text, _ in answers if text is not None))
     if any(newer for _, newer in answers):
         # Not skipped: an older step would throw away what the newer version has trained.
@@ -94,9 +154,9 @@ def _verified(path: Path, group: dist.ProcessGroup | None) -> SavedCheckpoint | 
     return saved
 
 
-def _warn(path: Path, problem: str) -> None:
+def _warn(path: Path, problem: str, then: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning("%s; trying the next older checkpoint", problem)
+        _log.warning("%s; %s", problem, then)
     step = int(path.name.removeprefix("step-"))
     events.emit(events.CheckpointEvent(action="damaged", path=str(path), step=step, error=problem))
 
@@ -108,7 +168,7 @@ def differences(held: Sequence[HeldTensor], saved: Mapping[str, SavedTensor], ke
     """
     mine = {one.name: (list(one.layout.shape), str(one.dtype)) for one in held if not _is_of_optimizer(one.name)}
     group = world_group()
-    everyone = [mine] if group is None else all_gather_object(mine, group=group)
+    everyone = gathered(mine, group)
     wanted = {name: kind for theirs in everyone for name, kind in theirs.items()}
     given = {
         name: kind for name, kind in saved.items() if name.partition(".")[0] in keys and not _is_of_optimizer(name)
@@ -130,14 +190,14 @@ def differences(held: Sequence[HeldTensor], saved: Mapping[str, SavedTensor], ke
     return found
 
 
-def refuse(path: Path, found: Mapping[str, str]) -> None:
+def refuse(place: str, found: Mapping[str, str]) -> None:
     """Raise CheckpointError with every difference, if there are any."""
     if found:
         lines = "\n".join(f"    {name} {text}" for name, text in found.items())
         raise CheckpointError(
-            f"{path.name} is not of this model: {len(found)} differences\n{lines}",
+            f"{Path(place).name} is not of this model: {len(found)} differences\n{lines}",
             hint="build the model as it was when it was saved, or load what fits with strict=False",
-            path=str(path),
+            path=place,
         )
 
 

@@ -1,4 +1,4 @@
-"""Facts about the run that a checkpoint carries: versions, the commit of the program, the plan."""
+"""Facts about the run that a checkpoint carries: versions, the commit of the program, the plan, the model's config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import hashlib
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PRETRAINED = "_pretrained"
+"""Among a checkpoint's values: what `from_pretrained` needs beside the tensors, by the name of the saved object."""
 
 
 def versions() -> dict[str, str]:
@@ -23,6 +30,22 @@ def versions() -> dict[str, str]:
 def hash_of_plan(plan: dict[str, Any]) -> str:
     """The same for equal plans, whatever file they came from."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def pretrained_facts(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any] | None:
+    """For an export: a transformers model's config and its further names of tensors (`shared`); None for others."""
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
+    if not callable(getattr(config, "to_json_string", None)) or hasattr(model, "peft_config"):
+        return None
+    from torsh_distributed.parallel.models.user_class import user_class
+
+    return {
+        "config": config.to_json_string(),
+        "generation": None if generation is None else generation.to_json_string(),
+        "architecture": user_class(model).__name__,
+        "shared": dict(shared),
+    }
 
 
 @functools.cache

@@ -3,147 +3,94 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torsh_distributed.checkpoint.files.block_hashes import Progress, read_exactly
-from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.checkpoint.files.block_hashes import Progress
+from torsh_distributed.checkpoint.files.checkpoint_directory import cannot_write
+from torsh_distributed.checkpoint.run_facts import PRETRAINED
+from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState, SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-INDEX = "model.safetensors.index.json"
+from torsh_distributed.parallel.weights.reading import RowRead, read_rows
+from torsh_distributed.parallel.weights.safetensors_format import FileTensor
+from torsh_distributed.parallel.weights.tensor_files import TensorFiles
+from torsh_distributed.parallel.weights.weight_files import stored_tensors
 
 
 def export(
-    saved: SavedCheckpoint, directory: Path, *, key: str = "model", shard_bytes: int, progress: Progress | None = None
+    saved: SavedSnapshot, directory: Path, *, key: str = "model", shard_bytes: int, progress: Progress | None = None
 ) -> list[Path]:
-    """Write the tensors under `key`, without it, in files of about `shard_bytes`; returns the files."""
+    """Write the tensors under `key`, without it, in files of about `shard_bytes`; returns the files.
+
+    Of a transformers model also `config.json` and the generation config, as they were when it was saved.
+    """
     tensors = {name.removeprefix(f"{key}."): kind for name, kind in saved.tensors.items() if name.startswith(f"{key}.")}
     if not tensors:
-        raise CheckpointError(f"{saved.directory.name} has nothing under {key!r}", hint="name another one with --key")
-    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError(f"{saved.place} has nothing under {key!r}", hint="name another one with --key")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} is not empty: nothing is overwritten", hint="name a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    shards = _shards(tensors, shard_bytes)
-    paths = []
-    for number, names in enumerate(shards, 1):
-        single = len(shards) == 1
-        path = directory / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        _write(saved, path, key, {name: tensors[name] for name in names}, progress)
-        paths.append(path)
-    if len(shards) > 1:
-        places = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
-        total = sum(_num_bytes(kind) for kind in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
-    return paths
-
-
-def _write(
-    saved: SavedCheckpoint, path: Path, key: str, tensors: Mapping[str, SavedTensor], progress: Progress | None
-) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, kind in tensors.items():
-        if kind.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {kind.dtype}, which safetensors has no name for")
-        header[name] = {
-            "dtype": _NAMES[kind.dtype],
-            "shape": list(kind.shape),
-            "data_offsets": [end, end + _num_bytes(kind)],
-        }
-        end += _num_bytes(kind)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    facts = saved.values.get(PRETRAINED, {}).get(key)
+    shared = {} if facts is None else facts["shared"]
+    written = directory / ".export"
+    try:
+        written.mkdir(parents=True)
+        files = TensorFiles(written, list(tensors), max_bytes=shard_bytes)
         for name, kind in tensors.items():
-            whole = torch.empty(kind.shape, dtype=kind.dtype)
-            saved.fill(f"{key}.{name}", layout_of(kind.shape, whole_runs(kind.shape), kind.shape), whole)
-            file.write(_bytes_of(whole))
-            if progress is not None:
-                progress(_num_bytes(kind))
-        file.flush()
-        os.fsync(file.fileno())
+            if name not in shared:
+                files.write(name, _whole(saved, f"{key}.{name}", kind))
+                if progress is not None:
+                    progress(torch.Size(kind.shape).numel() * kind.dtype.itemsize)
+        files.finish(directory)
+        written.rmdir()
+        if facts is not None:
+            _write_config(directory, facts, tensors)
+    except OSError as error:
+        shutil.rmtree(written, ignore_errors=True)
+        raise cannot_write(Path(error.filename or directory), error) from error
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _write_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str, SavedTensor]) -> None:
+    config = json.loads(facts["config"])
+    config["architectures"] = [facts["architecture"]]
+    dtypes = [kind.dtype for kind in tensors.values() if kind.dtype.is_floating_point]
+    if dtypes:
+        config["dtype"] = str(dtypes[0]).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if facts["generation"] is not None:
+        (directory / "generation_config.json").write_text(facts["generation"])
 
 
 def model_in(path: Path) -> HeldState:
-    """The tensors of a safetensors file, or of a directory of them, as a state to save; read when it is."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"there is no safetensors file in {path}", hint="name a file, or a directory of them")
+    """The tensors of a safetensors file, or of a directory of them with or without an index, as a state to save.
+
+    Headers are read now, each tensor when it is saved.
+    """
     state = HeldState(values={"model": {}})
-    for file in files:
-        for name, kind, start in _entries(file):
-            layout = layout_of(kind.shape, whole_runs(kind.shape), kind.shape)
-            state.tensors.append(HeldTensor(f"model.{name}", layout, kind.dtype, partial(_read, file, kind, start)))
+    for name, stored in stored_tensors(path).items():
+        layout = layout_of(stored.shape, whole_runs(stored.shape), stored.shape)
+        state.tensors.append(HeldTensor(f"model.{name}", layout, stored.dtype, partial(_read, stored)))
     return state
 
 
-def _entries(path: Path) -> Iterator[tuple[str, SavedTensor, int]]:
-    """Name, kind and first byte of each tensor of a file; CheckpointError unless the file is as it says."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            kind = SavedTensor(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-            start, stop = entry["data_offsets"]
-            if stop - start != _num_bytes(kind) or not 0 <= start <= stop <= size - 8 - length:
-                raise ValueError(f"the bytes of {name} do not fit its shape or the file")
-            yield name, kind, 8 + length + start
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _read(path: Path, kind: SavedTensor, start: int) -> Tensor:
-    whole = torch.empty(kind.shape, dtype=kind.dtype)
-    with path.open("rb") as file:
-        read_exactly(file.fileno(), _bytes_of(whole), start)
+def _read(stored: FileTensor) -> Tensor:
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    read_rows([RowRead(stored, 0, stored.shape[0] if stored.shape else 1, whole)])
     return whole
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _shards(tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, kind in tensors.items():
-        if shards[-1] and held + _num_bytes(kind) > shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += _num_bytes(kind)
-    return shards
-
-
-def _num_bytes(kind: SavedTensor) -> int:
-    return torch.Size(kind.shape).numel() * kind.dtype.itemsize
+def _whole(saved: SavedSnapshot, name: str, kind: SavedTensor) -> Tensor:
+    whole = torch.empty(kind.shape, dtype=kind.dtype)
+    saved.fill(name, layout_of(kind.shape, whole_runs(kind.shape), kind.shape), whole)
+    return whole

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_distributed.checkpoint.run_facts import PRETRAINED, pretrained_facts
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state.held_state import (
     HeldState,
@@ -21,7 +22,7 @@ from torsh_distributed.parallel.state.held_state import (
     optimizer_state,
 )
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, local_part_of
-from torsh_distributed.parallel.state.whole_state import StateParts
+from torsh_distributed.parallel.state.whole_state import StateParts, shared_names
 
 _TENSOR = "__tensor__"
 """Key of the entry that stands for a tensor among an object's plain values."""
@@ -37,6 +38,9 @@ def describe(objects: Mapping[str, Any]) -> HeldState:
             module = _unwrapped(value)
             state.tensors += model_tensors(module, StateParts(), key)
             state.values[key] = extra_states(module)
+            facts = pretrained_facts(module, shared_names(module))
+            if facts is not None:
+                state.values.setdefault(PRETRAINED, {})[key] = facts
         elif isinstance(value, Optimizer):
             held, state.values[key] = optimizer_state(_model_of(value, objects), value, StateParts(), key)
             state.tensors += held
@@ -48,6 +52,16 @@ def describe(objects: Mapping[str, Any]) -> HeldState:
             ]
             state.values[key] = _plain(given, key)
     return state
+
+
+def further_names(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Every further name of a shared tensor of the modules to its first one."""
+    return {
+        f"{key}.{name}": f"{key}.{first}"
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for name, first in shared_names(_unwrapped(value)).items()
+    }
 
 
 def restore(objects: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:

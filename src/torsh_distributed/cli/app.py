@@ -16,6 +16,7 @@ from torsh_distributed.log_level import set_log_level
 COMMANDS = {
     "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
     "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
+    "scale": ("torsh_distributed.cli.scale", "Give a running elastic job more or fewer workers."),
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
@@ -26,6 +27,23 @@ COMMANDS = {
     "top": ("torsh_distributed.cli.observe.top", "Show a job at the terminal: its event files, or a page's address."),
     "compare": ("torsh_distributed.cli.observe.compare", "Compare two runs by their event files."),
     "metrics": ("torsh_distributed.cli.observe.metrics", "Say what is measured; make a Grafana dashboard."),
+    "doctor": (
+        "torsh_distributed.cli.doctor.doctor_command",
+        "Check this machine before a run, or say what a running job is stuck in.",
+    ),
+    "collect": (
+        "torsh_distributed.cli.doctor.collect_command",
+        "Bundle versions, checks, variables, logs and plans for a bug report, with secrets masked.",
+    ),
+    "trace": ("torsh_distributed.cli.trace.trace_commands", "Make timelines of recorded runs, and sum them up."),
+    "why": (
+        "torsh_distributed.cli.trace.why_command",
+        "Say why a recorded run is slow, with the evidence, and what to change, with the gain that follows from it.",
+    ),
+    "tune": (
+        "torsh_distributed.cli.trace.tune_command",
+        "Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true.",
+    ),
     "bench": ("torsh_distributed.cli.bench.app", "Measure this machine: backends, compression, the network."),
     "checkpoint": (
         "torsh_distributed.cli.checkpoint.commands",

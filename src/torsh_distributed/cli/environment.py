@@ -19,6 +19,7 @@ VARIABLES = {
     "TORSH_INIT_TIMEOUT": "seconds the ranks have to meet (300)",
     "TORSH_LOG": "level of the library's messages, in launcher and workers: DEBUG, INFO, WARNING, ERROR, CRITICAL",
     "TORSH_EVENTS_DIR": "directory for each process's events as JSON lines",
+    "TORSH_EVENTS_MAX_MB": "most megabytes of events per process; the oldest are dropped",
     "TORSH_DEBUG": "1 compares every collective between the ranks before it runs, to find a bug",
     "TORSH_PLAN": "plan file, read by Plan.from_env()",
     "TORSH_JOB_TOKEN": "the job's secret, the same on every node; a file (`--token-file`) is safer",

@@ -25,15 +25,6 @@ def lazy_group(commands: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
             self.commands = _LoadedOnAccess({name: module for name, (module, _) in commands.items()})
 
         @override
-        def get_params(self, ctx: Any) -> Any:
-            """Flags that are not given are False: Typer checks None with pydantic, which takes a while to import."""
-            params = super().get_params(ctx)
-            for param in params:
-                if getattr(param, "is_flag", False) and param.default is None:
-                    param.default = False
-            return params
-
-        @override
         def list_commands(self, ctx: Any) -> list[str]:
             return list(commands)
 

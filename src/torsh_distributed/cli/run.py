@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.cli.observe.options import (
@@ -22,8 +25,18 @@ from torsh_distributed.cli.observe.options import (
     PrometheusPort,
     observe_settings,
 )
-from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
-from torsh_distributed.launch.spec import LOOPBACK, Entry, EntryKind, JobSpec, parse_endpoint, parse_nnodes, parse_nproc
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.launch.spec import (
+    LOOPBACK,
+    ElasticSpec,
+    Entry,
+    EntryKind,
+    JobSpec,
+    OnLoss,
+    parse_endpoint,
+    parse_nnodes,
+    parse_nproc,
+)
 
 if TYPE_CHECKING:
     from torsh_distributed.plan import Plan
@@ -34,7 +47,7 @@ CONTEXT_SETTINGS = {
     # torchrun spells its flags with dashes and with underscores.
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-_NODES, _WORKERS, _OUTPUT, _LIMITS = "Nodes", "Workers", "Output", "Time limits"
+_NODES, _WORKERS, _OUTPUT, _LIMITS, _ELASTIC = "Nodes", "Workers", "Output", "Time limits", "Workers that come and go"
 
 
 Script = Annotated[str, typer.Argument(help="Script to run; with -m a module, with --no-python a command.")]
@@ -61,6 +74,14 @@ NoPython = Annotated[bool, typer.Option("--no-python", help="Run a command as it
 Role = Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", rich_help_panel=_WORKERS)]
 Mpi = Annotated[
     bool, typer.Option("--mpi", help="Make the workers one MPI job (MPICH), for mpi4py.", rich_help_panel=_WORKERS)
+]
+RunAs = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        help="Stand in for this library in the workers and take its launcher's options: horovod.",
+        rich_help_panel=_WORKERS,
+    ),
 ]
 PlanFile = Annotated[
     Path | None,
@@ -151,6 +172,17 @@ Verbose = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
 ]
+TraceDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Record events of all ranks here and make trace.json of them at the end.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+TraceLimit = Annotated[
+    float, typer.Option("--trace-limit-mb", min=0.1, help="Most megabytes of a trace.", rich_help_panel=_OUTPUT)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be started, and stop.", rich_help_panel=_OUTPUT)
 ]
@@ -176,11 +208,55 @@ HeartbeatTimeout = Annotated[
     float, typer.Option(help="Seconds of silence after which a node counts as lost.", rich_help_panel=_LIMITS)
 ]
 
+Elastic = Annotated[
+    bool,
+    typer.Option("--elastic", help="Go on when a worker is lost; a plan can say so too.", rich_help_panel=_ELASTIC),
+]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(help="Fewest workers to train with. Default 1, or the plan's.", rich_help_panel=_ELASTIC),
+]
+MaxWorkers = Annotated[
+    int | None, typer.Option(help="Most workers to train with. Default 64, or the plan's.", rich_help_panel=_ELASTIC)
+]
+LossPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--on-loss",
+        help="replace the worker (default), shrink, wait for the replacement, or restart all.",
+        rich_help_panel=_ELASTIC,
+    ),
+]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_WORKER_VARIABLES = "torsh_distributed.run.worker_variables"
+"""Where the translation of another launcher's line leaves variables for the workers."""
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+
+class RunCommand(TyperCommand):
+    """Translates the line first if it is for another library's launcher (`--as`)."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Any: typer has its own click."""
+        from torsh_distributed.migrate.command_lines import find_run_as, translate_line
+
+        ours = {name: not getattr(option, "is_flag", False) for option in self.params for name in option.opts}
+        found = find_run_as(args, ours)
+        if found is not None:
+            line = translate_line(*found, ours)
+            for note in line.notes:
+                typer.echo(f"torsh run --as {found[0]}: {note}", err=True)
+            ctx.meta[_WORKER_VARIABLES] = line.env
+            args = line.args
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+
+@app.command(cls=RunCommand, context_settings=CONTEXT_SETTINGS)
 def run(
+    context: typer.Context,
     script: Script,
     script_args: ScriptArgs = None,
     nproc_per_node: NprocPerNode = "1",
@@ -189,6 +265,7 @@ def run(
     no_python: NoPython = False,
     role: Role = "default",
     mpi: Mpi = False,
+    run_as: RunAs = None,
     plan: PlanFile = None,
     nnodes: Nnodes = "1",
     node_rank: NodeRank = 0,
@@ -206,10 +283,16 @@ def run(
     verbose: Verbose = False,
     json: Json = False,
     dry_run: DryRun = False,
+    trace: TraceDir = None,
+    trace_limit_mb: TraceLimit = 200.0,
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
     heartbeat_timeout: HeartbeatTimeout = 10.0,
+    elastic: Elastic = False,
+    min_workers: MinWorkers = None,
+    max_workers: MaxWorkers = None,
+    on_loss: LossPolicy = None,
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
     dashboard_host: DashboardHost = LOOPBACK,
@@ -220,8 +303,10 @@ def run(
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
-    Takes torchrun's flags and gives workers torchrun's environment. Options come before the script.
+    Takes torchrun's flags and gives workers torchrun's environment. Options come before the script. With --as, those of
+    another library's launcher too.
     """
+    assert run_as is None, "taken out of the line before it is read"
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
@@ -245,7 +330,11 @@ def run(
         token=_read_token(token_file),
         allows_no_token=no_token,
         serves_torch_store=torch_store,
-        env={} if plan is None else {"TORSH_PLAN": str(plan.resolve())},
+        env={
+            **context.meta.get(_WORKER_VARIABLES, {}),
+            **({} if plan is None else {"TORSH_PLAN": str(plan.resolve())}),
+            **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
+        },
         observe=observe_settings(
             chosen,
             dashboard=dashboard,
@@ -260,9 +349,55 @@ def run(
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
         heartbeat_timeout_s=heartbeat_timeout,
+        elastic=elastic_spec(
+            _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        ),
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
-        raise typer.Exit(_describe(job) if dry_run else _launch(job))
+        if dry_run:
+            raise typer.Exit(_describe(job))
+        with _recorded(trace, trace_limit_mb, arguments=_own_arguments()) if trace is not None else nullcontext():
+            exit_code = _launch(job)
+        raise typer.Exit(exit_code)
+
+
+def elastic_spec(
+    planned: dict[str, Any],
+    *,
+    wanted: bool,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    on_loss: str | None = None,
+) -> ElasticSpec | None:
+    """How workers may come and go, from the options and from a plan's section; options win."""
+    given = {"min_workers": min_workers, "max_workers": max_workers, "on_loss": on_loss}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not (wanted or planned):
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InvalidArgument(f"{names} without --elastic has no effect", hint="add --elastic")
+        return None
+    if given.get("on_loss", "replace") not in get_args(OnLoss):
+        raise InvalidArgument(f"--on-loss must be one of {', '.join(get_args(OnLoss))}", on_loss=on_loss)
+    return ElasticSpec(**{**planned, **given})
+
+
+def _planned_elastic(path: Path | None) -> dict[str, Any]:
+    """What a plan says for the launcher; empty if it does not ask for it."""
+    if path is None:
+        return {}
+    from torsh_distributed.plan import Plan
+
+    section = Plan.compose(path, environ=os.environ).elastic
+    if not section.enabled:
+        return {}
+    return {
+        "min_workers": section.min_workers,
+        "max_workers": section.max_workers,
+        "on_loss": "restart" if section.mode == "restart" else section.on_loss,
+        "hang_timeout_s": section.heartbeat_timeout_s,
+        "wait_timeout_s": section.scaling_timeout_s,
+    }
 
 
 def _describe(job: JobSpec) -> int:
@@ -280,6 +415,50 @@ def _launch(job: JobSpec) -> int:
     from torsh_distributed.launch.job import launch_job
 
     return launch_job(job)
+
+
+def _trace_variables(trace: Path | None, limit_mb: float, *, num_ranks: int) -> dict[str, str]:
+    """What makes the workers record, each within its share of the limit; an event takes about as much as its slice."""
+    if trace is None:
+        return {}
+    return {
+        "TORSH_EVENTS_DIR": str((trace / "events").resolve()),
+        "TORSH_EVENTS_MAX_MB": str(max(1.0, 2 * limit_mb / num_ranks)),
+    }
+
+
+@contextmanager
+def _recorded(trace: Path, limit_mb: float, *, arguments: list[str]) -> Iterator[None]:
+    """Around the job: how it was started, the launcher's own events, and at the end the timeline."""
+    import json
+    import sys
+
+    from torsh_distributed.cli.trace.trace_commands import merged
+    from torsh_distributed.events import JsonlSink
+
+    with JsonlSink(trace / "events"):
+        (trace / "run.json").write_text(json.dumps({"arguments": arguments, "directory": str(Path.cwd())}) + "\n")
+        yield
+    try:
+        typer.echo(f"torsh run: {merged(trace, trace / 'trace.json', limit_mb=limit_mb)}", err=True)
+        typer.echo(f"torsh run: `torsh why {trace}` says where the time went", err=True)
+    except IoError as error:
+        # The job's own end is what counts: a script without events has no timeline.
+        print_error(error)
+        sys.stderr.flush()
+
+
+def _own_arguments() -> list[str]:
+    """The command line of this `torsh run`, without what asks for a trace: `torsh tune` starts it again."""
+    import sys
+
+    given = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
+    for name in ("--trace", "--trace-limit-mb", "--trace_limit_mb"):
+        # The first is ours: options of the script come after it.
+        at = next((at for at, one in enumerate(given) if one == name or one.startswith(f"{name}=")), None)
+        if at is not None:
+            given = given[:at] + given[at + (1 if "=" in given[at] else 2) :]
+    return given
 
 
 def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.errors import ConfigurationError, ProcessFailure, TorshError
+from torsh_distributed.comm.groups.abort import abort
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, ProcessFailure, TorshError
 
 
 def require_same(
@@ -75,6 +76,24 @@ def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[N
                 operation=operation,
                 rank=rank,
             )
+
+
+@contextmanager
+def end_together(operation: str, group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """Run a block in which ranks wait for each other's messages; a rank that raises ends the group, so none waits on.
+
+    Unlike in `fail_together` ranks may fail anywhere, one alone or in the middle of a message. Its peers raise
+    CommunicationError with the reason as soon as they wait for it, and the group refuses work from then on.
+    `operation` completes "rank 1 could not …".
+    """
+    try:
+        yield group
+    except Exception as error:
+        try:
+            abort(f"could not {operation}: {_in_one_line(error).splitlines()[0]}", group=group)
+        except FeatureNotAvailable as unknown:
+            error.add_note(f"Other ranks may wait until their timeout: {unknown}")
+        raise
 
 
 def _in_one_line(failure: Exception) -> str:

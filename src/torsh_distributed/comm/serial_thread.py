@@ -70,7 +70,9 @@ class SerialThread:
         """Accept no more and end the thread after what was submitted; does not wait."""
         with self._lock:
             self._is_closed = True
-        self._finalizer()
+        # Not by calling the finalizer: at interpreter exit it may do nothing any more, and the thread would wait on.
+        if self._finalizer.detach() is not None:
+            self._queue.put(None)
 
     def close(self, timeout_s: float) -> None:
         """`stop`, then wait for the end; OperationTimeout after `timeout_s`."""

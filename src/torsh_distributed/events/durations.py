@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ def phase(name: Phase) -> Iterator[None]:
         return
     started = time.monotonic()
     yield
-    emit(PhaseEvent(phase=name, start_s=started, duration_s=time.monotonic() - started))
+    ended = time.monotonic()
+    emit(PhaseEvent(phase=name, start_s=started, duration_s=ended - started, thread=threading.get_ident()))
 
 
 def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
@@ -37,7 +39,9 @@ def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def waiting(op: str, group: str, *, num_started: int = 0, num_bytes: int = 0) -> Iterator[None]:
+def waiting(
+    op: str, group: str, *, num_started: int = 0, num_bytes: int = 0, sequence: int | None = None
+) -> Iterator[None]:
     """Around a wait for an operation of a group: emits a WaitEvent unless it raises."""
     if not wanted(WaitEvent):
         yield
@@ -52,5 +56,7 @@ def waiting(op: str, group: str, *, num_started: int = 0, num_bytes: int = 0) ->
             num_bytes=num_bytes,
             start_s=started,
             duration_s=time.monotonic() - started,
+            sequence=sequence,
+            thread=threading.get_ident(),
         )
     )

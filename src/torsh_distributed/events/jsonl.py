@@ -1,7 +1,8 @@
 """The JSON-lines sink: every process appends its events to `dir/rank-<R>.jsonl`, which this user alone can read.
 
 Lines are buffered and written with one append at least every second and at exit; after SIGKILL the file is complete up
-to the last flush and has no partial line.
+to the last flush and has no partial line. With a limit, a file that has reached half of it is set aside as
+`rank-<R>.older.jsonl`, in place of the one before: the latest events are kept.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class JsonlSink:
     thread writes them itself.
     """
 
-    def __init__(self, directory: str | Path, *, interval_s: float = 1.0) -> None:
+    def __init__(self, directory: str | Path, *, interval_s: float = 1.0, limit_bytes: int | None = None) -> None:
         self._directory = Path(directory)
+        self._limit_bytes = limit_bytes
         self._interval_s = interval_s
         self._pending: list[str] = []
         self._lock = threading.Lock()
@@ -106,6 +108,10 @@ class JsonlSink:
             try:
                 fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
                 try:
+                    if self._limit_bytes is not None and os.fstat(fd).st_size > self._limit_bytes // 2:
+                        os.close(fd)
+                        self.path.replace(self.path.with_suffix(".older.jsonl"))
+                        fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
                     while data:
                         data = data[os.write(fd, data) :]
                 finally:

@@ -103,6 +103,8 @@ class PhaseEvent(Event):
     start_s: float
     """Monotonic clock."""
     duration_s: float
+    thread: int | None = None
+    """Tells the threads of a process apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,10 @@ class WaitEvent(Event):
     start_s: float
     """Monotonic clock."""
     duration_s: float
+    sequence: int | None = None
+    """The group's number of a collective that was started here; the same on every rank."""
+    thread: int | None = None
+    """Tells the threads of a process apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.signals import SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
+from torsh_distributed.launch.nodes.diagnosis_listener import DiagnosisListener, RunningJob
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
@@ -59,6 +60,12 @@ def launch_job(spec: JobSpec) -> int:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
+            if spec.elastic is not None:
+                from torsh_distributed.launch.control.job_commands import JobCommands
+
+                stack.enter_context(JobCommands(loop, spec.run_id, leader.answer))
+                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
+            stack.enter_context(_open_to_questions(spec, loop, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
@@ -66,6 +73,18 @@ def launch_job(spec: JobSpec) -> int:
 
             stack.enter_context(Follower(spec, loop, output, node, token=token))
         return loop.run()
+
+
+def _open_to_questions(spec: JobSpec, loop: Loop, leader: Leader) -> DiagnosisListener:
+    """Let `torsh doctor` ask what the job is doing."""
+    job = RunningJob(
+        pid=os.getpid(),
+        run_id=spec.run_id,
+        num_ranks=spec.world_size,
+        node_rank=spec.node_rank,
+        command=shlex.join(command_line(spec.entry)),
+    )
+    return DiagnosisListener(loop, job, diagnose=lambda reply: leader.diagnose(lambda found: reply(found.to_dict())))
 
 
 def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:

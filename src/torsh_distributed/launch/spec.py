@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.observe.settings import ObserveSettings
@@ -41,6 +42,43 @@ class WorkerPlace:
     rank: int
     local_rank: int
     node_rank: int
+
+
+OnLoss = Literal["replace", "shrink", "wait", "restart"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticSpec:
+    """How a job goes on when workers come and go."""
+
+    min_workers: int = 1
+    """With fewer it waits for replacements, or ends where there are none."""
+
+    max_workers: int = 64
+    """More are not let in."""
+
+    on_loss: OnLoss = "replace"
+    """After a loss: go on and replace the worker, go on smaller, wait for the replacement, or restart all."""
+
+    max_replacements: int = 100
+    """Workers started in place of lost ones, in all; afterwards the job goes on smaller."""
+
+    stop_timeout_s: float = 0.4
+    """How long a worker may be stopped (SIGSTOP) before it is given up."""
+
+    hang_timeout_s: float = 10.0
+    """How long native code may hold Python's lock before the worker is given up."""
+
+    wait_timeout_s: float = 300.0
+    """How long training waits for capacity."""
+
+    def __post_init__(self) -> None:
+        _at_least("min_workers", self.min_workers, 1)
+        if self.max_workers < self.min_workers:
+            raise InvalidArgument(
+                f"min_workers {self.min_workers} is above max_workers {self.max_workers}",
+                hint="lower --min-workers or raise --max-workers",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +151,9 @@ class JobSpec:
     heartbeat_timeout_s: float = 10.0
     """Silence after which a node counts as lost."""
 
+    elastic: ElasticSpec | None = None
+    """Whether workers may come and go while the job runs; None keeps the world as it is."""
+
     def __post_init__(self) -> None:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
         _at_least("nnodes", self.nnodes, 1)
@@ -130,6 +171,19 @@ class JobSpec:
             )
         if self.master_port is not None and not 0 <= self.master_port < 2**16:
             raise InvalidArgument("the master port must lie between 0 and 65535", master_port=self.master_port)
+        if self.elastic is not None and self.serves_torch_store:
+            raise InvalidArgument(
+                "--elastic and --torch-store exclude each other: waits in torch's store cannot be ended",
+                hint="leave out --torch-store",
+            )
+        if self.elastic is not None and not (
+            self.elastic.min_workers <= self.nnodes * self.nproc_per_node <= self.elastic.max_workers
+        ):
+            raise InvalidArgument(
+                f"the job starts with {self.nnodes * self.nproc_per_node} workers, outside the "
+                f"{self.elastic.min_workers} to {self.elastic.max_workers} that it may have",
+                hint="change --nproc-per-node, --min-workers or --max-workers",
+            )
         if self.nnodes > 1 and self.master_port == 0:
             raise InvalidArgument(
                 "with several nodes the master port must be known to all of them",
@@ -143,6 +197,11 @@ class JobSpec:
                 hint="it names directories and appears in the workers' environment",
                 run_id=self.run_id,
             )
+
+    @property
+    def keeps_spare(self) -> bool:
+        """Whether a process that has imported torch is kept to fork workers from."""
+        return (self.elastic is not None or self.max_restarts > 0) and self.entry.kind is not EntryKind.COMMAND
 
     @property
     def world_size(self) -> int:

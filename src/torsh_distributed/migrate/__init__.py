@@ -1,1 +1,8 @@
-"""Other frameworks' configs as plans."""
+"""Coming over from other libraries: their modules under their names, their command lines, their configs.
+
+`stand_in` puts a module of ours in place of theirs; `horovod` is the first.
+"""
+
+from torsh_distributed.lazy import exports as _exports
+
+__all__, __getattr__, __dir__ = _exports(__name__)

@@ -13,6 +13,8 @@ from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
 from torsh_distributed.parallel.expert import moe_layers
 from torsh_distributed.parallel.expert.choose import expert_strategy
+from torsh_distributed.parallel.expert.expert_weights import load_spread
+from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
@@ -53,7 +55,9 @@ def strategy_for(
         return composed_strategy(model, plan, example=example, weights=weights)
     _prepare_layers(model, plan)
     has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
-    if weights is not None and (kind != "sharded" or has_experts):
+    if weights is not None and plan.mesh.ep > 1 and spread_names(model, plan.mesh.ep):
+        load_spread(model, plan, weights)
+    elif weights is not None and (kind != "sharded" or has_experts):
         _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
     elif is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
@@ -64,7 +68,10 @@ def strategy_for(
     if kind == "paged":
         return paged_strategy(model, plan)
     if kind == "replicated":
-        return DataParallel(model, plan.ddp, plan.distributed, **gradient_options(plan))
+        # Others write into a replica during a divided update: if one of them dies in it, the replica is neither the
+        # old nor the new one.
+        divides = not plan.elastic.enabled
+        return DataParallel(model, plan.ddp, plan.distributed, divides_update=divides, **gradient_options(plan))
     device = process_group.device() if is_on_meta(model) else check_one_device(model)
     mesh = Mesh(plan.mesh, device_type=device.type)
     if kind == "sharded_optimizer":

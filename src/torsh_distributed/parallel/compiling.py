@@ -6,11 +6,12 @@ stay outside the graph. Layers of one class share their graphs, so a deep model 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ _MODES = {
 }
 """torch's name for (autotune, cuda_graphs)."""
 _SHOWN = 3
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compile_model(model: nn.Module, config: CompileConfig, *, layers: Named | None = None) -> Named:
@@ -43,6 +45,7 @@ def compile_model(model: nn.Module, config: CompileConfig, *, layers: Named | No
         return {}
     chosen = {"": model} if config.scope == "model" else (layers or repeated_layers(model) or {"": model})
     raise_recompile_limit(config)
+    _keep_outside()
     for number, (name, module) in enumerate(chosen.items(), 1):
         progress = f"{number} of {len(chosen)}"
         label = f"{name or 'the model'} ({type(module).__name__})"
@@ -55,6 +58,34 @@ def raise_recompile_limit(config: CompileConfig) -> None:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, config.recompile_limit)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * config.recompile_limit)
+
+
+OUTSIDE = "communicates between ranks, which no graph contains"
+"""Why torch breaks a graph at a function of ours."""
+
+_outside: list[list[Callable[..., Any]]] = []
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Let a function that sends, or draws numbers for this rank, run as written where it is called in a compiled layer.
+
+    Torch's own decorator imports its compiler, which takes a second: it is put around the function when a model is
+    compiled.
+    """
+    held: list[Callable[..., Any]] = [function]
+    _outside.append(held)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return held[0](*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+def _keep_outside() -> None:
+    for held in _outside:
+        if not hasattr(held[0], "_torchdynamo_disable"):
+            held[0] = torch.compiler.disable(held[0], reason=OUTSIDE)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 class Compiled:
@@ -100,8 +131,9 @@ class Compiled:
             ) from error
         self._is_warm = True
         reasons = [reason for reason, count in breaks.items() if count > before.get(reason, 0)]
-        if reasons:
-            shown = "; ".join(_first_line(reason) for reason in reasons[:_SHOWN])
+        unexpected = [reason for reason in reasons if OUTSIDE not in reason]
+        if unexpected:
+            shown = "; ".join(_first_line(reason) for reason in unexpected[:_SHOWN])
             _log.warning(
                 "%s is compiled in parts, which may be slower than not at all: %s"
                 ' (compile.graph_breaks = "refuse" shows where)',

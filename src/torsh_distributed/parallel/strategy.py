@@ -58,6 +58,9 @@ class Strategy(ABC):
         """The user's model with all its modules; those that other ranks hold are on the meta device."""
         return self.unwrapped
 
+    def reshard(self) -> None:  # noqa: B027 (most strategies gather nothing)
+        """Free what was left gathered, as after evaluation; before state is read or written."""
+
     @property
     def has_whole_forward(self) -> bool:
         """Whether the user's model can be called as it was given: its own methods work on this rank's inputs."""
@@ -138,14 +141,17 @@ class Strategy(ABC):
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`model` and `optimizer` state by parameter name: whole tensors, equal on every rank; all ranks call this."""
+        self.reshard()
+        parts = self.state_parts()
         return {
-            "model": whole_state.model_state(self.unwrapped),
-            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer),
+            "model": whole_state.model_state(self.whole_model, parts),
+            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer, parts),
         }
 
     def whole_tensors(self) -> Iterator[tuple[str, Any]]:
         """The entries of the model's state, whole, one at a time; all ranks iterate to the end."""
-        yield from whole_state.iterate_model_state(self.unwrapped)
+        self.reshard()
+        yield from whole_state.iterate_model_state(self.whole_model, self.state_parts())
 
     def state_names(self) -> list[str]:
         """The names that `whole_tensors` gives, in its order."""
@@ -157,15 +163,10 @@ class Strategy(ABC):
 
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of `whole_state()`, saved under any strategy and world size; equal on all ranks."""
-        whole_state.load_model_state(self.unwrapped, state["model"])
-        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"])
-
-    def before_state(self) -> nn.Module:
-        """Called before state is read or written in place; returns the model whose tensors it is, as its user wrote it.
-
-        Tensors that other ranks hold are on the meta device.
-        """
-        return self.unwrapped
+        self.reshard()
+        parts = self.state_parts()
+        whole_state.load_model_state(self.whole_model, state["model"], parts)
+        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"], parts)
 
     def state_parts(self) -> StateParts:
         """How this rank's tensors lie in the whole ones."""
@@ -173,12 +174,13 @@ class Strategy(ABC):
 
     def held_state(self, optimizer: Optimizer) -> HeldState:
         """This rank's part of model and optimizer, nothing gathered; every rank calls this."""
-        return held_state(self.before_state(), self.unwrapped, optimizer, self.state_parts())
+        self.reshard()
+        return held_state(self.whole_model, self.unwrapped, optimizer, self.state_parts())
 
     def load_held_state(self, optimizer: Optimizer, saved: SavedState, *, with_optimizer: bool = True) -> None:
         """Load this rank's part of what `held_state` of any plan and world size described; every rank calls this."""
-        model = self.before_state()
-        load_model(model, saved, self.state_parts())
+        self.reshard()
+        load_model(self.whole_model, saved, self.state_parts())
         if with_optimizer:
             load_optimizer(self.unwrapped, optimizer, saved, self.state_parts())
 

@@ -12,7 +12,6 @@ from torsh_distributed.plan.compatibility.offload_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {
-    "elastic": None,
     "retry": None,
 }
 """Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands

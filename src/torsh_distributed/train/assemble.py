@@ -25,6 +25,7 @@ from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
+from torsh_distributed.train.continuing.elastic_steps import elastic_steps_for, with_elastic
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
@@ -58,7 +59,7 @@ def parallelize(
     cannot be traced into stages. Parameters and buffers become those of rank 0. Settings that this version does not
     support are refused here, before the first step.
     """
-    chosen = plan or Plan()
+    chosen = with_elastic(plan or Plan())
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
     chosen.validate(process_group.world_size())
@@ -80,7 +81,9 @@ def parallelize(
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
-    return Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
+    engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
+    engine.elastic = elastic_steps_for(engine)
+    return engine
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,15 +13,21 @@ from torch.optim import Optimizer
 from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+from torsh_distributed.checkpoint.random_generators import random_state
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
+from torsh_distributed.checkpoint.replicas.recovery import RecoveredState
 from torsh_distributed.checkpoint.restoring import world_group
+from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.parallel.state.held_state import MODEL
+from torsh_distributed.parallel.state.held_state import MODEL, HeldState
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
 from torsh_distributed.train.precision import Precision
+
+_log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
@@ -46,15 +53,23 @@ class EngineCheckpoints:
     def __init__(self, engine: Resumable) -> None:
         self._engine = engine
         self._managers: dict[Path, CheckpointManager] = {}
-        if engine.plan.checkpoint.enabled:
+        section = engine.plan.checkpoint
+        self.replicas: NeighbourReplicas | None = None
+        """The ranks' state in each other's memory, if the plan has `checkpoint.replica_every_steps`."""
+        if section.enabled:
             self._manager(None).watch()
+        if section.enabled and section.replica_every_steps is not None:
+            self.replicas = self._neighbours()
 
     def after_step(self, loss: float) -> None:
         """Save if the plan's section says so."""
-        if not self._engine.plan.checkpoint.enabled:
+        section = self._engine.plan.checkpoint
+        if not section.enabled:
             return
-        manager = self._manager(None)
-        decision = manager.decide(self._engine.num_steps)
+        manager, step = self._manager(None), self._engine.num_steps
+        if self.replicas is not None and section.replica_every_steps and step % section.replica_every_steps == 0:
+            self._replicate(self.replicas, loss)
+        decision = manager.decide(step)
         if decision is not None:
             self._save(manager, decision.reason, loss)
             manager.end_if_told(decision)
@@ -84,6 +99,20 @@ class EngineCheckpoints:
         for manager in self._managers.values():
             manager.close()
         self._managers = {}
+        if self.replicas is not None:
+            self.replicas.close()
+            self.replicas = None
+
+    def abandon(self, reason: str) -> NeighbourReplicas | None:
+        """After a rank was lost: give up what is being written, without waiting for that rank; older ones stay whole.
+
+        Returns the copies in memory, which stay, for `recover`; the caller closes them once all ranks have loaded.
+        """
+        for manager in self._managers.values():
+            manager.abandon(reason)
+        self._managers = {}
+        replicas, self.replicas = self.replicas, None
+        return replicas
 
     def resume(self) -> CheckpointMetadata | None:
         """Load the newest checkpoint of the plan's directory, if it has any."""
@@ -98,13 +127,27 @@ class EngineCheckpoints:
         model_only: bool = False,
     ) -> CheckpointMetadata:
         """Load the newest whole checkpoint under `path` or the plan's directory, or the one of `step`."""
-        engine, manager = self._engine, self._manager(path)
-        saved = manager.open(step)
+        manager = self._manager(path)
+        return self._load(manager, manager.open(step), strict=strict, model_only=model_only)
+
+    def restore(self, recovered: RecoveredState) -> CheckpointMetadata:
+        """Load what `recover` put together from the ranks' memory, in place; every rank calls this."""
+        try:
+            return self._load(self._manager(None), recovered, strict=True, model_only=False)
+        finally:
+            recovered.close()
+
+    def _load(
+        self, manager: CheckpointManager, saved: SavedSnapshot, *, strict: bool, model_only: bool
+    ) -> CheckpointMetadata:
+        engine = self._engine
         if not model_only and "engine" not in saved.values:
             raise CheckpointError(
-                f"{saved.directory.name} holds no Engine's state: a CheckpointManager of one's own loop saved it",
+                f"{Path(saved.place).name} holds no Engine's state: a CheckpointManager of one's own loop saved it",
                 hint="load the model alone with model_only=True, or load it with CheckpointManager",
             )
+        further = engine.strategy.shared_names()
+        saved.alias({f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in further.items()})
         manager.fit(saved, engine.strategy.held_state(engine.optimizer), [MODEL], strict=strict)
         with fail_together("load the checkpoint", world_group()):
             engine.strategy.load_held_state(engine.optimizer, saved, with_optimizer=not model_only)
@@ -117,9 +160,17 @@ class EngineCheckpoints:
         own = manager.loaded(saved, with_generators=not model_only, seed=engine.plan.training.seed)
         if own is not None and not model_only and _place(engine.plan) == own["place"]:
             engine.strategy.load_state_dict(own["strategy"])
-        return saved.manifest.metadata
+        return saved.metadata
 
     def _save(self, manager: CheckpointManager, reason: str, loss: float | None) -> None:
+        manager.save_held(self._engine.num_steps, self._state(), reason, own=self._own(), **self._facts(loss))
+
+    def _replicate(self, replicas: NeighbourReplicas, loss: float | None) -> None:
+        manager, step = self._manager(None), self._engine.num_steps
+        metadata = manager.metadata_of(step, "replica", **self._facts(loss))
+        replicas.update(self._state(), {"random": random_state(), **self._own()}, metadata)
+
+    def _state(self) -> HeldState:
         engine = self._engine
         engine.settle()
         state = engine.strategy.held_state(engine.optimizer)
@@ -131,16 +182,24 @@ class EngineCheckpoints:
             "epoch": engine.epoch,
             "num_batches": engine.num_batches,
         }
-        rates = [float(group["lr"]) for group in engine.optimizer.param_groups]
-        manager.save_held(
-            engine.num_steps,
-            state,
-            reason,
-            own={"place": _place(engine.plan), "strategy": engine.strategy.state_dict()},
-            loss=loss,
-            epoch=engine.epoch,
-            learning_rate=rates[0] if rates else None,
-        )
+        pretrained = run_facts.pretrained_facts(engine.strategy.whole_model, engine.strategy.shared_names())
+        if pretrained is not None:
+            state.values[run_facts.PRETRAINED] = {MODEL: pretrained}
+        return state
+
+    def _own(self) -> dict[str, Any]:
+        """This rank's own values, beside its generators."""
+        return {"place": _place(self._engine.plan), "strategy": self._engine.strategy.state_dict()}
+
+    def _facts(self, loss: float | None) -> dict[str, Any]:
+        rates = [float(group["lr"]) for group in self._engine.optimizer.param_groups]
+        return {"loss": loss, "epoch": self._engine.epoch, "learning_rate": rates[0] if rates else None}
+
+    def _neighbours(self) -> NeighbourReplicas | None:
+        if world_group() is None:
+            _log.warning("checkpoint.replica_every_steps has no effect: there is no other rank to keep a copy")
+            return None
+        return NeighbourReplicas()
 
     def _manager(self, path: str | os.PathLike[str] | None) -> CheckpointManager:
         """The manager of a directory: one for each, so two saves to it never overlap."""

@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch, RankBatch, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.continuing.divided_batches import DividedBatches
+from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.loss import LossFn, loss_of
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from torsh_distributed.train.checkpointing import EngineCheckpoints
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,6 +93,9 @@ class Engine:
         self.learning_rate = LearningRate(
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
+        self.elastic: ElasticSteps | None = None
+        """In an elastic job: what lets steps outlive a lost rank."""
+        self._pieces: DividedBatches | None = None
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
         self._unread_norm: HostValue | None = None
@@ -111,19 +118,20 @@ class Engine:
         The loader's batches are global: the same at every world size, each sample seen by one rank. After
         `load_state_dict` the first epoch resumes where it stopped. `epochs` ends the iteration earlier.
         """
-        degree = self.strategy.data_degree
+        if self.elastic is not None:
+            self.elastic.join()
         last = None if epochs is None else self.epoch + epochs
         while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
             found, was_whole_epoch = False, self.num_batches == 0
             pieces = self._sharded(loader, epoch=self.epoch, skip=self.num_batches)
+            self._pieces = pieces if isinstance(pieces, DividedBatches) else None
             for piece in events.each_in_phase("data", pieces):
                 self.num_batches += 1
-                if piece.total < degree:
+                if piece.total < self.strategy.data_degree:
                     self._warn_left_out(piece.total)
                     continue
                 found = True
-                self._evenness = piece.num_samples * degree / piece.total
-                yield to_device(piece.batch, self._device)
+                yield self._take(piece)
                 self._evenness = 1.0
                 if self.num_steps >= self.plan.training.steps:
                     self.settle()
@@ -132,7 +140,7 @@ class Engine:
                 raise InvalidArgument(
                     "the loader gave no batch that every rank can have a share of",
                     hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
-                    num_ranks=degree,
+                    num_ranks=self.strategy.data_degree,
                 )
             self.epoch += 1
             self.num_batches = 0
@@ -141,8 +149,13 @@ class Engine:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
 
         The batch is split into `training.gradient_accumulation` microbatches; gradients are averaged with the last.
-        After an exception the parameters are unchanged, unless a rank died during the update itself.
+        After an exception the parameters are unchanged, unless a rank died during the update itself. In an elastic job
+        that goes on in place, a lost rank is no exception: the others do its part of the batch.
         """
+        return self.step_once(batch) if self.elastic is None else self.elastic.step(batch)
+
+    def step_once(self, batch: Batch) -> float:
+        """`step` in the present world: raises if a rank is lost."""
         for piece in self.microbatches(batch):
             self.backward(self.forward(piece))
         return self.apply()
@@ -187,7 +200,8 @@ class Engine:
             if update.mean is not None:
                 update.mean.wait()
             # Started before backward so it overlaps with it.
-            update.mean = self.strategy.mean_loss(update.loss)
+            averaging = self.strategy if self.elastic is None else self.elastic
+            update.mean = averaging.mean_loss(update.loss)
         with (
             events.phase("backward"),
             self.strategy.accumulating(is_last=update.is_last),
@@ -277,7 +291,7 @@ class Engine:
         Each rank writes what it holds. With `wait`, returns once it is on the disk; else once it is copied into memory:
         a failure to write it then raises at the next save.
         """
-        self.checkpoints.save(path, wait=wait)
+        self._together(lambda: self.checkpoints.save(path, wait=wait))
 
     def load(
         self,
@@ -295,7 +309,12 @@ class Engine:
         return self.checkpoints.load(path, step=step, strict=strict, model_only=model_only)
 
     def resume(self) -> CheckpointMetadata | None:
-        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew."""
+        """`load` the newest checkpoint of the plan's directory, if it has any; None if training starts anew.
+
+        A worker that joins a running job loads nothing: it gets the state of the others at the first batch.
+        """
+        if self.elastic is not None and self.elastic.is_joining:
+            return None
         return self.checkpoints.resume()
 
     @overload
@@ -313,13 +332,15 @@ class Engine:
         """
         self.settle()
         with attending_with(self.plan.training.attention):
-            return evaluate(
-                self.strategy,
-                self._sharded(loader, epoch=0, skip=0),
-                loss_fn=self._loss_fn,
-                precision=self.precision,
-                device=self._device,
-                metrics=metrics,
+            return self._together(
+                lambda: evaluate(
+                    self.strategy,
+                    self._sharded(loader, epoch=0, skip=0),
+                    loss_fn=self._loss_fn,
+                    precision=self.precision,
+                    device=self._device,
+                    metrics=metrics,
+                )
             )
 
     def export(
@@ -393,13 +414,58 @@ class Engine:
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
 
+    def regrouped(self, strategy: Strategy) -> None:
+        """Go on in another world, between two steps or with the one that was interrupted given up; every rank of it.
+
+        `strategy` is over the new world. The learning rate follows the number of replicas as the plan says.
+        """
+        self.strategy = strategy
+        self._update = self._unread_norm = None
+        self.optimizer.zero_grad(set_to_none=True)
+        self.learning_rate.rescale(strategy.data_degree)
+
+    def finish_saves(self) -> None:
+        """Wait until nothing is being written; every rank calls this."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def abandon_saves(self) -> None:
+        """The world is about to change: what is being written, with ranks that may be gone, is given up."""
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            replicas = checkpoints.abandon("the world changes")
+            if replicas is not None:
+                replicas.close()
+
+    def divide_again(self, batch: Batch, *, is_done: bool) -> Batch:
+        """After `regrouped`: this rank's share of the current batch, and of those to come.
+
+        `is_done`: the current batch was trained on. A batch that is not from `batches` stays as it is.
+        """
+        if self._pieces is None:
+            return batch
+        place = self.strategy.data_rank, self.strategy.data_degree
+        if is_done:
+            self._pieces.divide_next(*place)
+            return batch
+        return self._take(self._pieces.divide(*place))
+
+    def _take(self, piece: RankBatch) -> Batch:
+        self._evenness = piece.num_samples * self.strategy.data_degree / piece.total
+        return to_device(piece.batch, self._device)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """What all ranks do together, outside of steps."""
+        return call() if self.elastic is None else self.elastic.protected(call)
+
     def _begun(self) -> _Update:
         if self._update is None:
             self._update = _Update()
         return self._update
 
     def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[RankBatch]:
-        return sharded(
+        divide = sharded if self.elastic is None else DividedBatches
+        return divide(
             loader,
             part=self.strategy.data_rank,
             num_parts=self.strategy.data_degree,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_app import torsh
-from tests.observe.job.test_event_files import write_run
+from tests.observe.job.test_run_files import write_run
 
 pytestmark = pytest.mark.ranks
 

@@ -132,3 +132,14 @@ def test_a_killed_guardian_is_replaced_and_told_again(family: Family, mark: str)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert family.are_gone()
+
+
+def test_ctrl_c_before_a_helper_has_its_session_does_not_end_it(mark: str) -> None:
+    guardian = Guardian(mark)
+    try:
+        status = Path(f"/proc/{guardian.pid}/status").read_text()
+        (blocked,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")]
+        assert int(blocked, 16) & 1 << signal.SIGINT - 1
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        guardian.close()

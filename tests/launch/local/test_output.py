@@ -166,6 +166,7 @@ Traceback (most recent call last):
   File "threading.py", line 4, in _shutdown
 KeyboardInterrupt:
 after
+KeyboardInterrupt
 Traceback (most recent call last):
   File "train.py", line 5, in <module>
 KeyboardInterrupt

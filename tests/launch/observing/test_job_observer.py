@@ -130,7 +130,7 @@ def test_node_0_sees_the_ranks_of_all_nodes_across_a_restart(world: World, tmp_p
         tmp_path,
         """
         from torsh_distributed import events, observe
-        from torsh_distributed.launch.worker.metric_reporting import report_metrics
+        from torsh_distributed.launch.worker.event_recording import report_metrics
         report_metrics()
         if attempt == 0 and rank == 3:
             sys.exit(7)

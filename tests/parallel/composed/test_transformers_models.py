@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.tiny_transformers import (
     BATCH,
@@ -20,7 +22,15 @@ from tests.parallel.tiny_transformers import (
 )
 from torsh_distributed import events
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.plan import ActivationConfig, ContextConfig, MeshConfig, PipelineConfig, Plan, TrainingConfig
+from torsh_distributed.plan import (
+    ActivationConfig,
+    CompileConfig,
+    ContextConfig,
+    MeshConfig,
+    PipelineConfig,
+    Plan,
+    TrainingConfig,
+)
 from torsh_distributed.plan.sections.axes.pipeline import STAGES_PER_RANK
 from torsh_distributed.train import Engine, parallelize
 
@@ -28,7 +38,8 @@ pytestmark = pytest.mark.needs_library("transformers")
 
 STEPS = 5
 Case = tuple[str, Plan, dict[str, Any]]
-"""A model, a plan, and options: batches `padded` or with an `even` number of labels, `own` loss of the model or not."""
+"""A model, a plan, and options: batches `padded` or with an `even` number of labels, `own` loss of the model or not,
+`changes` to its config."""
 
 
 def plan_of(mesh: MeshConfig, **sections: Any) -> Plan:
@@ -40,8 +51,8 @@ def schedule(name: str, num_microbatches: int = 4) -> PipelineConfig:
     return PipelineConfig(schedule=name, stages_per_rank=STAGES_PER_RANK[name][0], num_microbatches=num_microbatches)
 
 
-def data(name: str, *, own: bool = True, **kind: bool) -> list[Any]:
-    made = tiny_batches(name, STEPS, **kind)
+def data(name: str, *, own: bool = True, num_steps: int = STEPS, **kind: bool) -> list[Any]:
+    made = tiny_batches(name, num_steps, **kind)
     return made if own else [next_tokens(batch) for batch in made]
 
 
@@ -53,14 +64,16 @@ def rows_of(batch: Any, rows: slice) -> Any:
     return tuple(rows_of(one, rows) for one in batch)
 
 
-def engine_of(name: str, plan: Plan, *, own: bool = True) -> Engine:
-    model = tiny(name)
+def engine_of(name: str, plan: Plan, *, own: bool = True, changes: dict[str, Any] | None = None) -> Engine:
+    model = tiny(name, **(changes or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     return parallelize(model, optimizer, plan, loss_fn=None if own else token_loss)
 
 
-def train(name: str, plan: Plan, *, own: bool = True, **kind: bool) -> list[float]:
-    engine = engine_of(name, plan, own=own)
+def train(
+    name: str, plan: Plan, *, own: bool = True, changes: dict[str, Any] | None = None, **kind: Any
+) -> list[float]:
+    engine = engine_of(name, plan, own=own, changes=changes)
     seen: list[events.StepEvent] = []
     unsubscribe = events.subscribe(seen.append, events.StepEvent)
     out = []
@@ -71,55 +84,52 @@ def train(name: str, plan: Plan, *, own: bool = True, **kind: bool) -> list[floa
     return [value for loss, event in zip(out, seen, strict=True) for value in (loss, event.grad_norm or 0.0)]
 
 
-def train_all(cases: list[Case]) -> list[list[float]]:
-    return [train(name, plan, **options) for name, plan, options in cases]
+def alone(name: str, options: dict[str, Any]) -> list[float]:
+    loss_fn = None if options.get("own", True) else token_loss
+    kind = {key: value for key, value in options.items() if key != "changes"}
+    return losses_alone(tiny(name, **options.get("changes", {})), data(name, **kind), loss_fn=loss_fn)
 
 
-def alone(cases: list[Case]) -> list[list[float]]:
-    return [
-        losses_alone(tiny(name), data(name, **options), loss_fn=None if options.get("own", True) else token_loss)
-        for name, _, options in cases
-    ]
+def compare(cases: list[Case]) -> None:
+    """Train every case on the ranks, and in one process: each rank does so with some of the cases."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {n: alone(cases[n][0], cases[n][2]) for n in range(rank, len(cases), size)})
+    expected = {number: values for one in gathered for number, values in one.items()}
+    for number, (name, plan, options) in enumerate(cases):
+        found = train(name, plan, **options)
+        assert found == pytest.approx(expected[number], abs=1e-4, rel=1e-4), (name, plan.mesh.equation, options)
 
 
 def check(world: World, cases: list[Case], num_ranks: int) -> None:
-    expected = world.run(alone, cases, num_ranks=1, timeout_s=110)[0]
-    for results in world.run(train_all, cases, num_ranks=num_ranks, backend="torsh", timeout_s=110):
-        for (name, plan, options), values, wanted in zip(cases, results, expected, strict=True):
-            assert values == pytest.approx(wanted, abs=1e-4, rel=1e-4), (name, plan.mesh.equation, options)
+    world.run(compare, cases, num_ranks=num_ranks, backend="torsh", timeout_s=110, imports=TRANSFORMERS)
 
 
 PP = MeshConfig(dp=1, pp=2)
 CP = MeshConfig(dp=1, cp=2)
 
 
-def test_stages_keep_the_forward_of_the_model(world: World) -> None:
-    check(
-        world,
-        [
-            ("llama", plan_of(PP, pipeline=schedule("one_f_one_b")), {"padded": True}),
-            ("gpt2", plan_of(PP, pipeline=schedule("zbv_zero_bubble")), {"own": False}),
-            ("gemma3", plan_of(PP, pipeline=schedule("interleaved_one_f_one_b")), {}),
-            ("bert", plan_of(PP, pipeline=schedule("gpipe"), activation=ActivationConfig(strategy="uniform")), {}),
-            ("vit", plan_of(PP), {}),
-        ],
-        2,
-    )
+STAGES: list[Case] = [
+    ("llama", plan_of(PP, pipeline=schedule("one_f_one_b")), {"padded": True}),
+    ("gpt2", plan_of(PP, pipeline=schedule("zbv_zero_bubble")), {"own": False}),
+    ("gemma3", plan_of(PP, pipeline=schedule("interleaved_one_f_one_b")), {}),
+    ("bert", plan_of(PP, pipeline=schedule("gpipe"), activation=ActivationConfig(strategy="uniform")), {}),
+    ("vit", plan_of(PP), {}),
+]
+SPLIT: list[Case] = [
+    ("llama", plan_of(CP, context=ContextConfig(form="ring")), {"padded": True}),
+    ("mistral", plan_of(CP), {"padded": True}),
+    ("llama", plan_of(CP), {"padded": True, "own": False}),
+    ("gemma2", plan_of(CP, context=ContextConfig(form="ring")), {}),
+    ("gpt2", plan_of(CP), {}),
+    ("bert", plan_of(CP, context=ContextConfig(form="ring")), {"padded": True}),
+]
 
 
-def test_sequences_are_split_through_the_attention_interface(world: World) -> None:
-    check(
-        world,
-        [
-            ("llama", plan_of(CP, context=ContextConfig(form="ring")), {"padded": True}),
-            ("llama", plan_of(CP), {"padded": True, "own": False}),
-            ("gemma2", plan_of(CP, context=ContextConfig(form="ring")), {}),
-            ("mistral", plan_of(CP), {"padded": True}),
-            ("gpt2", plan_of(CP), {}),
-            ("bert", plan_of(CP, context=ContextConfig(form="ring")), {"padded": True}),
-        ],
-        2,
-    )
+@pytest.mark.matrix
+@pytest.mark.parametrize("cases", [STAGES, SPLIT], ids=["stages", "split sequences"])
+def test_losses_and_norms_are_those_of_one_process(world: World, cases: list[Case]) -> None:
+    check(world, cases, 2)
 
 
 def refusals() -> None:
@@ -140,11 +150,7 @@ def refusals() -> None:
     engine.step(batch)
 
 
-def test_bad_batches_are_refused_on_every_rank(world: World) -> None:
-    world.run(refusals, num_ranks=2, backend="torsh", timeout_s=60)
-
-
-def look() -> list[float]:
+def look() -> None:
     """Evaluation, the output on every rank, and the state of a pipeline loaded without one."""
     engine = engine_of("llama", plan_of(PP))
     batch = data("llama", padded=True)[0]
@@ -161,29 +167,51 @@ def look() -> list[float]:
     torch.testing.assert_close(found["logits"], expected.logits, rtol=1e-4, atol=1e-5)
     other = data("llama")[1]
     engine.step({key: value[:4, :8] for key, value in other.items()})  # batches may change in shape
-    return [value, expected.loss.item()]
+    assert value == pytest.approx(expected.loss.item(), abs=1e-4)
 
 
-def test_a_pipeline_evaluates_and_saves_as_the_model(world: World) -> None:
-    for found, expected in world.run(look, num_ranks=2, backend="torsh", timeout_s=60):
-        assert found == pytest.approx(expected, abs=1e-4)
+def short_form() -> None:
+    """One world for all of it."""
+    compare([(name, plan, {**options, "num_steps": 2}) for name, plan, options in (*STAGES[:3], *SPLIT[:2])])
+    refusals()
+    look()
+
+
+def test_stages_and_split_sequences_in_short(world: World) -> None:
+    """Losses of one process, bad batches refused on every rank, evaluation and state of a pipeline."""
+    world.run(short_form, num_ranks=2, backend="torsh", timeout_s=100, imports=TRANSFORMERS)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_schedule(world: World, num_ranks: int) -> None:
-    """On four ranks with replicas, over which the Engine weighs samples: there every sample has as many labels."""
-    mesh = MeshConfig(dp=num_ranks // 2, pp=2)
+@pytest.mark.parametrize("name", STAGES_PER_RANK)
+def test_every_schedule(world: World, name: str, num_ranks: int) -> None:
+    """Two models on every schedule, over all ranks; on two ranks with the loss of the model and of the user."""
+    sizes = {"llama": {"num_hidden_layers": 8}, "gpt2": {"n_layer": 8}}
+    plan = plan_of(MeshConfig(dp=1, pp=num_ranks), pipeline=schedule(name, 8))
+    check(
+        world,
+        [
+            (model, plan, {"own": model == "llama", "changes": changes, "padded": model == "llama"})
+            for model, changes in sizes.items()
+        ],
+        num_ranks,
+    )
+
+
+@pytest.mark.matrix
+def test_schedules_with_replicas(world: World) -> None:
+    """The Engine weighs samples over replicas: there every sample has as many labels."""
     names = ("llama", "gpt2", "gemma2", "opt", "mixtral", "bert", "qwen3")
     cases: list[Case] = [
         (
             model,
-            plan_of(mesh, pipeline=schedule(name)),
-            {"own": index % 2 == 0 or model == "bert", "even": num_ranks == 4},
+            plan_of(MeshConfig(dp=2, pp=2), pipeline=schedule(name)),
+            {"own": index % 2 == 0 or model == "bert", "even": True},
         )
         for index, (model, name) in enumerate(zip(names, STAGES_PER_RANK, strict=True))
     ]
-    check(world, cases, num_ranks)
+    check(world, cases, 4)
 
 
 @pytest.mark.matrix
@@ -219,6 +247,17 @@ def test_with_other_axes(world: World) -> None:
     )
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", "shard"), ("llama", "tp"), ("llama", "pp"), ("gpt2", "pp"), ("mixtral", "ep")]
+)
+def test_compiled_layers(world: World, name: str, mesh: str) -> None:
+    plan = plan_of(MeshConfig(**{"dp": 1, mesh: 2}), compile=CompileConfig(enabled=True))
+    check(world, [(name, plan, {"even": True})], 2)
+
+
 def holds_its_own() -> None:
     engine = engine_of("llama", plan_of(MeshConfig(dp=1, pp=2)))
     held = sum(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
@@ -228,4 +267,4 @@ def holds_its_own() -> None:
 
 @pytest.mark.matrix
 def test_a_rank_holds_its_own_stage_only(world: World) -> None:
-    world.run(holds_its_own, num_ranks=2, backend="torsh", timeout_s=60)
+    world.run(holds_its_own, num_ranks=2, backend="torsh", timeout_s=60, imports=TRANSFORMERS)

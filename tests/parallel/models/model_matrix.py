@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.models.zoo import BATCH, SPECIMENS, Batch, Specimen
 from torsh_distributed.errors import TorshError
@@ -113,8 +115,6 @@ def train_cell(name: str, axis: str) -> Cell:
     try:
         return train_on(name, plan)
     except Exception as error:
-        import traceback
-
         return Cell(failure=f"{type(error).__name__}: {str(error).splitlines()[0]}\n{traceback.format_exc()}")
 
 
@@ -139,11 +139,12 @@ def cells_of(names: Sequence[str], axes: Sequence[str]) -> list[tuple[str, str]]
 
 
 def verdicts(
-    world: World, names: Sequence[str], axes: Sequence[str], num_ranks: int, *, timeout_s: float = 300
+    world: World, cells: Sequence[tuple[str, str]], num_ranks: int, *, timeout_s: float = 110
 ) -> dict[tuple[str, str], str]:
     """What became of every cell, in words; `equal` on all ranks or the first other verdict."""
-    cells = cells_of(names, axes)
-    by_rank = world.run(train_cells, cells, num_ranks=num_ranks, backend="torsh", timeout_s=timeout_s)
+    by_rank = world.run(
+        train_cells, list(cells), num_ranks=num_ranks, backend="torsh", timeout_s=timeout_s, imports=TRANSFORMERS
+    )
     return {
         cell: next((one for one in said if one != "equal"), "equal")
         for cell, said in zip(cells, zip(*by_rank, strict=True), strict=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.models.model_matrix import all_alone, plan_of, train_on
 from tests.parallel.models.zoo import BATCH, SPECIMENS, quiet_imports, text_batch
@@ -26,7 +27,9 @@ def train_plans(cases: list[tuple[str, Plan]]) -> list[str]:
 
 
 def check(world: World, cases: list[tuple[str, Plan]], num_ranks: int) -> None:
-    for verdicts in world.run(train_plans, cases, num_ranks=num_ranks, backend="torsh", timeout_s=120):
+    for verdicts in world.run(
+        train_plans, cases, num_ranks=num_ranks, backend="torsh", timeout_s=120, imports=TRANSFORMERS
+    ):
         assert verdicts == ["equal"] * len(cases)
 
 
@@ -131,4 +134,4 @@ def look_at_all() -> None:
 
 
 def test_losses_state_dropout_and_refusals(world: World) -> None:
-    world.run(look_at_all, num_ranks=2, backend="torsh", timeout_s=120)
+    world.run(look_at_all, num_ranks=2, backend="torsh", timeout_s=120, imports=TRANSFORMERS)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tests.bed.world import World
 from tests.parallel.reference import batches, build, train_alone
+from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TensorShapeMismatch
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.pipeline.schedule import planned_order
@@ -137,3 +138,50 @@ def count_rows() -> list[int]:
 
 def test_shape_inference_leaves_no_trace_in_the_stages(world: World) -> None:
     assert world.run(count_rows) == [[6], [6]]
+
+
+class Breaks(nn.Module):
+    """A layer whose code fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_broken:
+            raise LookupError("the layer has lost its table")
+        return self.linear(x)
+
+
+def fail_alone(place: str) -> tuple[str, str]:
+    """The last stage fails in its second step, in forward or in the loss; what each rank is told."""
+    is_broken = False
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if is_broken and place == "the loss":
+            raise LookupError("the layer has lost its table")
+        return functional.mse_loss(output, target)
+
+    config = PipelineConfig(schedule="one_f_one_b", num_microbatches=2)
+    model = nn.Sequential(nn.Linear(4, 4), Breaks())
+    pipe = PipelineParallel(model, config, group=group_over(range(2)), loss_fn=loss_fn)
+    batch = torch.ones(4, 4)
+    pipe.step(batch, batch)
+    is_broken = True
+    for module in pipe.module.modules():
+        if isinstance(module, Breaks):
+            module.is_broken = place == "forward"
+    try:
+        pipe.step(batch, batch)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("place", ["forward", "the loss"])
+def test_a_stage_that_fails_alone_ends_the_step_of_all(world: World, place: str) -> None:
+    first, last = world.run(fail_alone, place, backend="torsh", timeout_s=15)
+    assert last == ("LookupError", "the layer has lost its table")
+    assert first[0] == "CommunicationError"
+    assert "rank 1 ended the group: could not run stage 1 of the pipeline: LookupError" in first[1]

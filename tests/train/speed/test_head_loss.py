@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.golden import MODELS, golden
 from tests.parallel.sharded.test_module import Curve, train_all
@@ -82,7 +83,7 @@ def all_llama_losses() -> list[tuple[list[float], bool]]:
 
 @pytest.mark.needs_library("transformers")
 def test_a_model_of_transformers_with_labels_gets_the_same_losses(world: World) -> None:
-    plain, fused, plain_padded, fused_padded = world.run(all_llama_losses, num_ranks=1)[0]
+    plain, fused, plain_padded, fused_padded = world.run(all_llama_losses, num_ranks=1, imports=TRANSFORMERS)[0]
     assert fused[0] == pytest.approx(plain[0], abs=1e-5)
     assert fused_padded[0] == pytest.approx(plain_padded[0], abs=1e-5)
     assert (plain[1], fused[1]) == (False, True)

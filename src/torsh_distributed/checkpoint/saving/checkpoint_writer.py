@@ -2,7 +2,8 @@
 
 On the caller's thread, all ranks together: agree on who writes what, copy it into the file's image. On the writer's
 thread of each rank: write the rank's file, report to rank 0 over a group of its own (training's collectives have no
-order with these); rank 0 writes index, manifest and marker and publishes the directory; all ranks learn how it went.
+order with these); rank 0 makes index, manifest and marker, which the keeper of each directory writes before it
+publishes it; all ranks learn how it went. Uploads have a thread and a group of their own, and no save waits for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torsh_distributed.checkpoint.files.block_hashes import (
     FileRecord,
     HashedFile,
     check_file,
-    hash_of,
+    record_of,
+    write_file,
 )
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, DirectoryLock, cannot_write
 from torsh_distributed.checkpoint.files.dcp_metadata import dcp_metadata
@@ -45,13 +47,15 @@ from torsh_distributed.checkpoint.files.manifest import (
     own_file,
     read_manifest,
 )
-from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
-from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim, assign, claims_of, from_plain, to_plain
+from torsh_distributed.checkpoint.saving.box_agreement import BoxAgreement, index_of
+from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim
+from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.file_image import FileImage
-from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
+from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.zstd_archives import compressor
 from torsh_distributed.comm.agreement import fail_together
-from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object, gather_object
+from torsh_distributed.comm.collectives.objects import gather_object
+from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.comm.serialization import serialize
@@ -85,16 +89,19 @@ class CheckpointWriter:
         self,
         directory: CheckpointDirectory,
         *,
+        nodes: NodeRanks,
         compression_level: int = 0,
         verify: bool = False,
         prune: Callable[[], None] | None = None,
-        mirror: RemoteMirror | None = None,
+        uploads: CheckpointUploads | None = None,
     ) -> None:
+        """`prune` runs on the keepers after a save."""
         self._directory = directory
-        self._mirror = mirror
+        self._nodes = nodes
         self._compress = compressor(compression_level)
         self._verify = verify
         self._prune = prune
+        self._uploads = uploads
         self._group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         self._rank = 0 if self._group is None else self._group.rank()
         self._channel: dist.ProcessGroup | None = None
@@ -102,8 +109,7 @@ class CheckpointWriter:
         self._thread = SerialThread("checkpoint-writer")
         self._committing: Future[Path] | None = None
         self._following: Future[None] | None = None
-        self._signatures: list[str] = []
-        self._claims: list[dict[str, TensorClaim]] = []
+        self._boxes = BoxAgreement(self._group)
         self._image: FileImage | None = None
         self._job = ""
 
@@ -124,13 +130,12 @@ class CheckpointWriter:
             values = {own_file(self._rank): serialize(own)}
             if self._rank == 0:
                 values[SHARED] = serialize(state.values)
-                self._directory.begin(metadata.step, self._job)
         self._plan(state)
         assert self._image is not None, "planned above"
         self._image.copy_in(state.tensors)
         stalled_s = time.monotonic() - started
         directory = self._directory.path / f".step-{metadata.step:08d}.{self._job}"
-        task = _SaveTask(directory, metadata, self._image, self._claims, values)
+        task = _SaveTask(directory, metadata, self._image, self._boxes.claims, values)
         self._committing = self._thread.submit(self._write_and_commit, task)
         self._following = self._thread.submit(self._follow_up, task, self._committing)
         events.emit(
@@ -156,7 +161,7 @@ class CheckpointWriter:
             raise
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises on every rank if the last save failed."""
+        """Wait until nothing is being written, uploads aside; raises on every rank if the last save failed."""
         self.wait_for_commit()
         following, self._following = self._following, None
         if following is not None:
@@ -173,9 +178,27 @@ class CheckpointWriter:
                 self._lock.release()
                 self._lock = None
 
+    def abandon(self, reason: str) -> None:
+        """Give up what is being written, and let other jobs write; the next one removes what is left of it."""
+        if self._channel is not None:
+            abort(reason, group=self._channel)
+        self._thread.stop()
+        for future in (self._committing, self._following):
+            if future is not None and (error := future.exception()) is not None:
+                _log.warning("a checkpoint was given up (%s): %s", reason, error)
+        self._committing = self._following = self._image = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def hold_directory(self) -> None:
+        """Take the lock of this rank's directory until `close`; every rank calls this."""
+        with fail_together("use the directory of checkpoints", self._group):
+            self._open()
+
     def _open(self) -> None:
-        """Rank 0 takes the lock, and removes what interrupted saves left."""
-        if self._rank != 0 or self._lock is not None:
+        """A keeper takes the lock, and removes what interrupted saves left."""
+        if not self._nodes.is_keeper or self._lock is not None:
             return
         self._lock = DirectoryLock(self._directory)
         self._job = secrets.token_hex(4)
@@ -186,25 +209,19 @@ class CheckpointWriter:
             raise cannot_write(Path(error.filename or self._directory.path), error) from error
 
     def _plan(self, state: HeldState) -> None:
-        """Agree on who writes what; only a signature travels if nothing has changed since the last save."""
-        mine = claims_of(state.tensors)
-        signature = hash_of(serialize(to_plain(mine)))
-        if self._group is None:
-            signatures, everyone = [signature], [mine]
-        else:
-            if self._channel is None:
-                ranks = dist.get_process_group_ranks(self._group)
-                self._channel = group_over(ranks, backend="gloo", timeout=_WRITE_TIMEOUT)
-            answers = all_gather_object([signature, self._job], group=self._group)
-            signatures, self._job = [one for one, _ in answers], answers[0][1]
-            everyone = self._claims
-            if signatures != self._signatures:
-                everyone = [from_plain(one) for one in all_gather_object(to_plain(mine), group=self._group)]
-        if signatures != self._signatures or self._image is None:
+        """Agree on who writes what, and raise if an upload has failed: those count that rank 0 has seen the end of."""
+        if self._group is not None and self._channel is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._channel = group_over(ranks, backend="gloo", timeout=_WRITE_TIMEOUT)
+            if self._uploads is not None:
+                self._uploads.open(group_over(ranks, backend="gloo", timeout=_WRITE_TIMEOUT))
+        finished = 0 if self._uploads is None else self._uploads.num_finished
+        has_changed, (self._job, finished) = self._boxes.update(state.tensors, [self._job, finished])
+        if self._uploads is not None:
+            self._uploads.settle(finished)
+        if has_changed or self._image is None:
             self._image = None  # frees its memory before the next one is made
-            is_pinned = any(held.write is None and held.read().device.type == "cuda" for held in state.tensors[:1])
-            self._image = FileImage(state.tensors, assign(everyone)[self._rank], is_pinned=is_pinned)
-        self._signatures, self._claims = signatures, everyone
+            self._image = self._boxes.image(state.tensors)
 
     def _write_and_commit(self, task: _SaveTask) -> Path:
         """On the writer's thread of every rank."""
@@ -216,12 +233,7 @@ class CheckpointWriter:
             written |= {"files": {name: record.to_json() for name, record in records.items()}, "boxes": boxes}
         except OSError as error:
             written["error"] = str(cannot_write(Path(error.filename or task.directory), error).message)
-        everyone = [written] if self._channel is None else gather_object(written, 0, group=self._channel)
-        outcome: dict[str, Any] = {"error": None, "num_bytes": 0}
-        if everyone is not None:
-            outcome = self._commit(task, everyone)
-        if self._channel is not None:
-            outcome = broadcast_object(outcome, 0, group=self._channel)
+        outcome = self._commit(task, written)
         path = self._directory.step_path(task.metadata.step)
         event = events.CheckpointEvent(
             action="saved",
@@ -242,80 +254,111 @@ class CheckpointWriter:
 
     def _write(self, task: _SaveTask) -> tuple[dict[str, FileRecord], list[list[Any]]]:
         """This rank's files: returns their records, and where each box is in the data file."""
-        task.directory.mkdir(exist_ok=True)  # rank 0 has made it, which another node may not see yet
-        records = {name: _write_file(task.directory / name, data) for name, data in task.values.items()}
+        task.directory.mkdir(exist_ok=True)  # on every rank: another node may not see it yet
+        records = {name: write_file(task.directory / name, data) for name, data in task.values.items()}
         file = HashedFile(task.directory / data_file(self._rank))
         boxes: list[list[Any]] = []
         try:
             image = task.image.bytes()
             if self._compress is None:
                 file.write(image)
-            for entry in task.image.entries:
-                start, length = entry.start, entry.archive.num_bytes
+            for name, at, sizes, start, length, data_start in task.image.boxes():
                 if self._compress is not None:
                     packed = self._compress(image[start : start + length])
-                    start, length = file.num_bytes, len(packed)
+                    start, length = file.num_bytes, len(packed)  # noqa: PLW2901 (where it is in the file)
                     file.write(packed)
-                boxes.append([entry.name, entry.box.whole, entry.box.sizes, start, length, entry.data_start])
+                boxes.append([name, at, sizes, start, length, data_start])
             records[data_file(self._rank)] = file.close()
         finally:
             file.abandon()
         return records, boxes
 
-    def _commit(self, task: _SaveTask, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0: what all ranks wrote becomes a checkpoint, or is removed."""
+    def _commit(self, task: _SaveTask, written: dict[str, Any]) -> dict[str, Any]:
+        """On every rank: what all ranks wrote becomes a checkpoint in every directory, or is removed from all."""
+        everyone = [written] if self._channel is None else gather_object(written, 0, group=self._channel)
+        outcome: dict[str, Any] = {"error": None, "num_bytes": 0, "sizes": {}}
+        texts: dict[str, bytes] = {}
+        if everyone is not None:
+            outcome, texts = self._texts(task, everyone)
+        if not self._nodes.has_one_directory:
+            outcome, texts = first_ranks([outcome, texts], self._channel)
+        failed = self._put(task, outcome, texts) if self._nodes.is_keeper and outcome["error"] is None else None
+        if not self._nodes.has_one_directory:  # no directory gets its marker before all have their files
+            failed = next((one for one in gathered(failed, self._channel) if one is not None), None)
+        if failed is None and outcome["error"] is None and self._nodes.is_keeper:
+            failed = self._publish(task, texts)
+        if not self._nodes.has_one_directory:
+            failed = next((one for one in gathered(failed, self._channel) if one is not None), None)
+        outcome["error"] = outcome["error"] or failed
+        outcome = first_ranks(outcome, self._channel)
+        if outcome["error"] is not None and self._nodes.is_keeper:
+            shutil.rmtree(task.directory, ignore_errors=True)
+        return outcome
+
+    def _texts(self, task: _SaveTask, everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Rank 0: how it went, and the indexes and the manifest, which vouches for all files."""
+        failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"] is not None]
+        if failed:
+            return {"error": "; ".join(failed[:3]), "num_bytes": 0, "sizes": {}}, {}
+        by_rank = [{name: FileRecord.from_json(one) for name, one in rank["files"].items()} for rank in everyone]
+        files = {name: record for theirs in by_rank for name, record in theirs.items()}
+        is_compressed = self._compress is not None
+        index = index_of(task.claims, [one["boxes"] for one in everyone])
+        texts = {TENSORS: index.to_bytes(), DCP_INDEX: dcp_metadata(index, is_compressed=is_compressed)}
+        files |= {name: record_of(text) for name, text in texts.items()}
+        manifest = Manifest(metadata=task.metadata, files=files, compression="zstd" if is_compressed else None)
+        texts[MANIFEST] = manifest.to_bytes()
+        if not self._nodes.has_one_directory:
+            texts[SHARED] = task.values[SHARED]
+        sizes = [{name: record.num_bytes for name, record in theirs.items()} for theirs in by_rank]
+        return {"error": None, "num_bytes": manifest.num_bytes, "sizes": sizes}, texts
+
+    def _put(self, task: _SaveTask, outcome: dict[str, Any], texts: dict[str, bytes]) -> str | None:
+        """A keeper: check that its ranks' files are there, and write what every directory has; returns what failed."""
         try:
-            failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"] is not None]
-            if failed:
-                raise CheckpointError("; ".join(failed[:3]))
-            manifest = self._manifest(task, everyone)
-            text = manifest.to_bytes()
-            _write_file(task.directory / MANIFEST, text)
-            _write_file(task.directory / MARKER, marker_for(text))
+            for rank in self._nodes.members:
+                for name, num_bytes in outcome["sizes"][rank].items():
+                    file = task.directory / name
+                    size = file.stat().st_size if file.exists() else None
+                    if size != num_bytes:
+                        return (
+                            f"{name} was written by rank {rank}, and rank {self._rank} "
+                            + ("does not see it" if size is None else f"sees {size} of its {num_bytes} bytes")
+                            + ": all ranks must see the same directory, or checkpoint.per_node must be set"
+                        )
+            for name, text in texts.items():
+                if not (name == SHARED and self._rank == 0):  # which has written it as its own
+                    write_file(task.directory / name, text)
+        except OSError as error:
+            return cannot_write(Path(error.filename or task.directory), error).message
+        return None
+
+    def _publish(self, task: _SaveTask, texts: dict[str, bytes]) -> str | None:
+        """A keeper: the marker, then the name; returns what failed."""
+        try:
+            write_file(task.directory / MARKER, marker_for(texts[MANIFEST]))
             self._directory.publish(task.directory, task.metadata.step)
         except OSError as error:
-            shutil.rmtree(task.directory, ignore_errors=True)
-            return {"error": cannot_write(Path(error.filename or task.directory), error).message, "num_bytes": 0}
+            return cannot_write(Path(error.filename or task.directory), error).message
         except CheckpointError as error:
-            shutil.rmtree(task.directory, ignore_errors=True)
-            return {"error": error.message, "num_bytes": 0}
-        return {"error": None, "num_bytes": manifest.num_bytes}
-
-    def _manifest(self, task: _SaveTask, everyone: Sequence[dict[str, Any]]) -> Manifest:
-        """Write the indexes; the manifest vouches for them and for what the ranks wrote."""
-        files = {name: FileRecord.from_json(one) for rank in everyone for name, one in rank["files"].items()}
-        for name, record in files.items():
-            size = (task.directory / name).stat().st_size if (task.directory / name).exists() else None
-            if size != record.num_bytes:
-                raise CheckpointError(
-                    f"{name} was written by its rank, and rank 0 "
-                    + ("does not see it" if size is None else f"sees {size} of its {record.num_bytes} bytes")
-                    + ": all ranks must see the same directory"
-                )
-        index = _index(task.claims, everyone)
-        files[TENSORS] = _write_file(task.directory / TENSORS, index.to_bytes())
-        is_compressed = self._compress is not None
-        files[DCP_INDEX] = _write_file(task.directory / DCP_INDEX, dcp_metadata(index, is_compressed=is_compressed))
-        return Manifest(metadata=task.metadata, files=files, compression="zstd" if is_compressed else None)
+            return error.message
+        return None
 
     def _follow_up(self, task: _SaveTask, committing: Future[Path]) -> None:
-        """After the commit, on every rank: read the files back, upload them; only then may older checkpoints go."""
+        """After the commit, on every rank: read the files back, hand them on; only then may older checkpoints go."""
         path = committing.result()
         mine = sorted({data_file(self._rank), *task.values})
         found: list[str] = []
         try:
             if self._verify:
                 found = [str(one) for name in mine for one in _read_back(path, name)]
-            if self._mirror is not None and not found:
-                self._mirror.upload(path, mine)
-        except TorshError as failure:
-            found = [failure.message]
-        everyone = [found] if self._channel is None else gather_object(found, 0, group=self._channel)
-        error: str | None = None
-        if everyone is not None:
-            error = "; ".join(one for theirs in everyone for one in theirs) or self._finish(path)
-        if self._channel is not None:
-            error = broadcast_object(error, 0, group=self._channel)
+        except (TorshError, OSError) as failure:
+            found = [str(failure)]
+        error = self._first_error("; ".join(found) or None)
+        if error is None and self._uploads is not None:
+            self._uploads.submit(path, mine)
+        if error is None:
+            error = self._first_error(self._cleared(path))
         if error is not None:
             raise CheckpointError(
                 f"{path.name} was saved, but then: {error}",
@@ -323,42 +366,21 @@ class CheckpointWriter:
                 path=str(path),
             )
 
-    def _finish(self, path: Path) -> str | None:
-        """Rank 0: complete the copy behind this one and remove what is not kept; returns what failed."""
+    def _first_error(self, mine: str | None) -> str | None:
+        """The first rank's error that has one, on every rank."""
+        return next((one for one in gathered(mine, self._channel) if one is not None), None)
+
+    def _cleared(self, path: Path) -> str | None:
+        """A keeper removes what is not kept; returns what failed."""
+        if self._prune is None or not self._nodes.is_keeper:
+            return None
         try:
-            if self._mirror is not None:
-                self._mirror.finish(path, [TENSORS, DCP_INDEX])
-            if self._prune is not None:
-                self._prune()
+            self._prune()
         except TorshError as failure:
             return failure.message
         except OSError as failure:
             return cannot_write(Path(failure.filename or path), failure).message
         return None
-
-
-def _index(claims: Sequence[dict[str, TensorClaim]], everyone: Sequence[dict[str, Any]]) -> TensorIndex:
-    known: dict[str, TensorClaim] = {}
-    for theirs in claims:
-        known = {**theirs, **known}
-    boxes: dict[str, list[StoredBox]] = {}
-    for rank, one in enumerate(everyone):
-        for name, at, sizes, start, length, data_start in one["boxes"]:
-            box = StoredBox(tuple(at), tuple(sizes), data_file(rank), start, length, data_start)
-            boxes.setdefault(name, []).append(box)
-    return TensorIndex(
-        {name: IndexedTensor(claim.dtype, claim.shape, tuple(sorted(boxes[name]))) for name, claim in known.items()}
-    )
-
-
-def _write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a small file, and wait until the disk has it."""
-    file = HashedFile(path)
-    try:
-        file.write(data)
-        return file.close()
-    finally:
-        file.abandon()
 
 
 def _read_back(path: Path, name: str) -> list[FileDamage]:

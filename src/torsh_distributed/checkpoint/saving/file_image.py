@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,13 @@ class FileImage:
     def bytes(self) -> memoryview:
         """The image, to be written."""
         return self.memory.numpy().data
+
+    def boxes(self) -> list[list[Any]]:
+        """Each box as plain values: name, first index, sizes, start and length of its archive, start of its data."""
+        return [
+            [one.name, one.box.whole, one.box.sizes, one.start, one.archive.num_bytes, one.data_start]
+            for one in self.entries
+        ]
 
 
 def _read(read: Callable[[], Tensor]) -> Tensor:

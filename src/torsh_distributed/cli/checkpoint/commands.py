@@ -169,7 +169,7 @@ def now(directory: Place) -> None:
     if not is_written_to(place):
         raise CheckpointError(
             f"no job writes checkpoints to {directory}",
-            hint="name the checkpoint.dir of a running job that has saved once",
+            hint="name the checkpoint.dir of a job that is training",
         )
     (directory / REQUEST).touch()
     typer.echo("asked; `torsh checkpoint ls` shows it once it is saved")

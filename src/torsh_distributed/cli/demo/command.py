@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from torsh_distributed.cli.observe.options import (
     observe_settings,
 )
 from torsh_distributed.launch.job import launch_job
-from torsh_distributed.launch.spec import Entry, EntryKind, JobSpec
+from torsh_distributed.launch.spec import ElasticSpec, Entry, EntryKind, JobSpec
 
 DemoName = StrEnum("DemoName", {"GPT": "gpt", "MLP": "mlp", "MOE": "moe"})
 
@@ -39,6 +40,9 @@ def demo(
         bool, typer.Option("--report", help="Say at the end where the time of a step went, per axis of the mesh.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often all workers are restarted after a failure.")] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Go on when a worker is lost: try `kill -9` on one, rank 0 included.")
+    ] = False,
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
     prometheus_port: PrometheusPort = None,
@@ -58,6 +62,8 @@ def demo(
         entry=Entry(kind=EntryKind.MODULE, target="torsh_distributed.cli.demo.worker", args=tuple(args)),
         nproc_per_node=nproc_per_node,
         max_restarts=max_restarts,
+        run_id=uuid.uuid4().hex[:8],
+        elastic=ElasticSpec(max_workers=max(64, nproc_per_node)) if elastic else None,
         observe=observe_settings(
             chosen,
             dashboard=dashboard,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class TrainReport:
     log_every: int
     tokens_per_sample: int
     console: Console
+    is_shown: Callable[[], bool] = lambda: True
+    """Whether this rank says it: rank 0 may be another one after a while."""
     steps: list[StepEvent] = field(default_factory=list)
     num_skipped: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -31,6 +34,8 @@ class TrainReport:
     def handle(self, event: Event) -> None:
         """Keep a step; print a line at the first, at every `log_every`-th and at the last, and for what is compiled."""
         if isinstance(event, CompileEvent):
+            if not self.is_shown():
+                return
             which = f" ({event.progress})" if event.progress else ""
             self.console.print(f"compiled {event.function}{which} in {event.duration_s:.1f} s", highlight=False)
             return
@@ -39,7 +44,8 @@ class TrainReport:
             self.num_skipped += 1
             return
         self.steps.append(event)
-        if event.step == 1 or event.step % self.log_every == 0 or event.step == self.total_steps:
+        is_due = event.step == 1 or event.step % self.log_every == 0 or event.step == self.total_steps
+        if is_due and self.is_shown():
             self.console.print(self.line(event), highlight=False)
 
     def line(self, event: StepEvent) -> str:

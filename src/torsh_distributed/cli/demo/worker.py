@@ -48,10 +48,13 @@ def main(argv: list[str]) -> None:
         example = _example(demo, plan, device)
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn, example=example)
         meter = EfficiencyMeter(engine) if options.report else None
-        report = _begin_report(demo, plan, num_params)
+        report = _begin_report(demo, plan, is_elastic=engine.elastic is not None)
+        if process_group.rank() == 0 and not is_joining(engine):
+            _say_beginning(report, demo, plan, num_params)
         stalls = CheckpointStalls(plan.checkpoint.dir)
         events.subscribe(stalls.handle, events.CheckpointEvent)
-        _resume(engine, report, own=_own_checkpoints(options.out))
+        if not is_joining(engine):
+            _resume(engine, report, own=_own_checkpoints(options.out))
         first = engine.num_steps
         for batch in engine.batches(demo.loader):
             if meter is not None and engine.num_steps == first + min(_WARM_UP_STEPS, plan.training.steps - first - 1):
@@ -67,6 +70,11 @@ def main(argv: list[str]) -> None:
             _finish_report(report, demo, said, options.out, stalls.summary())
             if measured is not None:
                 report.console.print(measured.table(), *measured.findings(), sep="\n")
+
+
+def is_joining(engine: Engine) -> bool:
+    """Whether the others train already, and this worker gets their state with the first batch."""
+    return engine.elastic is not None and engine.elastic.is_joining
 
 
 def with_checkpoints(plan: Plan, out: Path) -> Plan:
@@ -114,22 +122,27 @@ def _example(demo: Demo, plan: Plan, device: torch.device) -> tuple[torch.Tensor
     return (inputs[: max(1, share)].to(device),)
 
 
-def _begin_report(demo: Demo, plan: Plan, num_params: int) -> TrainReport:
+def _begin_report(demo: Demo, plan: Plan, *, is_elastic: bool) -> TrainReport:
+    """Collects the steps on rank 0; on every rank of an elastic job, since any may become rank 0."""
     console = Console(width=110, soft_wrap=True)
     report = TrainReport(
         total_steps=plan.training.steps,
         log_every=plan.training.log_every,
         tokens_per_sample=demo.tokens_per_sample,
         console=console,
+        is_shown=lambda: process_group.rank() == 0,
     )
-    if process_group.rank() == 0:
-        console.print(
-            f"training {demo.description}: {num_params:,} parameters on {process_group.world_size()} ranks, "
-            f"backend {process_group.backend()}, batch {plan.training.batch_size}",
-            highlight=False,
-        )
+    if process_group.rank() == 0 or is_elastic:
         events.subscribe(report.handle, events.StepEvent, events.CompileEvent)
     return report
+
+
+def _say_beginning(report: TrainReport, demo: Demo, plan: Plan, num_params: int) -> None:
+    report.console.print(
+        f"training {demo.description}: {num_params:,} parameters on {process_group.world_size()} ranks, "
+        f"backend {process_group.backend()}, batch {plan.training.batch_size}",
+        highlight=False,
+    )
 
 
 def _finish_report(report: TrainReport, demo: Demo, said: str | None, out: Path, saved: str) -> None:

@@ -22,8 +22,8 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from torsh_distributed.observe.job.event_files import EventFiles
     from torsh_distributed.observe.job.run_comparison import compare_runs
+    from torsh_distributed.observe.job.run_files import EventFiles
 
     rows = compare_runs(EventFiles(one).read_all(), EventFiles(other).read_all())
     if json:

@@ -29,8 +29,8 @@ def dashboard(
     report: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving.")] = None,
 ) -> None:
     """Show a job's event files as a live page, or as a report."""
-    from torsh_distributed.observe.job.event_files import EventFiles
     from torsh_distributed.observe.job.page_state import page_state
+    from torsh_distributed.observe.job.run_files import EventFiles
     from torsh_distributed.observe.page.html_report import write_report
     from torsh_distributed.observe.page.page_feed import PageFeed
     from torsh_distributed.observe.page.page_routes import page_routes

@@ -51,8 +51,8 @@ def state_source(target: str) -> Callable[[], dict[str, Any]]:
     """A function that gives the newest state of the job at `target`."""
     if target.startswith(("http://", "https://")):
         return lambda: _fetch(target)
-    from torsh_distributed.observe.job.event_files import EventFiles
     from torsh_distributed.observe.job.page_state import page_state
+    from torsh_distributed.observe.job.run_files import EventFiles
 
     files = EventFiles(Path(target))
     files.read_all()

@@ -35,6 +35,7 @@ from torsh_distributed.comm.backends.staging import (
     check_tensor,
 )
 from torsh_distributed.comm.backends.wire import BufferUse, Call, Rows
+from torsh_distributed.comm.meeting.monitored_barrier import meet_monitored
 from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.errors import InvalidArgument, RankOutOfBounds
 
@@ -53,12 +54,17 @@ class TorshProcessGroup(ShortPath):
 
     @override
     def allreduce(  # type: ignore[override]  # one signature for c10d's overloads
-        self, tensors: list[Tensor] | Tensor, opts: dist.AllreduceOptions | _ReduceOpLike | None = None
+        self,
+        tensors: list[Tensor] | Tensor,
+        opts: dist.AllreduceOptions | _ReduceOpLike | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: _ReduceOpLike | None = None,
     ) -> dist.Work:
         """Fold one tensor over all ranks, in place."""
         if isinstance(opts, dist.AllreduceOptions) and self._all_reduce_at_once(tensors, opts):
             return self._finished
-        options = _reduce_options(dist.AllreduceOptions, opts)
+        options = _reduce_options(dist.AllreduceOptions, opts if op is None else op, timeout)
         tensor = _only(tensors, "all_reduce")
         call = self._new_call("all_reduce", options.timeout)
         if tensor.layout == torch.sparse_coo:
@@ -67,14 +73,14 @@ class TorshProcessGroup(ShortPath):
             return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
         check_tensor(tensor, self._wire.name, "all_reduce")
         c10d_op = options.reduceOp
-        op, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
+        ours, factor = parse_reduction(c10d_op, tensor.dtype), factor_of(c10d_op)
         fold = self._direct.get((hash(c10d_op), tensor.dtype))
-        if fold is None and factor is None and self._wire.supports(op, tensor.dtype):
-            fold = self._direct[hash(c10d_op), tensor.dtype] = self._wire.folder(op, tensor.dtype)
+        if fold is None and factor is None and self._wire.supports(ours, tensor.dtype):
+            fold = self._direct[hash(c10d_op), tensor.dtype] = self._wire.folder(ours, tensor.dtype)
         if fold is not None and tensor.is_contiguous():
             body = partial(fold, tensor)
         else:
-            body = partial(operations.all_reduce, self._wire, tensor, op, factor)
+            body = partial(operations.all_reduce, self._wire, tensor, ours, factor)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
@@ -97,34 +103,41 @@ class TorshProcessGroup(ShortPath):
         tensors: list[Tensor] | Tensor,
         opts: dist.ReduceOptions | int | None = None,
         op: _ReduceOpLike = dist.ReduceOp.SUM,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         """Fold one tensor over all ranks into the root's."""
-        options = _rooted_options(dist.ReduceOptions, opts)
+        options = _rooted_options(dist.ReduceOptions, opts if root is None else root, timeout)
         if not isinstance(opts, dist.ReduceOptions):
             options.reduceOp = op  # type: ignore[assignment]  # converted by the setter
         tensor = _only(tensors, "reduce")
         call = self._new_call("reduce", options.timeout)
         check_tensor(tensor, self._wire.name, call.operation)
-        root = self._check_rank(options.rootRank, call.operation)
+        at = self._check_rank(options.rootRank, call.operation)
         ours = parse_reduction(options.reduceOp, tensor.dtype)
-        body = partial(operations.reduce, self._wire, tensor, ours, factor_of(options.reduceOp), root)
+        body = partial(operations.reduce, self._wire, tensor, ours, factor_of(options.reduceOp), at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
     def reduce_scatter(  # type: ignore[override]  # one signature for c10d's overloads
         self,
-        output_tensors: list[Tensor],
+        output_tensors: list[Tensor] | Tensor,
         input_tensors: list[list[Tensor]],
         opts: dist.ReduceScatterOptions | _ReduceOpLike | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: _ReduceOpLike | None = None,
     ) -> dist.Work:
         """Fold a list with one tensor per rank and keep this rank's result."""
-        options = _reduce_options(dist.ReduceScatterOptions, opts)
-        output, sources = _only(output_tensors, "reduce_scatter"), _only(input_tensors, "reduce_scatter")
+        options = _reduce_options(dist.ReduceScatterOptions, opts if op is None else op, timeout)
+        output = _only(output_tensors, "reduce_scatter")
+        sources = _list_for(input_tensors, output_tensors, "reduce_scatter")
         call = self._new_call("reduce_scatter", options.timeout)
         self._check_list(sources, output, call.operation)
         check_numel(output, sources[self._wire.rank].numel(), call.operation, "output")
-        op = parse_reduction(options.reduceOp, output.dtype)
-        body = partial(operations.reduce_scatter, self._wire, output, sources, op, factor_of(options.reduceOp))
+        ours = parse_reduction(options.reduceOp, output.dtype)
+        body = partial(operations.reduce_scatter, self._wire, output, sources, ours, factor_of(options.reduceOp))
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
@@ -160,15 +173,20 @@ class TorshProcessGroup(ShortPath):
 
     @override
     def broadcast(  # type: ignore[override]  # one signature for c10d's overloads
-        self, tensors: list[Tensor] | Tensor, opts: dist.BroadcastOptions | int | None = None
+        self,
+        tensors: list[Tensor] | Tensor,
+        opts: dist.BroadcastOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         """Make a tensor equal to the root's."""
-        options = _rooted_options(dist.BroadcastOptions, opts)
+        options = _rooted_options(dist.BroadcastOptions, opts if root is None else root, timeout)
         tensor = _only(tensors, "broadcast")
         call = self._new_call("broadcast", options.timeout)
         check_tensor(tensor, self._wire.name, call.operation)
-        root = self._check_rank(options.rootRank, call.operation)
-        body = partial(operations.broadcast, self._wire, tensor, root)
+        at = self._check_rank(options.rootRank, call.operation)
+        body = partial(operations.broadcast, self._wire, tensor, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[tensor])
 
     @override
@@ -177,11 +195,13 @@ class TorshProcessGroup(ShortPath):
         output_tensors: list[list[Tensor]],
         input_tensors: list[Tensor] | Tensor,
         opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list; sizes may differ from rank to rank."""
         source = _only(input_tensors, "all_gather")
         outputs = _list_for(output_tensors, input_tensors, "all_gather")
-        return self._all_gather_lists([outputs], [source], opts or AllgatherOptions(), "all_gather")
+        options = _timed_options(opts or AllgatherOptions(), timeout)
+        return self._all_gather_lists([outputs], [source], options, "all_gather")
 
     @override
     def allgather_coalesced(
@@ -235,20 +255,23 @@ class TorshProcessGroup(ShortPath):
         output_tensors: list[list[Tensor]],
         input_tensors: list[Tensor] | Tensor,
         opts: dist.GatherOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         """Gather every rank's tensor into a list on the root; the others pass no list."""
-        options = _rooted_options(dist.GatherOptions, opts)
+        options = _rooted_options(dist.GatherOptions, opts if root is None else root, timeout)
         source = _only(input_tensors, "gather")
         call = self._new_call("gather", options.timeout)
-        root = self._check_rank(options.rootRank, call.operation)
+        at = self._check_rank(options.rootRank, call.operation)
         outputs: list[Tensor] | None = None
-        if root == self._wire.rank:
+        if at == self._wire.rank:
             outputs = _list_for(output_tensors, input_tensors, "gather")
             self._check_list(outputs, source, call.operation)
             for output in outputs:
                 check_numel(output, source.numel(), call.operation, "output")
         check_tensor(source, self._wire.name, call.operation)
-        body = partial(operations.gather, self._wire, outputs, source, root)
+        body = partial(operations.gather, self._wire, outputs, source, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=outputs or [])
 
     @override
@@ -257,28 +280,35 @@ class TorshProcessGroup(ShortPath):
         output_tensors: list[Tensor] | Tensor,
         input_tensors: list[list[Tensor]],
         opts: dist.ScatterOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         """Give each rank its tensor of the root's list; the others pass no list."""
-        options = _rooted_options(dist.ScatterOptions, opts)
+        options = _rooted_options(dist.ScatterOptions, opts if root is None else root, timeout)
         output = _only(output_tensors, "scatter")
         call = self._new_call("scatter", options.timeout)
-        root = self._check_rank(options.rootRank, call.operation)
+        at = self._check_rank(options.rootRank, call.operation)
         sources: list[Tensor] | None = None
-        if root == self._wire.rank:
+        if at == self._wire.rank:
             sources = _list_for(input_tensors, output_tensors, "scatter")
             self._check_list(sources, output, call.operation)
             for source in sources:
                 check_numel(source, output.numel(), call.operation, "input")
         check_tensor(output, self._wire.name, call.operation)
-        body = partial(operations.scatter, self._wire, output, sources, root)
+        body = partial(operations.scatter, self._wire, output, sources, at)
         return self._start(body, call, is_async=options.asyncOp, outputs=[output])
 
     @override
     def alltoall(  # type: ignore[override]  # one signature for c10d's overloads
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: dist.AllToAllOptions | None = None
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[Tensor],
+        opts: dist.AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Exchange a list with one tensor per rank; sizes may differ from pair to pair."""
-        options = opts or dist.AllToAllOptions()
+        options = _timed_options(opts or dist.AllToAllOptions(), timeout)
         call = self._new_call("all_to_all", options.timeout)
         check_count(input_tensors, self._wire.num_ranks, call.operation)
         self._check_list(output_tensors, input_tensors[0], call.operation)
@@ -294,9 +324,10 @@ class TorshProcessGroup(ShortPath):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: dist.AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Exchange parts of a tensor cut along its first dimension; no sizes means equal parts."""
-        options = opts or dist.AllToAllOptions()
+        options = _timed_options(opts or dist.AllToAllOptions(), timeout)
         if not output_split_sizes and not input_split_sizes and self._all_to_all_at_once(output, source, options):
             return self._finished
         call = self._new_call("all_to_all_single", options.timeout)
@@ -337,6 +368,22 @@ class TorshProcessGroup(ShortPath):
         options = opts or dist.BarrierOptions()
         call = self._new_call("barrier", options.timeout if timeout is None else timeout)
         return self._start(self._wire.barrier, call, is_async=options.asyncOp, outputs=[])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that did not come, the first or all of them; the group stays usable."""
+        limit = timedelta(seconds=self.timeout_s) if timeout is None else timeout
+        call = self._new_call("monitored_barrier", limit)
+        self._num_monitored += 1
+        self._number(call)
+        with self._recorded(call):
+            meet_monitored(
+                self._store,
+                self._num_monitored,
+                rank=self._wire.rank,
+                num_ranks=self._wire.num_ranks,
+                timeout=limit,
+                waits_for_all=wait_all_ranks,
+            )
 
     # --- point-to-point ---------------------------------------------------------------------------------------
 
@@ -449,22 +496,31 @@ def _list_for(lists: list[list[Tensor]] | list[Tensor], other: list[Tensor] | Te
     return lists if isinstance(other, Tensor) else _only(lists, operation)  # type: ignore[return-value,arg-type]  # see above
 
 
-def _reduce_options(kind: type[_Options], given: _Options | _ReduceOpLike | None) -> _Options:
+def _reduce_options(
+    kind: type[_Options], given: _Options | _ReduceOpLike | None, timeout: timedelta | None = None
+) -> _Options:
     """c10d's options, from themselves, from a bare reduction, or from nothing."""
     if isinstance(given, kind):
-        return given
+        return _timed_options(given, timeout)
     options = kind()
     if given is not None:
         options.reduceOp = given  # type: ignore[attr-defined]  # every kind here has it
-    return options
+    return _timed_options(options, timeout)
 
 
-def _rooted_options(kind: type[_Options], given: _Options | int | None) -> _Options:
+def _rooted_options(kind: type[_Options], given: _Options | int | None, timeout: timedelta | None = None) -> _Options:
     """c10d's options, from themselves, from a bare root, or from nothing."""
     if isinstance(given, kind):
-        return given
+        return _timed_options(given, timeout)
     options = kind()
     options.rootRank = given or 0  # type: ignore[attr-defined]  # every kind here has it
+    return _timed_options(options, timeout)
+
+
+def _timed_options(options: _Options, timeout: timedelta | None) -> _Options:
+    """The options, with the deadline that a call was given beside them."""
+    if timeout is not None:
+        options.timeout = timeout  # type: ignore[attr-defined]  # every kind of options has it
     return options
 
 

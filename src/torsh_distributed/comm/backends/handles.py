@@ -70,6 +70,8 @@ class PendingWork(dist.Work):
         self.operation = operation
         self.record: OperationRecord | None = None
         """The flight recorder's, where this work is an operation of its own."""
+        self.mark: Future[None] | None = None
+        """The mark of torch's profiler, ended with the operation."""
         self._outputs = list(outputs)
         self._help_with = help_with
         self._error: BaseException | None = None
@@ -100,6 +102,8 @@ class PendingWork(dist.Work):
             self._finish()
         if self.record is not None:
             recorder.end_quietly(self.record, error)
+        if self.mark is not None:
+            self.mark.set_result(None)
         self._error, self._peer = error, peer
         self._finish = self._on_error = None
         with self._guard:

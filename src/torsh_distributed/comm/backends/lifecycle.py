@@ -6,8 +6,8 @@ import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -21,6 +21,7 @@ from torsh_distributed.comm.backends.executor import Body, OrderedExecutor
 from torsh_distributed.comm.backends.handles import CombinedWork, FinishedWork, HelpWith, PendingWork
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
+from torsh_distributed.comm.recording.profiler_marks import Facts, begin_mark, is_profiled, mark, marked
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -62,9 +63,12 @@ class GroupLifecycle(dist.ProcessGroup):
         self._store = store
         self._wire = wire
         self._timeout_ns = _nanoseconds(timeout)
+        self.title = wire.name
+        """The backend in the titles of profiles: as the user asked for it, whatever wire it chose."""
         self._name = ""
         self._desc = ""
         self._sequence = 0
+        self._num_monitored = 0
         self._refusal: TorshError | None = None
         self._finished = FinishedWork()
         self._coalesced: list[dist.Work] | None = None
@@ -165,17 +169,18 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
         """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
+        self._number(call)
         if not events.wanted(events.WaitEvent):
             return self._begin(body, call, outputs, is_async=is_async)
-        with self._timed(call, outputs):
+        with self._timed(call, outputs, sequence=call.sequence):
             return self._begin(body, call, outputs, is_async=is_async)
 
     def _begin(self, body: Body, call: Call, outputs: Sequence[Tensor], *, is_async: bool) -> dist.Work:
-        self._number(call)
         record = self._new_record(call, outputs)
         if not is_async and self._coalesced is None:
+            now = marked(body, self._title(call), outputs, self._facts(call, outputs)) if is_profiled() else body
             try:
-                if self._executor.run(body, call):
+                if self._executor.run(now, call):
                     if record is not None:
                         recorder.end_quietly(record)
                     return self._finished
@@ -199,22 +204,55 @@ class GroupLifecycle(dist.ProcessGroup):
                 peer = dist.get_global_rank(self, peer)
         return recorder.begin(call.operation, self._name, num_bytes, peer, sequence=call.sequence)
 
+    @contextmanager
+    def _recorded(self, call: Call) -> Iterator[None]:
+        """Around an operation that no wire carries."""
+        record = self._new_record(call, ())
+        error: BaseException | None = None
+        try:
+            with mark(self._title(call), (), self._facts(call, ())) if is_profiled() else nullcontext():
+                yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if record is not None:
+                recorder.end_quietly(record, error)
+
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
         """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""
         if events.wanted(events.WaitEvent):
             help_with = partial(_help_timed, help_with, call.operation, self._name)
         work = PendingWork(call.operation, tensors, help_with)
         work.on_error(self._note_failure)
+        if is_profiled():
+            work.mark = begin_mark(self._title(call), tensors, self._facts(call, tensors))
         return work
 
-    def _timed(self, call: Call, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the start of an operation that fills `tensors`."""
+    def _title(self, call: Call) -> str:
+        """The name of an operation in torch's profilers."""
+        return f"{self.title}:{call.operation}"
+
+    def _facts(self, call: Call, tensors: Sequence[Tensor]) -> Facts:
+        return {
+            "Collective name": call.operation,
+            "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            "Out msg nelems": sum(tensor.numel() for tensor in tensors),
+            "Process Group Name": self._name,
+            "Group size": self._wire.num_ranks,
+            "Seq": call.sequence,
+        }
+
+    def _timed(
+        self, call: Call, tensors: Sequence[Tensor], *, sequence: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Around the start of an operation that fills `tensors`; of a collective with its number."""
         if not events.wanted(events.WaitEvent):
             return _UNTIMED
         # A reduce-scatter takes as much from every rank as it gives to all of them.
         parts = self._wire.num_ranks if call.operation.startswith("reduce_scatter") else 1
         num_bytes = parts * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes)
+        return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes, sequence=sequence)
 
     def _track(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

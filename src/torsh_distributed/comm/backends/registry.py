@@ -5,11 +5,13 @@ Imports neither torch nor a backend, so a command that starts no group does not 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +63,7 @@ def _register(c10d: Any) -> None:
     for name, home in _CREATORS.items():
         if name.upper() not in c10d.Backend._plugins:
             c10d.Backend.register_backend(name, _creator(home), extended_api=True, devices=["cpu"])
+    _open_monitored_barrier(c10d)
     _register_mpi_rendezvous(sys.modules["torch.distributed.rendezvous"])
     _register_job_store(sys.modules["torch.distributed.rendezvous"])
 
@@ -98,6 +101,32 @@ def _register_mpi_rendezvous(torch_rendezvous: Any) -> None:
 
     find.knows_mpi = True  # type: ignore[attr-defined]  # so registering twice wraps once
     handlers["env"] = find
+
+
+def _open_monitored_barrier(c10d: Any) -> None:
+    """Let `dist.monitored_barrier` take groups of this library; torch's function refuses all backends but gloo.
+
+    It is wrapped, and left alone for every group of torch's. This can go once torch asks the group instead of its name.
+    """
+    torch_barrier = c10d.monitored_barrier
+    if getattr(torch_barrier, "knows_our_groups", False):
+        return
+
+    @functools.wraps(torch_barrier)
+    def monitored_barrier(
+        group: Any = c10d.GroupMember.WORLD, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        chosen = c10d.GroupMember.WORLD if group is None else group
+        if getattr(chosen, "fold_of", None) is None:
+            torch_barrier(group, timeout, wait_all_ranks)
+            return
+        chosen.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, float) else timeout, wait_all_ranks)
+
+    monitored_barrier.knows_our_groups = True  # type: ignore[attr-defined]  # so registering twice wraps once
+    c10d.monitored_barrier = monitored_barrier
+    exported = sys.modules["torch.distributed"]
+    if hasattr(exported, "monitored_barrier"):  # torch.distributed was imported before; else it takes ours from here
+        exported.monitored_barrier = monitored_barrier  # type: ignore[attr-defined]  # a module takes any name
 
 
 def _register_job_store(torch_rendezvous: Any) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler as _torch_profiler
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
@@ -69,7 +70,7 @@ class ShortPath(GroupLifecycle):
     def all_reduce_now(self, tensor: Tensor, fold: Folder) -> bool:
         """All-reduce without torch, whose dispatch to a Python group takes about as long as a small collective.
 
-        Torch's dispatcher has no part in such calls anyway: no profiler or mode would have seen this one.
+        Torch's dispatcher has no part in such calls anyway; for a profiler, the general path marks the call.
         """
         if type(tensor) not in _TENSORS or not _is_plain(tensor):
             return False
@@ -119,6 +120,8 @@ class ShortPath(GroupLifecycle):
     def _run_at_once(self, operation: str, opts: _TimedOptions, body: Callable[..., None], *tensors: Tensor) -> bool:
         """Run `body(*tensors, call)` in this thread if no call is before it; whether it ran."""
         if opts.asyncOp or self._refusal is not None or self._coalesced is not None:
+            return False
+        if _torch_profiler._is_profiler_enabled:
             return False
         if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
             return False

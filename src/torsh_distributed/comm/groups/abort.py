@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.gloo.connections import Connections
@@ -11,6 +16,19 @@ from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
 
 _connections: dict[str, Connections] = {}
 _reasons: dict[str, str] = {}
+_forming: list[Connections] = []
+taking_down = threading.Lock()
+"""Held while groups are destroyed: names are used again, and an abort must not hit the next group of a name."""
+
+
+@contextmanager
+def forming(connections: Connections) -> Iterator[None]:
+    """Around the making of a world: `abort_all` from another thread ends it."""
+    _forming.append(connections)
+    try:
+        yield
+    finally:
+        _forming.remove(connections)
 
 
 def remember_connections(group: dist.ProcessGroup, connections: Connections) -> None:
@@ -53,6 +71,23 @@ def abort(reason: str, *, group: dist.ProcessGroup | None = None) -> None:
             group=name,
         )
     connections.cut()
+
+
+def abort_all(reason: str) -> None:
+    """`abort` every group of this process, and a world that is being made; groups that cannot be are left.
+
+    Call it from any thread.
+    """
+    for connections in list(_forming):
+        connections.cut()
+    with taking_down:
+        for group in list(distributed_c10d._world.pg_map):
+            if group.group_name in _reasons:
+                continue
+            try:
+                abort(reason, group=group)
+            except FeatureNotAvailable as error:
+                events.emit(events.LogEvent(level="warning", message=error.message))
 
 
 def refuse_if_aborted(group: dist.ProcessGroup, operation: str) -> None:

@@ -22,7 +22,8 @@ from torsh_distributed import events
 from torsh_distributed.comm.backends.capabilities import choose_backend
 from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
-from torsh_distributed.comm.groups.abort import forget_group, remember_connections
+from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
+from torsh_distributed.comm.groups.abort import forget_group, forming, remember_connections, taking_down
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
@@ -37,10 +38,13 @@ from torsh_distributed.errors import (
 
 _log = logging.getLogger(__name__)
 
+_BRING_UP_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True)
 class _World:
     pid: int
+    rank: int
     roster: Roster
     # Kept alive: rank 0 hosts the store in this object, and later groups meet through it.
     store: dist.Store
@@ -94,7 +98,7 @@ def start_world(
     except BaseException:
         _withdraw(told)
         raise
-    _world = _World(os.getpid(), roster, store, prefixed, chosen, timeout_s, master_port, told)
+    _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told)
     events.set_rank(rank)
     if backend == "auto":
         reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
@@ -116,6 +120,7 @@ def _bring_up(
         translate_errors("init_process_group", rank=rank, backend=backend),
         patient_threads() if "gloo" in backend else nullcontext(),
         new_connections(except_port=store_port) as connections,
+        forming(connections),
     ):
         dist.init_process_group(
             backend,
@@ -177,22 +182,59 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     with translate_errors("regroup", rank=new_rank, world_size=len(members)):
         found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
     _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
-    _world = replace(old, roster=found, timeout_s=limit_s, generation=generation)
+    _world = replace(old, rank=new_rank, roster=found, timeout_s=limit_s, generation=generation)
     events.set_rank(new_rank)
     events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
     return new_rank
 
 
+def enter_world(store: dist.Store, *, rank: int, world_size: int, epoch: int, timeout_s: float) -> None:
+    """Leave the present world, aborted or not, for one of other members, which meet in `store`; each calls this.
+
+    Unlike `regroup` it takes processes that were in no world before. `timeout_s` bounds the wait for all to arrive;
+    operations keep the timeout they had. After a failure there is no world, and the call may be repeated with another
+    store.
+    """
+    global _world
+    old = _require_world()
+    node = old.roster.nodes[old.rank]
+    if dist.is_initialized():
+        _take_down()
+    with translate_errors("regroup", rank=rank, world_size=world_size):
+        found = join(store, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+    try:
+        # All have arrived: what takes long now is a member that died in between, and gloo would try it until the end.
+        limit_s = min(timeout_s, _BRING_UP_TIMEOUT_S)
+        _bring_up(old.backend, store, rank=rank, world_size=world_size, timeout_s=limit_s, store_port=old.master_port)
+    except BaseException:
+        if dist.is_initialized():
+            _take_down()
+        raise
+    _set_timeout(timedelta(seconds=old.timeout_s))
+    _world = replace(old, rank=rank, roster=found, store=store, prefixed=store, generation=epoch)
+    events.set_rank(rank)
+    events.emit(events.MembershipEvent(action="regrouped", world_size=world_size, attempt=epoch))
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    if isinstance(world, GroupLifecycle):
+        world.set_timeout(timeout)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, world)
+
+
 def _take_down() -> None:
     """Destroy torch's groups. Peers that died leave half-open sockets; the group is gone all the same."""
-    world = dist.group.WORLD
-    name = None if world is None else world.group_name
-    try:
-        dist.destroy_process_group()
-    except (TorshError, RuntimeError) as error:
-        _log.warning("the process group did not go down cleanly: %s", error)
-    if name is not None:
-        forget_group(name)
+    with taking_down:
+        names = [group.group_name for group in dist.distributed_c10d._world.pg_map]
+        try:
+            dist.destroy_process_group()
+        except (TorshError, RuntimeError) as error:
+            _log.warning("the process group did not go down cleanly: %s", error)
+        for name in names:
+            forget_group(name)
 
 
 def _refuse_second_start() -> None:

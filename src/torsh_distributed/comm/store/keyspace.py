@@ -84,6 +84,10 @@ class Keyspace(ABC):
     def close(self) -> None:
         """Release sockets, files and threads. The keys stay for other clients."""
 
+    def cut(self) -> None:
+        """End every call that waits, from another thread; it and all later ones raise. Where waits are short: close."""
+        self.close()
+
 
 class PrefixedKeyspace(Keyspace):
     """The keys of another keyspace that begin with `prefix`, under the rest of their names."""

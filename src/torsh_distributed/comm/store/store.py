@@ -109,6 +109,10 @@ class Store(dist.Store):
         """
         return self._view(f"{_key(name)}/")
 
+    def cut(self) -> None:
+        """From any thread: calls that wait for the server, and all later ones, raise CommunicationError."""
+        self._keyspace.cut()
+
     def close(self) -> None:
         """Release sockets, files and threads; the keys stay for others. Closing twice is allowed."""
         if self not in _open_stores:

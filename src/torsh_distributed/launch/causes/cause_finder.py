@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from torsh_distributed.launch.causes.likely_cause import likely_cause
 from torsh_distributed.launch.causes.waits import WaitFinding, explain_waits, find_difference, ranks_text
 from torsh_distributed.launch.local.job_failure import JobFailure
-from torsh_distributed.launch.worker.rank_status import RankStatus
+from torsh_distributed.launch.worker.rank_status import RankStatus, WaitingCall
 
 _GLOO_MISMATCH = "Received data size doesn't match expected size"
 
@@ -16,7 +17,7 @@ class CauseFinder:
     """What is known of one attempt's ranks, and the judgement on it."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self.failures: dict[int, JobFailure] = {}
         self.ended: dict[int, JobFailure] = {}
         self.statuses: dict[int, RankStatus] = {}
@@ -26,7 +27,7 @@ class CauseFinder:
     @property
     def running(self) -> set[int]:
         """Ranks that have neither failed nor come to their end."""
-        return set(range(self._num_ranks)) - self.failures.keys() - self.finished
+        return set(range(self.num_ranks)) - self.failures.keys() - self.finished
 
     @property
     def finished(self) -> set[int]:
@@ -47,10 +48,31 @@ class CauseFinder:
 
     def explain(self) -> WaitFinding | None:
         """Why ranks wait now; kept as the latest finding."""
-        living = {rank: status for rank, status in self.statuses.items() if rank not in self.failures}
-        found = explain_waits(living, self.finished)
+        found = explain_waits(self.waiting_statuses(), self.finished)
         if found is not None:
             self.finding = found
+        return found
+
+    def waiting_statuses(self) -> dict[int, RankStatus]:
+        """What every rank does; one whose deadline has passed still counts as waiting where it gave up."""
+        found = {rank: status for rank, status in self.statuses.items() if rank not in self.failures}
+        for rank, failure in self.failures.items():
+            raised, status = failure.raised, self.statuses.get(rank)
+            if raised is None or not raised.is_consequence or raised.operation is None or status is None:
+                continue
+            call = WaitingCall(op=raised.operation, sequence=raised.sequence, at=raised.where)
+            for name, history in status.groups.items():
+                last = next((one for one in history.operations if one.sequence == raised.sequence), None)
+                if last is not None and last.op == raised.operation:
+                    call = dataclasses.replace(
+                        call,
+                        group=name,
+                        is_world=history.is_world,
+                        members=history.members,
+                        num_bytes=last.num_bytes,
+                        peer=last.peer,
+                    )
+            found[rank] = dataclasses.replace(status, waiting=call)
         return found
 
     def primary(self) -> JobFailure | None:
@@ -61,7 +83,7 @@ class CauseFinder:
     def blamed(self) -> set[int]:
         """The ranks that consequences point to, without those that only suffer themselves."""
         peers = {peer for failure in self.failures.values() if failure.raised for peer in failure.raised.peers}
-        return {peer for peer in peers if 0 <= peer < self._num_ranks and peer not in self.failures}
+        return {peer for peer in peers if 0 <= peer < self.num_ranks and peer not in self.failures}
 
     def is_explained_by_end(self) -> bool:
         """Whether the failures so far follow from ranks that ended normally."""
@@ -90,24 +112,35 @@ class CauseFinder:
             chosen = self._of_disagreement(primary) or primary
         else:
             chosen = self._of_ended() or self._of_in_flight() or self._of_waits() or self._of_absent() or self._first()
+        chosen = dataclasses.replace(chosen, likely=self._likely(chosen))
         code = chosen.exit_code or next((one.exit_code for one in self.failures.values() if one.exit_code), 1)
         return dataclasses.replace(chosen, exit_code=code, consequences=self._consequences(chosen))
+
+    def _likely(self, chosen: JobFailure) -> str | None:
+        """The likely cause of a wait that ended the job; an exception or a signal needs no guess."""
+        if chosen.likely is not None or self.finding is None:
+            return chosen.likely
+        if self.finding.rank != chosen.rank or chosen.raised is not None:
+            return None
+        return likely_cause(self.finding, self.statuses, self.finished).line
 
     def _first(self) -> JobFailure:
         return min(self.failures.values(), key=lambda failure: failure.at_s)
 
     def _of_disagreement(self, primary: JobFailure) -> JobFailure | None:
         """A backend noticed that ranks call different things: the rank that left the common way is the cause."""
-        raised = primary.raised
+        raised, statuses = primary.raised, self.statuses
         if raised is None and any(_GLOO_MISMATCH in line for line in primary.last_lines):
-            found = find_difference(self._statuses_with(primary))
-        elif raised is not None and raised.kind == "TensorShapeMismatch":
-            found = find_difference(self.statuses)
-        else:
+            statuses = self._statuses_with(primary)
+        elif raised is None or raised.kind != "TensorShapeMismatch":
             return None
+        found = find_difference(statuses)
         if found is None or found.rank is None:
             return None
-        return dataclasses.replace(self._about(found.rank), cause=found.text, raised=raised, where=None, last_lines=())
+        likely = likely_cause(found, statuses, self.finished).line
+        return dataclasses.replace(
+            self._about(found.rank), cause=found.text, likely=likely, raised=raised, where=None, last_lines=()
+        )
 
     def _statuses_with(self, dead: JobFailure) -> dict[int, RankStatus]:
         """The statuses, with what is known of a rank that died in a call: the call, and that it was the others' next.
@@ -123,11 +156,20 @@ class CauseFinder:
             key=lambda item: item[1].operations[-1].sequence,
         )
         last = history.operations[-1]
-        place = dead.where.partition(" in ")[0] if dead.where else None
-        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=place)
+        if last.at is None:  # torch's recorder keeps no lines, but the rank is there, or gave up there
+            last = dataclasses.replace(last, at=_line(self._place_of(others[0])))
+            seen = dataclasses.replace(history, operations=(*history.operations[:-1], last))
+            statuses[others[0].rank] = dataclasses.replace(others[0], groups={**others[0].groups, name: seen})
+        other = dataclasses.replace(last, op=dead.call, num_bytes=-1, at=_line(dead.where))
         known = dataclasses.replace(history, operations=(*history.operations[:-1], other))
         statuses[dead.rank] = RankStatus(rank=dead.rank, groups={name: known})
         return statuses
+
+    def _place_of(self, status: RankStatus) -> str | None:
+        """The user's line at which a rank waits, or gave up waiting."""
+        failure = self.failures.get(status.rank)
+        raised = failure.raised if failure is not None else status.raised
+        return status.waiting.at if status.waiting is not None else raised.where if raised is not None else None
 
     def _of_ended(self) -> JobFailure | None:
         """A rank that ended normally while others needed it."""
@@ -146,7 +188,7 @@ class CauseFinder:
     def _waited(self) -> str | None:
         """`ranks 0 and 2 waited in all_reduce #118`."""
         words = {}
-        for rank in range(self._num_ranks):
+        for rank in range(self.num_ranks):
             words[rank] = _wait_of(self.failures.get(rank), self.statuses.get(rank))
         counted = [word for rank, word in words.items() if word is not None and rank not in self.finished]
         if not counted:
@@ -212,7 +254,7 @@ class CauseFinder:
     def _consequences(self, chosen: JobFailure) -> tuple[str, ...]:
         """What the other ranks did, ranks that did the same together."""
         words: dict[str, list[int]] = {}
-        for rank in range(self._num_ranks):
+        for rank in range(self.num_ranks):
             if rank == chosen.rank:
                 continue
             word = _state_of(rank, chosen, self.failures, self.finished, self.statuses)
@@ -220,6 +262,11 @@ class CauseFinder:
                 words.setdefault(word, []).append(rank)
         told = [f"{ranks_text(ranks)} {word}" for word, ranks in words.items()]
         return tuple(text for text in told if text not in chosen.cause)
+
+
+def _line(place: str | None) -> str | None:
+    """`train.py:12`, of `train.py:12 in step`."""
+    return place.partition(" in ")[0] if place else None
 
 
 def _wait_of(failure: JobFailure | None, status: RankStatus | None) -> str | None:

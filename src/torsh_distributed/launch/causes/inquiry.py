@@ -6,10 +6,13 @@ not the verdict: the launcher waits, at most `_CONSEQUENCE_WAIT_S`, for what it 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 from torsh_distributed.launch.causes.cause_finder import CauseFinder
+from torsh_distributed.launch.causes.diagnosis import Diagnosis, diagnose
+from torsh_distributed.launch.causes.likely_cause import likely_cause
 from torsh_distributed.launch.causes.waits import WaitFinding, is_decided_by_end
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -46,6 +49,7 @@ class Inquiry:
         self._failed_s: float | None = None
         self._answered: set[int] = set()
         self._purpose: Callable[[], None] | None = None
+        self._num_questions = 0
         self._num_end_looks = 0
         self._notice_limit_s = _FIRST_NOTICE_S
         self._noticed: set[tuple[str | None, str, int | None]] = set()
@@ -93,13 +97,32 @@ class Inquiry:
         """Ask every rank what it does; `purpose` is called when all that run have answered, or after a while."""
         self._answered = set()
         self._purpose = purpose
+        self._num_questions += 1
+        number = self._num_questions
         self._ask()
-        self._later(_STATUS_WAIT_S, self._answer)
+        self._later(_STATUS_WAIT_S, lambda: self._answer() if number == self._num_questions else None)
 
     def _answer(self) -> None:
         purpose, self._purpose = self._purpose, None
         if purpose is not None and not self._is_over:
             purpose()
+
+    # The doctor, on demand
+
+    def diagnose(self, tell: Callable[[Diagnosis], None]) -> None:
+        """Ask every rank what it does now, and tell what that means; a question that is under way is answered too."""
+        if self._is_over:
+            tell(Diagnosis(is_stuck=False, text="The job is about to end."))
+            return
+        pending = self._purpose
+
+        def answer() -> None:
+            if pending is not None:
+                pending()
+            finder = self._finder
+            tell(diagnose(finder.waiting_statuses(), finder.finished, num_ranks=finder.num_ranks))
+
+        self._question(answer)
 
     # The verdict on a failure
 
@@ -169,7 +192,8 @@ class Inquiry:
                 self._noticed.add((status.waiting.group, status.waiting.op, status.waiting.sequence))
         self._noticed.add(key)
         self._notice_limit_s = min(2 * self._notice_limit_s, _LAST_NOTICE_S)
-        self._on_notice(found)
+        cause = likely_cause(found, self._finder.statuses, self._finder.finished)
+        self._on_notice(dataclasses.replace(found, likely=cause.line))
 
     def _later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._timers.append(self._loop.call_later(delay_s, lambda: None if self._is_over else callback()))

@@ -35,6 +35,8 @@ class WaitFinding:
     """The finding in a line."""
     stack: tuple[str, ...] = ()
     """Where the rank at fault is."""
+    likely: str | None = None
+    """The likely cause, once somebody has looked for it."""
 
     @property
     def is_certain_with(self) -> tuple[str | None, int | None]:
@@ -117,7 +119,8 @@ def _late_finding(
     elif status is None:
         text = start
     elif status.silence is not None:
-        text = f"{start}: {status.silence}"
+        stack = status.stack
+        text = f"{start}: {status.silence}" + ("; it is at:" if stack else "")
     else:
         stack = status.stack
         text = f"{start}, which is at:" if stack else start
@@ -137,6 +140,12 @@ def _deadlock(edges: Mapping[int, set[int]], waiting: Mapping[int, WaitingCall])
         whom = f" for {ranks_text(late)}" if late else ""
         parts.append(f"{ranks_text(ranks)} {waits} in {call.shown}{f' ({call.at})' if call.at else ''}{whom}")
     fewest = min(calls.values(), key=lambda ranks: (len(ranks), -max(ranks)))
+    for rank, call in sorted(waiting.items()):
+        # One that waits for a message of a rank which has gone on to something else.
+        theirs = waiting.get(call.peer) if call.peer is not None else None
+        if call.peer is not None and theirs is not None and theirs.peer is None:
+            text = "deadlock: " + "; ".join(parts)
+            return WaitFinding(kind="deadlock", rank=call.peer, waiting=(rank,), call=call, text=text)
     return WaitFinding(
         kind="deadlock",
         rank=max(fewest),

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,13 @@ from typing import Any
 
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.local.exit_causes import (
+    SAVED_EXIT_CODE,
     ExitStatus,
     FatalStack,
     OomCounter,
     OomEvidence,
+    ask_for_stack,
+    asked_stack,
     fatal_stack,
     is_transport_abort,
     oom_evidence,
@@ -29,16 +32,19 @@ from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.local.output import LinePrefix, OutputPump, open_log, wants_colour
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
-from torsh_distributed.launch.local.worker_line import WorkerLine, why_silent
+from torsh_distributed.launch.local.worker_line import WorkerLine, is_stopped, why_silent
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
-from torsh_distributed.launch.local.workers import Worker, WorkerExit, Workers
+from torsh_distributed.launch.local.workers import Spare, Worker, WorkerExit, Workers
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
+from torsh_distributed.launch.worker.native_state import CpuLook, catches_signal, look_at_cpu, read_native_state
 from torsh_distributed.launch.worker.progress import read_progress
 from torsh_distributed.launch.worker.rank_status import RaisedError, RankStatus, raised_from, status_from
 
 _STDERR_WAIT_S = 0.5
+_SHORT_STDERR_WAIT_S = 0.02
 _EXIT_WAIT_S = 0.15
-_ANSWER_WAIT_S = 0.7
+_ANSWER_WAIT_S = 0.5
+_STACK_WAIT_S = 0.1
 _MAX_LINE_CHARS = 500
 
 
@@ -58,6 +64,8 @@ class AttemptContext:
     secret_file: Path
     """Where the workers find the job's secret."""
     oom_counter: OomCounter | None
+    spare: Spare | None = None
+    """What new workers are started from, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,8 @@ class AttemptReports:
     """A worker says what it does; the flag tells whether it was asked."""
     finished: Callable[[], None]
     """All workers ended with exit code 0."""
+    heard: Callable[[int, int, dict[str, Any]], None]
+    """A worker, by its rank and pid, sent a message for the control plane."""
 
 
 class LocalAttempt:
@@ -91,10 +101,15 @@ class LocalAttempt:
         self._reports = reports
         self._oom_before = context.oom_counter.read() if context.oom_counter is not None else None
         self._pump = OutputPump(context.terminal, warn=context.output.warn)
-        self._workers = Workers(context.loop, context.guardian, mark=context.mark, on_exit=self._on_exit)
+        self._workers = Workers(
+            context.loop, context.guardian, mark=context.mark, spare=context.spare, on_exit=self._on_exit
+        )
+        self._given_up: dict[int, str] = {}
         self._raised: dict[int, RaisedError] = {}
         self._failed: set[int] = set()
+        self._forgiven: set[int] = set()
         self._unanswered: set[int] = set()
+        self._cpu_looks: dict[int, CpuLook | None] = {}
         self._timers: list[Timer] = []
         self._after_stop: Callable[[], None] | None = None
 
@@ -103,12 +118,30 @@ class LocalAttempt:
         """Ranks whose worker has not ended."""
         return [worker.place.rank for worker in self._workers.running]
 
+    @property
+    def running_pids(self) -> list[int]:
+        """The processes of workers that have not ended."""
+        return [worker.pid for worker in self._workers.running]
+
+    @property
+    def local_ranks(self) -> set[int]:
+        """Local ranks of workers that work."""
+        gone = self._failed | self._forgiven
+        return {worker.place.local_rank for worker in self._workers.running if worker.place.rank not in gone}
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether every worker ended with the code that says: told by a signal to end, and has saved its state."""
+        ended = [worker.exit.status.code for worker in self._workers.all if worker.exit is not None]
+        return bool(ended) and set(ended) == {SAVED_EXIT_CODE}
+
     def start(self) -> None:
         """Start every worker of this node. Raises if one cannot start; `close` ends the others."""
         for place in self._context.spec.places():
-            self._start_worker(place)
+            self.start_worker(place)
 
-    def _start_worker(self, place: WorkerPlace) -> None:
+    def start_worker(self, place: WorkerPlace, *, joins: bool = False) -> None:
+        """Start one worker; one that `joins` will ask to enter the running world."""
         context, spec = self._context, self._context.spec
         progress_file = context.directory / f"attempt-{self.number}-rank-{place.rank}"
         env = worker_environment(
@@ -119,6 +152,7 @@ class LocalAttempt:
             mark=context.mark,
             secret_file=context.secret_file,
             progress_file=progress_file,
+            joins=joins,
         )
         line = WorkerLine(context.loop, partial(self._hear, place.rank))
         pipes = self._workers.start(place, command_line(spec.entry), env, line, progress_file=progress_file)
@@ -144,6 +178,15 @@ class LocalAttempt:
             if status is not None:
                 status = dataclasses.replace(status, has_finished=kind == "bye")
                 self._tell_status(status, is_asked=kind == "status")
+        else:
+            worker = self._workers.by_rank(rank)
+            if worker is not None and worker.exit is None:
+                self._reports.heard(rank, worker.pid, message)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to every running worker."""
+        for worker in self._workers.running:
+            worker.line.tell(message)
 
     def _hear_raised(self, rank: int, message: dict[str, Any]) -> None:
         raised = raised_from(message)
@@ -168,21 +211,35 @@ class LocalAttempt:
         """Ask every running worker what it does. Each is told about through `said`; of a silent one, why it is."""
         self._unanswered = set()
         for worker in self._workers.running:
-            if worker.line.is_answered and worker.line.ask():
-                self._unanswered.add(worker.place.rank)
-            else:
+            self._cpu_looks[worker.place.rank] = look_at_cpu(worker.pid)
+            if not (worker.line.is_answered and worker.line.ask()):
                 self._tell_silence(worker, "it has no line to the launcher")
+            elif is_stopped(worker.pid):
+                self._tell_silence(worker, why_silent(worker.pid))
+            else:
+                self._unanswered.add(worker.place.rank)
         if self._unanswered:
             self._timers.append(self._context.loop.call_later(_ANSWER_WAIT_S, self._note_silent))
 
     def _note_silent(self) -> None:
-        for worker in self._workers.running:
-            if worker.place.rank in self._unanswered:
-                self._tell_silence(worker, why_silent(worker.pid))
+        """What did not answer is told about: with its stack, if a signal makes Python's fault handler write it."""
+        silent = [worker for worker in self._workers.running if worker.place.rank in self._unanswered]
         self._unanswered = set()
+        asked = [worker for worker in silent if ask_for_stack(worker.pid, worker.progress_file)]
+        for worker in silent:
+            if worker not in asked:
+                self._tell_silence(worker, why_silent(worker.pid))
+        if asked:
+            timer = self._context.loop.call_later(_STACK_WAIT_S, lambda: self._tell_stacks(asked))
+            self._timers.append(timer)
 
-    def _tell_silence(self, worker: Worker, reason: str) -> None:
-        self._tell_status(RankStatus(rank=worker.place.rank, silence=reason), is_asked=True)
+    def _tell_stacks(self, silent: list[Worker]) -> None:
+        for worker in silent:
+            if worker in self._workers.running:
+                self._tell_silence(worker, why_silent(worker.pid), stack=asked_stack(worker.progress_file).lines)
+
+    def _tell_silence(self, worker: Worker, reason: str, *, stack: tuple[str, ...] = ()) -> None:
+        self._tell_status(RankStatus(rank=worker.place.rank, silence=reason, stack=stack), is_asked=True)
 
     def _tell_status(self, status: RankStatus, *, is_asked: bool) -> None:
         worker = self._workers.by_rank(status.rank)
@@ -191,8 +248,10 @@ class LocalAttempt:
         if is_asked:
             self._unanswered.discard(status.rank)
         progress = read_progress(worker.progress_file)
+        native = read_native_state(worker.pid, since=self._cpu_looks.get(status.rank)) if is_asked else None
         status = dataclasses.replace(
             status,
+            native=native.text if native is not None else None,
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
             pid=worker.pid,
@@ -204,10 +263,36 @@ class LocalAttempt:
 
     # How workers end
 
+    def give_up(self, rank: int, reason: str) -> None:
+        """End a worker that does not work any more: killed, it can write nowhere, and it counts as failed now."""
+        worker = self._workers.by_rank(rank)
+        if worker is None or worker.exit is not None:
+            return
+        self._given_up[rank] = reason
+        worker.send_signal(signal.SIGKILL)
+        self._fail(worker, None)
+
+    def forgive(self, ranks: Sequence[int]) -> None:
+        """The job goes on without these workers, whatever ended them."""
+        for rank in ranks:
+            worker = self._workers.by_rank(rank)
+            if worker is not None:
+                self._failed.discard(rank)
+                self._forgiven.add(rank)
+                worker.send_signal(signal.SIGKILL)
+        self._note_finished()
+
+    def _note_finished(self) -> None:
+        if not self._workers.running and not self._failed:
+            self._reports.finished()
+
     def _on_exit(self, worker: Worker, worker_exit: WorkerExit) -> None:
         if self._after_stop is not None:
             if not self._workers.running:
                 self._after_stop()
+            return
+        if worker.place.rank in self._forgiven:
+            self._note_finished()
             return
         if not worker_exit.status.is_success:
             self._fail(worker, worker_exit)
@@ -216,12 +301,11 @@ class LocalAttempt:
             return
         described = self._describe(worker, worker_exit)
         self._reports.ended(dataclasses.replace(described, cause="ended normally", raised=None, is_consequence=False))
-        if not self._workers.running and not self._failed:
-            self._reports.finished()
+        self._note_finished()
 
     def _fail(self, worker: Worker, worker_exit: WorkerExit | None) -> None:
         """Report a worker that failed: at its exit, or when its end takes long after the exception that ends it."""
-        if worker.place.rank in self._failed or self._after_stop is not None:
+        if worker.place.rank in self._failed | self._forgiven or self._after_stop is not None:
             return
         self._failed.add(worker.place.rank)
         self._reports.failed(self._describe(worker, worker_exit))
@@ -238,7 +322,8 @@ class LocalAttempt:
         if raised is not None and raised.kind == "SystemExit":
             exit_line, raised = raised.where, None  # sys.exit: the exit code says it all
         if raised is None and worker_exit is not None:
-            self._pump.wait_ended({rank}, timeout_s=_STDERR_WAIT_S)
+            is_elastic = self._context.spec.elastic is not None  # the others wait for word
+            self._pump.wait_ended({rank}, timeout_s=_SHORT_STDERR_WAIT_S if is_elastic else _STDERR_WAIT_S)
         tail = tuple(line[:_MAX_LINE_CHARS] for line in self._pump.tail(rank))
         progress = read_progress(worker.progress_file)
         now_s = worker_exit.at_s if worker_exit is not None else time.monotonic()
@@ -248,6 +333,8 @@ class LocalAttempt:
             cause = status.describe()
         else:
             cause = raised.summary if raised is not None else f"exit code {exit_code}"
+        if rank in self._given_up:
+            cause, exit_code, raised = self._given_up[rank], 128 + signal.SIGKILL, None
         return JobFailure(
             node_rank=worker.place.node_rank,
             node_name=socket.gethostname(),
@@ -273,6 +360,10 @@ class LocalAttempt:
                 if other.exit is not None and other.exit.status.is_success and other is not worker
             ),
         )
+
+    def has_handler(self, number: signal.Signals) -> bool:
+        """Whether a running worker handles this signal."""
+        return any(catches_signal(worker.pid, number) for worker in self._workers.running)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to every running worker."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torsh_distributed.launch.worker.native_state import catches_signal
 from torsh_distributed.launch.worker.raised_error import (
     communication_call,
     folded,
@@ -16,6 +17,7 @@ from torsh_distributed.launch.worker.raised_error import (
     is_transport_text,
     own_line,
 )
+from torsh_distributed.launch.worker.worker_start import STACK_SIGNAL
 
 _WORDS = {
     signal.SIGKILL: "killed",
@@ -99,8 +101,29 @@ def fatal_stack(progress_file: Path) -> FatalStack:
 
     A fault in a thread of C++ has no Python stack of its own; then the main thread's, which is written last.
     """
+    return _left_stack(f"{progress_file}.stack")
+
+
+def ask_for_stack(worker_pid: int, progress_file: Path) -> bool:
+    """Make a worker that cannot answer write its stacks; whether it will. `asked_stack` reads them a moment later."""
+    if not catches_signal(worker_pid, STACK_SIGNAL):  # it would end the process
+        return False
     try:
-        with open(f"{progress_file}.stack", "rb") as file:  # noqa: PTH123 - a name beside the progress file's
+        os.truncate(f"{progress_file}.threads", 0)
+        os.kill(worker_pid, STACK_SIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def asked_stack(progress_file: Path) -> FatalStack:
+    """What the worker wrote when `ask_for_stack` asked for it."""
+    return _left_stack(f"{progress_file}.threads")
+
+
+def _left_stack(path: str) -> FatalStack:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a name beside the progress file's
             text = file.read(_MAX_STACK_BYTES).decode(errors="replace")
     except OSError:
         return FatalStack()

@@ -70,9 +70,13 @@ class LauncherOutput:
         """Print one line as a warning."""
         self.say(message, style="bold yellow")
 
-    def show_wait(self, text: str, *, stack: Sequence[str]) -> None:
-        """Say who waits for whom, with the late rank's stack."""
-        self.warn("\n".join([text, *(f"  {line}" for line in stack)]))
+    def show_wait(self, text: str, *, stack: Sequence[str], likely: str) -> None:
+        """Say who waits for whom, with the late rank's stack and the likely cause."""
+        self.warn("\n".join([text, *(f"  {line}" for line in stack), f"  likely cause: {likely}"]))
+
+    def show_diagnosis(self, lines: Sequence[str]) -> None:
+        """Print the doctor's report."""
+        self.say("\n".join(lines))
 
     def show_failure(self, failure: JobFailure, *, attempt: int, is_multi_node: bool, is_verbose: bool = False) -> None:
         """Print the report on why an attempt failed."""
@@ -101,6 +105,8 @@ def failure_lines(failure: JobFailure, *, attempt: int, is_multi_node: bool, is_
     if failure.rank is not None:
         lines.append("  " + _progress_line(failure, attempt))
     lines += [f"  {line}" for line in failure.consequences]
+    if failure.likely is not None:
+        lines.append(f"  likely cause: {failure.likely}")
     if failure.evidence is not None:
         lines.append(f"  proof: {failure.evidence}")
     lines += [

@@ -111,6 +111,19 @@ def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline
     return gone
 
 
+def start_shielded(command: list[str], *, stdin: int) -> subprocess.Popen[bytes]:
+    """Start a helper of the launcher in a session of its own, with SIGINT blocked in it from the first instruction.
+
+    Why: until it has its session, Ctrl-C reaches it too and ends it; the launcher would then fail for lack of a helper
+    instead of ending its job. A SIGINT that comes meanwhile reaches the launcher when the helper is started.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Guardian:
     """The launcher's handle on its guardian. The loop watches `pidfd` and calls `revive` if it is killed."""
 
@@ -122,12 +135,7 @@ class Guardian:
     def _start(self) -> None:
         theirs, self._pipe = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, self._mark],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_shielded([sys.executable, "-I", "-S", __file__, self._mark], stdin=theirs)
         finally:
             os.close(theirs)
         self.pidfd = os.pidfd_open(self._process.pid)

@@ -103,7 +103,8 @@ class InterruptFilter:
             return [*self.finish(), *self.feed(line)]
         is_start = line.startswith((*self._STARTS, *self._LINKS))
         if not self._held and not is_start:
-            return [line]
+            # Without a frame there is no traceback, only the name.
+            return [] if line.strip() == b"KeyboardInterrupt" else [line]
         if is_start or not line.strip() or (not self._has_ended and line.startswith(self._INSIDE)):
             self._has_ended = self._has_ended and not is_start
             self._held.append(line)

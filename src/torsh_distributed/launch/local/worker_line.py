@@ -50,8 +50,12 @@ class WorkerLine:
 
     def ask(self) -> bool:
         """Ask the worker what it does; whether the question was sent."""
+        return self.tell({"type": "ask"})
+
+    def tell(self, message: dict[str, Any]) -> bool:
+        """Send a message to the worker; whether it was sent."""
         try:
-            self._ours.send(b'{"type": "ask"}', socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._ours.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return False
         return self._is_open
@@ -93,15 +97,23 @@ def _parse(data: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and isinstance(message.get("type"), str) else None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped and so cannot answer."""
+    return _state_of(pid) in ("T", "t")
+
+
 def why_silent(pid: int) -> str:
     """Why a process does not answer, from its state in /proc."""
+    state = _state_of(pid)
+    return "it has ended" if state is None else f"it does not answer: {_STATES.get(state, _OTHER_STATE)}"
+
+
+def _state_of(pid: int) -> str | None:
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
-        return "it has ended"
-    if state in ("R", "S") and _has_stopped_thread(pid):
-        state = "T"
-    return f"it does not answer: {_STATES.get(state, _OTHER_STATE)}"
+        return None
+    return "T" if state in ("R", "S") and _has_stopped_thread(pid) else state
 
 
 def _has_stopped_thread(pid: int) -> bool:

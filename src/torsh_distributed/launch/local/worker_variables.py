@@ -11,10 +11,18 @@ from torsh_distributed.comm.meeting.network_interface import interface_variables
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
-from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE
+from torsh_distributed.launch.worker.launcher_line import (
+    BEAT_VARIABLE,
+    JOIN_VARIABLE,
+    MEMBER_VARIABLE,
+    METRICS_VARIABLE,
+)
 
 STARTUP_DIRECTORY = Path(__file__).parents[1] / "worker" / "startup"
 """On the workers' PYTHONPATH: its sitecustomize tells torch where the job's store is, also in scripts without us."""
+
+BEAT_S = 0.1
+"""Seconds between beats of a worker, in an elastic job."""
 
 # Overrides for a process started by hand. Inherited, they would give every worker the same rank.
 _PERSONAL = (
@@ -27,6 +35,9 @@ _PERSONAL = (
     # Of a job around this one.
     METRICS_VARIABLE,
     STORE_VARIABLE,
+    MEMBER_VARIABLE,
+    JOIN_VARIABLE,
+    BEAT_VARIABLE,
 )
 
 
@@ -60,14 +71,18 @@ def worker_environment(
     mark: str,
     secret_file: Path,
     progress_file: Path,
+    joins: bool = False,
 ) -> dict[str, str]:
-    """Every variable of one worker. The job's values win over `base`, and `spec.env` over both."""
+    """Every variable of one worker. The job's values win over `base`, and `spec.env` over both.
+
+    One that `joins` has a number beyond the world's: it starts alone, and learns its rank when it is let in.
+    """
     env = {name: value for name, value in without_secrets(base).items() if name not in _PERSONAL}
     env.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
-        WORLD_SIZE=str(spec.world_size),
-        LOCAL_WORLD_SIZE=str(spec.nproc_per_node),
+        WORLD_SIZE=str(max(spec.world_size, place.rank + 1)),
+        LOCAL_WORLD_SIZE=str(max(spec.nproc_per_node, place.local_rank + 1)),
         GROUP_RANK=str(place.node_rank),
         GROUP_WORLD_SIZE=str(spec.nnodes),
         NODE_RANK=str(place.node_rank),
@@ -85,11 +100,17 @@ def worker_environment(
         TORSH_SECRET_FILE=str(secret_file),
         PYTHONPATH=os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), base.get("PYTHONPATH")))),
     )
+    if spec.elastic is not None:
+        env.update({BEAT_VARIABLE: str(BEAT_S), MEMBER_VARIABLE: str(place.rank)})
+    if joins:
+        env[JOIN_VARIABLE] = "1"
     if not spec.serves_torch_store:
         env[STORE_VARIABLE] = endpoint.store_url
     if endpoint.machine_interval_s is not None:
         env[METRICS_VARIABLE] = f"{endpoint.machine_interval_s:g}"
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # torch's own flight recorder, for groups on gloo and nccl: the doctor reads it when ranks wait.
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     for name, value in interface_variables(endpoint.interface).items():
         env.setdefault(name, value)
     if sets_omp_threads(spec, base):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.exit_causes import ExitStatus, peek_status
@@ -36,12 +37,28 @@ class WorkerExit:
     at_s: float
 
 
+class WorkerProcess(Protocol):
+    """A child of this process."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Collect it; subprocess.TimeoutExpired if it still runs then."""
+
+
+class Spare(Protocol):
+    """Starts workers from a process that has imported torch already."""
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int, line: int
+    ) -> WorkerProcess | None:
+        """A worker that leads its own session; None if there is nothing to start it from now."""
+
+
 class Worker:
     """One rank's process."""
 
-    def __init__(
-        self, place: WorkerPlace, process: subprocess.Popen[bytes], line: WorkerLine, *, progress_file: Path
-    ) -> None:
+    def __init__(self, place: WorkerPlace, process: WorkerProcess, line: WorkerLine, *, progress_file: Path) -> None:
         self.place = place
         self.process = process
         self.line = line
@@ -71,8 +88,15 @@ class Workers:
     """All workers of an attempt on this node. `on_exit` is called once for each that ends."""
 
     def __init__(
-        self, loop: Loop, guardian: Guardian, *, mark: str, on_exit: Callable[[Worker, WorkerExit], None]
+        self,
+        loop: Loop,
+        guardian: Guardian,
+        *,
+        mark: str,
+        spare: Spare | None = None,
+        on_exit: Callable[[Worker, WorkerExit], None],
     ) -> None:
+        self._spare = spare
         self._loop = loop
         self._guardian = guardian
         self._mark = mark
@@ -94,15 +118,19 @@ class Workers:
         """
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
+        process: WorkerProcess | None = None
         try:
-            process = subprocess.Popen(
-                command,
-                env={**env, FD_VARIABLE: str(line.worker_fd)},
-                stdout=out_write,
-                stderr=err_write,
-                start_new_session=True,
-                pass_fds=(line.worker_fd,),
-            )
+            if self._spare is not None:
+                process = self._spare.start(command, env, stdout=out_write, stderr=err_write, line=line.worker_fd)
+            if process is None:
+                process = subprocess.Popen(
+                    command,
+                    env={**env, FD_VARIABLE: str(line.worker_fd)},
+                    stdout=out_write,
+                    stderr=err_write,
+                    start_new_session=True,
+                    pass_fds=(line.worker_fd,),
+                )
         except OSError as error:
             line.close()
             os.close(out_read)

@@ -51,6 +51,7 @@ class Coordinator:
         self._max_restarts = max_restarts
         self._joined: set[int] = set()
         self._done: set[int] = set()
+        self._dropped: set[int] = set()
 
     @property
     def absent(self) -> list[int]:
@@ -59,8 +60,8 @@ class Coordinator:
 
     @property
     def unstopped(self) -> list[int]:
-        """While stopping: node ranks whose workers may still run."""
-        return sorted(set(range(self._num_nodes)) - self._done)
+        """Node ranks whose workers may still run."""
+        return sorted(set(range(self._num_nodes)) - self._done - self._dropped)
 
     def has_joined(self, node_rank: int) -> bool:
         """Whether that node is part of the job."""
@@ -79,7 +80,7 @@ class Coordinator:
             return []
         self.failures.append(failure)
         # Workers that were told to end are not started again here: their node is about to be taken away.
-        if attempt >= self._max_restarts or failure.exit_code == SAVED_EXIT_CODE:
+        if attempt >= self._max_restarts or failure.exit_code == SAVED_EXIT_CODE or self._dropped:
             return self._over(End(exit_code=failure.exit_code, failure=failure))
         self.phase = JobPhase.STOPPING
         self._done = set()
@@ -91,6 +92,15 @@ class Coordinator:
             return []
         self._done.add(node_rank)
         return [] if self.unstopped else self._over(End(exit_code=0))
+
+    def resumed(self, node_rank: int) -> None:
+        """A node whose workers had all ended has another one."""
+        self._done.discard(node_rank)
+
+    def dropped(self, node_rank: int) -> list[Decision]:
+        """An elastic job goes on without a node that is lost; the job may be complete now."""
+        self._dropped.add(node_rank)
+        return [] if self.phase is not JobPhase.RUNNING or self.unstopped else self._over(End(exit_code=0))
 
     def stopped(self, node_rank: int, attempt: int) -> list[Decision]:
         """A node has no process of the stopped attempt left."""

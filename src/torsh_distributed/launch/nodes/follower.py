@@ -16,7 +16,9 @@ from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import (
+    AddWorker,
     Ask,
+    ChangeMembers,
     End,
     FromNode,
     Heartbeat,
@@ -160,7 +162,7 @@ class Follower:
                     hint="give the same command on every node, each with its own --node-rank",
                     node_rank=self._spec.node_rank,
                 )
-            case Start() | Ask() | Stop() | End():
+            case Start() | Ask() | ChangeMembers() | AddWorker() | Stop() | End():
                 self._node.handle(message)
 
     def _report(self, message: FromNode) -> None:

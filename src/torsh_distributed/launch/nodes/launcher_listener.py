@@ -16,6 +16,7 @@ from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
 from torsh_distributed.launch.nodes.records import (
+    DiagnosisWanted,
     Ended,
     Failed,
     Finished,
@@ -25,6 +26,7 @@ from torsh_distributed.launch.nodes.records import (
     JoinRefused,
     JoinRequest,
     Measured,
+    MemberSaid,
     Message,
     Said,
     Stopped,
@@ -141,7 +143,9 @@ class LauncherListener:
         self._leader.join(node_rank, connection.send)
 
     def _receive(self, node_rank: int, message: Message) -> None:
-        if isinstance(message, Failed | Ended | Said | Finished | Stopped | Measured | Interrupted):
+        if isinstance(
+            message, Failed | Ended | Said | Finished | Stopped | Measured | DiagnosisWanted | Interrupted | MemberSaid
+        ):
             self._leader.receive(node_rank, message)
 
     def _lose(self, node_rank: int, reason: str) -> None:

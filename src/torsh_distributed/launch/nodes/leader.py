@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
+from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
+    AddWorker,
     Ask,
+    DiagnosisWanted,
     End,
     Ended,
     Failed,
@@ -25,6 +30,7 @@ from torsh_distributed.launch.nodes.records import (
     FromNode,
     Interrupted,
     Measured,
+    MemberSaid,
     Said,
     Start,
     Stop,
@@ -45,6 +51,7 @@ class Leader:
         self._token = token
         self._directory = directory
         self._inquiry: Inquiry | None = None
+        self._elastic: ElasticLeader | None = None
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._local_listener: socket.socket | None = None
@@ -62,9 +69,16 @@ class Leader:
         """Handle a report of a node."""
         match message:
             case Failed():
-                self._inquire(message.attempt, lambda inquiry: inquiry.failed(message.failure))
+                if not self._goes_on_in_place(message.attempt, [message.failure]):
+                    self._inquire(message.attempt, lambda inquiry: inquiry.failed(message.failure))
+            case MemberSaid():
+                if self._elastic is not None and message.attempt == self.coordinator.attempt:
+                    self._elastic.said(message)
             case Ended():
-                self._inquire(message.attempt, lambda inquiry: inquiry.ended(message.worker))
+                if self._elastic is not None and message.worker.rank is not None:
+                    self._elastic.ended(message.worker.rank)
+                if self._elastic is None or self._elastic.is_over:
+                    self._inquire(message.attempt, lambda inquiry: inquiry.ended(message.worker))
             case Said():
                 self._inquire(message.attempt, lambda inquiry: inquiry.said(message.status, is_asked=message.is_asked))
             case Finished():
@@ -73,6 +87,8 @@ class Leader:
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
             case Measured():
                 self.on_measured(message)
+            case DiagnosisWanted():
+                self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
                 self._carry_out(self.coordinator.interrupted(message.signal))
 
@@ -82,6 +98,48 @@ class Leader:
         if self._inquiry is not None and coordinator.phase is JobPhase.RUNNING and coordinator.attempt == attempt:
             tell(self._inquiry)
 
+    def diagnose(self, tell: Callable[[Diagnosis], None]) -> None:
+        """Ask all ranks what they do, and tell what that means."""
+        if self._inquiry is None:
+            tell(Diagnosis(is_stuck=False, text="The job has not started: not all nodes have joined."))
+        else:
+            self._inquiry.diagnose(tell)
+
+    # An elastic job
+
+    def _goes_on_in_place(self, attempt: int, failures: list[JobFailure]) -> bool:
+        """Whether the running attempt goes on without these workers."""
+        coordinator = self.coordinator
+        if self._elastic is None or coordinator.phase is not JobPhase.RUNNING or coordinator.attempt != attempt:
+            return False
+        return self._elastic.failed(failures)
+
+    def _begin_elastic(self, attempt: int) -> None:
+        if self._elastic is not None:
+            self._elastic.close()
+        if self._spec.elastic is None:
+            return
+        self._elastic = ElasticLeader(
+            self._spec,
+            self._spec.elastic,
+            attempt,
+            self._loop,
+            self._output,
+            tell_all=self._tell_all,
+            nodes=lambda: list(self._send),
+            give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
+        )
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a command of the user's, and say what is done about it."""
+        target = question.get("workers")
+        if question.get("command") != "scale" or not isinstance(target, int) or self._elastic is None:
+            return {"is_done": False, "text": "this job does not know that command"}
+        if self.coordinator.phase is not JobPhase.RUNNING:
+            return {"is_done": False, "text": f"the job is {self.coordinator.phase}"}
+        problem = self._elastic.scale(target)
+        return {"is_done": problem is None, "text": problem or f"{target} workers are wanted now"}
+
     def _begin_inquiry(self, attempt: int) -> None:
         if self._inquiry is not None:
             self._inquiry.close()
@@ -90,20 +148,35 @@ class Leader:
             self._spec.world_size,
             ask=lambda: self._tell_all(Ask(attempt=attempt)),
             on_verdict=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
-            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack),
+            on_notice=lambda found: self._output.show_wait(found.text, stack=found.stack, likely=found.likely or ""),
         )
 
     def lose(self, failure: JobFailure) -> None:
         """A node is lost."""
         if failure.node_rank != 0:
             self._send.pop(failure.node_rank, None)
+            if self._outlives(failure):
+                return
         self._carry_out(self.coordinator.lost(failure))
+
+    def _outlives(self, failure: JobFailure) -> bool:
+        """Whether an elastic job goes on without a node that is lost: its workers are, all at once."""
+        if self._elastic is None:
+            return False
+        members = self._elastic.members_on(failure.node_rank)
+        cause = f"node {failure.node_rank}: {failure.cause}"
+        lost = [dataclasses.replace(failure, rank=member, cause=cause) for member in members]
+        if not lost or not self._goes_on_in_place(self.coordinator.attempt, lost):
+            return False
+        self._carry_out(self.coordinator.dropped(failure.node_rank))
+        return True
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
                 case StartAttempt():
                     self._begin_inquiry(decision.attempt)
+                    self._begin_elastic(decision.attempt)
                     message: FromLeader = self._open(decision.attempt)
                 case Stop():
                     message = decision
@@ -113,9 +186,13 @@ class Leader:
                     message = decision
             if not isinstance(decision, StartAttempt) and self._inquiry is not None:
                 self._inquiry.close()
+            if not isinstance(decision, StartAttempt) and self._elastic is not None:
+                self._elastic.close()
             self._tell_all(message)
 
     def _tell_all(self, message: FromLeader) -> None:
+        if isinstance(message, AddWorker):
+            self.coordinator.resumed(message.node_rank)
         for send in list(self._send.values()):
             send(message)
 

@@ -8,13 +8,16 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import write_secret_file
+from torsh_distributed.launch.control.spare_process import SpareProcess
+from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
-from torsh_distributed.launch.local.exit_causes import find_oom_counter
+from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE, find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.guardian import Guardian
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -23,7 +26,10 @@ from torsh_distributed.launch.local.signals import PASSED_ON
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, sets_omp_threads
 from torsh_distributed.launch.nodes.records import (
+    AddWorker,
     Ask,
+    ChangeMembers,
+    DiagnosisWanted,
     End,
     Ended,
     Failed,
@@ -33,15 +39,17 @@ from torsh_distributed.launch.nodes.records import (
     Interrupted,
     JoinAccepted,
     Measured,
+    MemberSaid,
     Said,
     Start,
     Stop,
     Stopped,
 )
 from torsh_distributed.launch.observing.job_observer import JobObserver
-from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 
 _MAX_REVIVALS = 3
+_MAX_DETAIL_CHARS = 500
 _REPORT_TIMEOUT_S = 20.0
 
 
@@ -57,6 +65,7 @@ class Node:
         self._guardian.remove_directory(self.directory)
         secret_file = self.directory / "secret"
         write_secret_file(secret_file, token)
+        self._spare = _spare(spec, loop, self._guardian, output)
         self._context = AttemptContext(
             spec=spec,
             loop=loop,
@@ -67,12 +76,14 @@ class Node:
             mark=mark,
             secret_file=secret_file,
             oom_counter=find_oom_counter(),
+            spare=self._spare,
         )
         self._spec = spec
         self._loop = loop
         self._output = output
         self._observer = JobObserver(spec, loop, output)
         self._attempt: LocalAttempt | None = None
+        self._health: HealthWatch | None = None
         self._attempt_number = 0
         self._num_revived = 0
         loop.watch(self._guardian.pidfd, self._revive_guardian)
@@ -92,6 +103,10 @@ class Node:
             case Ask():
                 if self._attempt is not None and self._attempt.number == message.attempt:
                     self._attempt.ask()
+            case ChangeMembers():
+                self._change_members(message)
+            case AddWorker():
+                self._add_worker(message)
             case Stop():
                 self._stop(message)
             case End():
@@ -119,9 +134,17 @@ class Node:
                 measured=self._take_own,
                 said=lambda status, is_asked: self.report(Said(attempt=number, status=status, is_asked=is_asked)),
                 finished=lambda: self.report(Finished(attempt=number)),
+                heard=partial(self._hear, number),
             ),
         )
         self._attempt.start()
+        if self._spec.elastic is not None:
+            limits = HealthLimits(
+                stopped_s=self._spec.elastic.stop_timeout_s, silent_s=self._spec.elastic.hang_timeout_s
+            )
+            self._health = HealthWatch(self._loop, limits, partial(self._note_health, number))
+        if self._spare is not None:
+            self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
 
     def _take_own(self, rank: int, message: dict[str, Any]) -> None:
@@ -135,6 +158,56 @@ class Node:
         message = json.loads(measured.message)
         if isinstance(message, dict):
             self._observer.take(measured.rank, message)
+
+    # The control plane of an elastic job
+
+    def _hear(self, attempt: int, member: int, pid: int, message: dict[str, Any]) -> None:
+        """A worker's beat, or what it tells about its place in the world."""
+        if self._health is None:
+            return
+        self._health.beat(member, pid)
+        if message["type"] != "elastic":
+            return
+        numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
+        if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
+            detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
+            said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
+            self.report(said)
+
+    def _note_health(self, attempt: int, member: int, health: Health) -> None:
+        self.report(
+            MemberSaid(attempt=attempt, member=member, what="health", detail=f"{health.state}: {health.reason}")
+        )
+        if health.state is HealthState.FAILED and self._attempt is not None and self._health is not None:
+            self._health.forget(member)
+            self._attempt.give_up(member, health.reason)
+
+    def _change_members(self, message: ChangeMembers) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.number != message.attempt:
+            return
+        if self._health is not None:
+            for member in message.lost:
+                self._health.forget(member)
+        attempt.forgive(message.lost)
+        attempt.tell(
+            {
+                "type": "view",
+                "epoch": message.epoch,
+                "members": message.members,
+                "is_urgent": message.is_urgent,
+                "leaving": message.leaving,
+            }
+        )
+
+    def _add_worker(self, message: AddWorker) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.number != message.attempt or message.node_rank != self._spec.node_rank:
+            return
+        taken = attempt.local_ranks
+        local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        place = WorkerPlace(rank=message.member, local_rank=local_rank, node_rank=self._spec.node_rank)
+        attempt.start_worker(place, joins=True)
 
     def _log_dir(self, attempt: int) -> Path | None:
         if self._spec.log_dir is None:
@@ -171,8 +244,13 @@ class Node:
         self._attempt.stop(
             signal.Signals(message.signal) if message.signal is not None else signal.SIGTERM,
             grace_s=self._spec.signal_timeout_s if is_signal else self._spec.shutdown_timeout_s,
-            then=lambda: self._over(message.exit_code),
+            then=lambda: self._over(self._code_after_signal(message) if is_signal else message.exit_code),
         )
+
+    def _code_after_signal(self, message: End) -> int:
+        """128 + signal, unless the workers saved first: whoever starts jobs then knows that this one can go on."""
+        has_saved = self._attempt is not None and self._attempt.has_saved
+        return SAVED_EXIT_CODE if has_saved else message.exit_code
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
@@ -191,7 +269,10 @@ class Node:
     def interrupt(self, number: signal.Signals) -> None:
         """Handle a signal: some are for the workers, the others end the job; a second one kills everything at once."""
         running = self._attempt.running_ranks if self._attempt is not None else []
-        if number in PASSED_ON:
+        if number == signal.SIGUSR1 and self._attempt is not None and not self._attempt.has_handler(number):
+            # It would only end the workers; so it asks what they do.
+            self.report(DiagnosisWanted())
+        elif number in PASSED_ON:
             if self._attempt is not None:
                 self._attempt.send_signal(number)
         elif self._is_interrupted:
@@ -245,6 +326,9 @@ class Node:
         self._loop.watch(self._guardian.pidfd, self._revive_guardian)
 
     def _close_attempt(self) -> None:
+        if self._health is not None:
+            self._health.close()
+            self._health = None
         if self._attempt is not None:
             self._attempt.close()
             self._attempt = None
@@ -253,6 +337,8 @@ class Node:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
         self._observer.close()
+        if self._spare is not None:
+            self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
@@ -262,6 +348,13 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _spare(spec: JobSpec, loop: Loop, guardian: Guardian, output: LauncherOutput) -> SpareProcess | None:
+    if not spec.keeps_spare:
+        return None
+    variables = {"OMP_NUM_THREADS": "1"} if sets_omp_threads(spec, os.environ) else {}
+    return SpareProcess(loop, guardian, output, variables={**variables, **spec.env})
 
 
 def _ignore(message: FromNode) -> None:

@@ -100,6 +100,26 @@ class Interrupted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemberSaid:
+    """A worker of an elastic job tells where it is: ready, join, entered, stepped or leaving; or how it is (health)."""
+
+    kind: Literal["member_said"] = "member_said"
+    attempt: int
+    member: int
+    what: Text
+    epoch: int = 0
+    step: int = 0
+    detail: Text = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisWanted:
+    """Somebody at the node asks what the job is doing (SIGUSR1); node 0 prints the answer."""
+
+    kind: Literal["diagnosis_wanted"] = "diagnosis_wanted"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """A sign of life, in both directions."""
 
@@ -145,6 +165,29 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangeMembers:
+    """The world of an elastic job has other members from now on, in the order of their ranks."""
+
+    kind: Literal["change_members"] = "change_members"
+    attempt: int
+    epoch: int
+    members: tuple[int, ...]
+    is_urgent: bool
+    lost: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddWorker:
+    """Start a worker on one node that will ask to join."""
+
+    kind: Literal["add_worker"] = "add_worker"
+    attempt: int
+    member: int
+    node_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """End the workers of an attempt and report when they are gone; the next attempt follows."""
 
@@ -164,8 +207,20 @@ class End:
     """The user's signal, to be forwarded to workers that still run; None ends them as after a failure."""
 
 
-FromNode = JoinRequest | Failed | Ended | Said | Finished | Stopped | Measured | Interrupted | Heartbeat
-FromLeader = JoinAccepted | JoinRefused | Start | Ask | Stop | End | Heartbeat
+FromNode = (
+    JoinRequest
+    | Failed
+    | Ended
+    | Said
+    | Finished
+    | Stopped
+    | Measured
+    | DiagnosisWanted
+    | Interrupted
+    | MemberSaid
+    | Heartbeat
+)
+FromLeader = JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | AddWorker | Stop | End | Heartbeat
 Message = FromNode | FromLeader
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -30,16 +29,13 @@ class StoreProcess:
     """
 
     def __init__(self, secret: str) -> None:
+        from torsh_distributed.launch.local.guardian import start_shielded
+
         self.reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A session of its own: Ctrl-C is for the workers, which may still need the store to end well.
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", __file__],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                self._process = start_shielded([sys.executable, "-P", __file__], stdin=theirs.fileno())
             except OSError as error:
                 self.reports.close()
                 from torsh_distributed.errors import IoError

@@ -40,7 +40,8 @@ class JobObserver:
         if message.get("type") == "observe":
             self._take_wish(message)
         elif self._process is not None:
-            self._process.send({**message, "rank": rank})
+            # In an elastic job the worker's number stays while its rank changes; only the worker knows its rank.
+            self._process.send(message if self._spec.elastic is not None else {**message, "rank": rank})
 
     def tell_membership(self, action: str, *, attempt: int, detail: str | None, exit_code: int | None = None) -> None:
         """Workers were started, lost or have ended."""
@@ -91,7 +92,7 @@ class JobObserver:
                 "type": "job",
                 "run_id": self._spec.run_id,
                 "command": shlex.join([entry.target, *entry.args]),
-                "world_size": self._spec.world_size,
+                "world_size": self._spec.world_size if self._spec.elastic is None else None,
                 "num_nodes": self._spec.nnodes,
                 "node": socket.gethostname(),
             }

@@ -16,9 +16,8 @@ from torsh_distributed.comm.collectives.matching import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
-from torsh_distributed.launch.worker.event_recording import record_events
-from torsh_distributed.launch.worker.launcher_line import join_late
-from torsh_distributed.launch.worker.metric_reporting import report_metrics
+from torsh_distributed.launch.worker.event_recording import record_events, report_metrics
+from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
 from torsh_distributed.log_level import set_log_level
 from torsh_distributed.observe.settings import ObserveSettings
 from torsh_distributed.plan import ObserveConfig, Plan
@@ -94,10 +93,14 @@ def _observe(section: ObserveConfig) -> None:
 
 
 def _start(backend: str, place: Environment, timeout_s: float, *, store: dist.Store | None) -> None:
+    rank, world_size = place.rank, place.world_size
+    if JOIN_VARIABLE in os.environ and store is None:
+        # The others train already: alone until the first batch, when the Engine enters their world.
+        rank, world_size, store = 0, 1, dist.HashStore()
     start_world(
         backend,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank,
+        world_size=world_size,
         master_addr=place.master_addr,
         master_port=place.master_port,
         timeout_s=timeout_s,

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -24,8 +25,15 @@ from torsh_distributed.launch.worker.waiting_operations import OperationWatch
 FD_VARIABLE = "TORSH_LINE_FD"
 METRICS_VARIABLE = "TORSH_METRICS"
 """Set if the launcher wants to know what its workers measure, to the seconds between readings of the node."""
+BEAT_VARIABLE = "TORSH_BEAT_S"
+"""Seconds between the beats that the launcher expects; without it there are none."""
+MEMBER_VARIABLE = "TORSH_MEMBER"
+"""In an elastic job: the worker's number, which it keeps while ranks change."""
+JOIN_VARIABLE = "TORSH_JOINS"
+"""Set for a worker that enters a world that trains already."""
 MAX_MESSAGE_BYTES = 1 << 16
 _SEND_TIMEOUT_S = 1.0
+_MAX_UNHANDLED = 15
 
 
 class LauncherLine:
@@ -35,6 +43,9 @@ class LauncherLine:
         self._sock = sock
         self._pid = os.getpid()
         self._watch = OperationWatch()
+        self._beat_s = float(os.environ.get(BEAT_VARIABLE) or 0)
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._unhandled: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._serve, name="torsh-line", daemon=True)
         self._thread.start()
         self.send({"type": "hello", "pid": self._pid})
@@ -76,12 +87,21 @@ class LauncherLine:
         """Tell the launcher that the script came to its end."""
         self.send({"type": "bye", **self._watch.status()})
 
+    def listen(self, kind: str, handler: Callable[[dict[str, Any]], None]) -> None:
+        """Call `handler` on the line's thread with each message of that type, and with those that came before."""
+        self._handlers[kind] = handler
+        early = [message for message in self._unhandled if message["type"] == kind]
+        self._unhandled = [message for message in self._unhandled if message["type"] != kind]
+        for message in early:
+            handler(message)
+
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
-        delay_s = 1.0
+        look_at_s = beat_at_s = time.monotonic()
         while True:
-            if poller.poll(delay_s * 1000):
+            due_s = min(look_at_s, beat_at_s) if self._beat_s else look_at_s
+            if poller.poll(max(0.0, due_s - time.monotonic()) * 1000):
                 try:
                     data = self._sock.recv(MAX_MESSAGE_BYTES)
                 except OSError:
@@ -89,22 +109,41 @@ class LauncherLine:
                 if not data:
                     return
                 self._answer(data)
-            try:
-                status, delay_s = self._watch.look()
-            except Exception as problem:  # looking must never end the line
-                self.send({"type": "trouble", "message": repr(problem)})
-                delay_s = 1.0
-                continue
-            if status is not None:
-                self.send({"type": "waiting", **status})
+            now_s = time.monotonic()
+            if self._beat_s and now_s >= beat_at_s:
+                beat_at_s = now_s + self._beat_s
+                self.send({"type": "beat"})
+            if now_s >= look_at_s:
+                look_at_s = now_s + self._look()
+
+    def _look(self) -> float:
+        """Tell the launcher about a long wait; the seconds until the next look."""
+        try:
+            status, delay_s = self._watch.look()
+        except Exception as problem:  # looking must never end the line
+            self.send({"type": "trouble", "message": repr(problem)})
+            return 1.0
+        if status is not None:
+            self.send({"type": "waiting", **status})
+        return delay_s
 
     def _answer(self, data: bytes) -> None:
         try:
             message = json.loads(data)
         except ValueError:
             return
-        if isinstance(message, dict) and message.get("type") == "ask":
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            return
+        handler = self._handlers.get(message["type"])
+        if message["type"] == "ask":
             self.send({"type": "status", **self._watch.status()})
+        elif handler is not None:
+            try:
+                handler(message)
+            except Exception as problem:  # nor may a handler
+                self.send({"type": "trouble", "message": repr(problem)})
+        else:
+            self._unhandled = [*self._unhandled[-_MAX_UNHANDLED:], message]
 
 
 _line: LauncherLine | None = None

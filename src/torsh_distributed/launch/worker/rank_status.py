@@ -105,6 +105,12 @@ class RankStatus:
     waiting: WaitingCall | None = None
     groups: dict[str, GroupHistory] = field(default_factory=dict)
     stack: tuple[Text, ...] = ()
+    handling: Text | None = None
+    """The exception in whose `except` block it is."""
+    threads: tuple[Text, ...] = ()
+    """Where the user's other threads are."""
+    native: Text | None = None
+    """What it does below Python, as the kernel says."""
     silence: Text | None = None
     """Why it did not answer: stopped, busy in native code, or without a line; None if it did."""
     raised: RaisedError | None = None
@@ -156,7 +162,14 @@ def status_from(rank: int, message: Mapping[str, Any]) -> RankStatus | None:
                 at=_maybe_text(blocked.get("at")),
             )
         groups = {_text(name): _history(found) for name, found in list(message["groups"].items())[:_MAX_GROUPS]}
-        return RankStatus(rank=rank, waiting=waiting, groups=groups, stack=_lines(message.get("stack")))
+        return RankStatus(
+            rank=rank,
+            waiting=waiting,
+            groups=groups,
+            stack=_lines(message.get("stack")),
+            handling=_maybe_text(message.get("handling")),
+            threads=_lines(message.get("threads")),
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -13,7 +13,15 @@ import time
 from types import FrameType
 from typing import Any
 
-from torsh_distributed.launch.worker.raised_error import folded, is_library, is_transport_text, own_line, places_of
+from torsh_distributed.launch.worker.raised_error import (
+    folded,
+    is_library,
+    is_transport_text,
+    own_line,
+    places_of,
+    user_line,
+)
+from torsh_distributed.launch.worker.torch_flight_recorder import torch_records
 
 _RECORDER = "torsh_distributed.comm.recording.flight_recorder"
 _C10D = "torch.distributed.distributed_c10d"
@@ -28,7 +36,9 @@ _TIMES_USUAL = 10.0
 _MAX_RECORDS = 32
 _MAX_GROUPS = 8
 _MAX_STACK_LINES = 24
+_MAX_THREADS = 6
 _BY_TORCH = " (by torch)"
+_BACKWARD = "_engine_run_backward"
 
 
 class OperationWatch:
@@ -57,15 +67,20 @@ class OperationWatch:
     def status(self) -> dict[str, Any]:
         """What this process does now: what it waits for, its latest operations by group, its stack."""
         blocked = self._blocked() if _C10D in sys.modules else None
-        return {"blocked": blocked, "groups": _latest_operations(), "stack": stack_of_main()}
+        return {
+            "blocked": blocked,
+            "groups": _latest_operations(),
+            "stack": stack_of_main(),
+            "handling": _exception_in_hand(),
+            "threads": _other_threads(),
+        }
 
     def history(self, error: BaseException) -> dict[str, Any]:
         """What goes with a report of `error`: the latest operations, and which of them it failed in."""
-        recorder = _recorder()
-        if recorder is None:
-            return {}
         told: dict[str, Any] = {"groups": _latest_operations()}
-        newest = next(reversed(list(recorder)), None)
+        # Of gloo and nccl, torch's own recorder knows which of several is the one that has not ended.
+        under_way = next((one for one in torch_records() if not one.is_ended), None)
+        newest = next(reversed(list(_recorder() or ())), under_way)
         is_of_call = "CommunicationError" in {kind.__name__ for kind in type(error).__mro__} or is_transport_text(
             str(error)
         )
@@ -76,12 +91,14 @@ class OperationWatch:
     def _blocked(self) -> dict[str, Any] | None:
         now_s = time.monotonic()
         before_s, self._last_look_s = self._last_look_s, now_s
-        found = _waiting_frame()
+        found = _waiting_frame() or _backward_frame()
         if found is None:
             self._seen, self._since_s, self._told_s = (), None, 0.0
             return None
         frame, entry, user = found
-        record = _record_under_way(frame)
+        record = _record_under_way(frame) or _torch_record_under_way()
+        if record is None and not _is_comm(entry):
+            return None  # a backward pass that waits for nobody
         # A loop over the same call reuses the frame's memory; the newest operation tells its rounds apart.
         seen = (id(entry), entry.f_lasti, id(user), user.f_lasti if user else 0, _progress())
         if seen != self._seen:
@@ -90,6 +107,7 @@ class OperationWatch:
         assert self._since_s is not None, "set with what is seen"
         at = own_line(places_of(user)) if user is not None else None
         told: dict[str, Any] = {"age_s": now_s - self._since_s, "usual_s": None, "at": at, **_call_by_stack(entry)}
+        told["peer"] = _peer_by_stack(frame)
         if record is not None:
             told.update({name: value for name, value in record.items() if name != "start_s"})
         return told
@@ -125,6 +143,17 @@ def _waiting_frame() -> tuple[FrameType, FrameType, FrameType | None] | None:
     return None
 
 
+def _backward_frame() -> tuple[FrameType, FrameType, FrameType | None] | None:
+    """The main thread inside torch's backward pass, where C++ waits for gradients that other ranks have to send."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or frame.f_code.co_name != _BACKWARD:
+        return None
+    user: FrameType | None = frame
+    while user is not None and is_library(user.f_code.co_filename):
+        user = user.f_back
+    return frame, frame, user
+
+
 def _is_comm(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     return name.startswith(_OUR_COMM) or _TORCH_COMM in name
@@ -147,6 +176,16 @@ def _call_by_stack(entry: FrameType) -> dict[str, Any]:
     elif op == "wrapper":
         op = str(back.f_locals.get("func_name") or getattr(back.f_locals.get("func"), "__name__", op))
     return {"op": op, "group": None, "sequence": None, "num_bytes": None, "members": None, "is_world": True}
+
+
+def _peer_by_stack(frame: FrameType | None) -> int | None:
+    """The rank of the world that torch's `send` or `recv` on the stack is about; gloo's are in no recorder."""
+    while frame is not None and _is_comm(frame):
+        name = {"recv": "src", "irecv": "src", "send": "dst", "isend": "dst"}.get(frame.f_code.co_name)
+        if name is not None and isinstance(frame.f_locals.get(name), int):
+            return int(frame.f_locals[name])
+        frame = frame.f_back
+    return None
 
 
 def _record_under_way(frame: FrameType) -> dict[str, Any] | None:
@@ -184,6 +223,26 @@ def _record_under_way(frame: FrameType) -> dict[str, Any] | None:
         "peer": found.peer,
         "usual_s": usual_s,
         "start_s": 0.0 if found.is_brief else found.start_s,
+    }
+
+
+def _torch_record_under_way() -> dict[str, Any] | None:
+    """The oldest operation of a gloo or nccl group that has not ended, from torch's own flight recorder."""
+    records = torch_records()
+    found = next((one for one in records if not one.is_ended), None)
+    if found is None:
+        return None
+    members, is_world = _members(found.group)
+    return {
+        "op": found.op,
+        "group": found.group + _BY_TORCH,
+        "sequence": found.sequence,
+        "num_bytes": found.num_bytes,
+        "members": members,
+        "is_world": is_world,
+        "peer": found.peer,
+        "usual_s": 0.0 if any(one.is_ended and one.op == found.op for one in records) else None,
+        "start_s": time.monotonic() - found.age_s,
     }
 
 
@@ -238,15 +297,17 @@ def _members(name: str) -> tuple[list[int] | None, bool]:
 def _latest_operations() -> dict[str, Any]:
     """By group: its members and the latest operations, as (number, operation, bytes, peer, call site, ended)."""
     recorder = _recorder()
-    if recorder is None:
-        return {}
     by_group: dict[str, list[Any]] = {}
-    for record in reversed(list(recorder)):
+    for record in reversed(list(recorder or ())):
         kept = by_group.setdefault(_key(record), [])
         if len(kept) < _MAX_RECORDS:
             ended = record.is_brief or record.end_s is not None
             site = record.call_site
             kept.append([record.sequence, record.op, record.num_bytes, record.peer, _short(site), ended])
+    for one in reversed(torch_records()):
+        kept = by_group.setdefault(one.group + _BY_TORCH, [])
+        if len(kept) < _MAX_RECORDS:
+            kept.append([one.sequence, one.op, one.num_bytes, one.peer, None, one.is_ended])
     found = {}
     for name in list(by_group)[:_MAX_GROUPS]:
         members, is_world = _members(name.removesuffix(_BY_TORCH))
@@ -270,3 +331,27 @@ def stack_of_main() -> list[str]:
     """Where the main thread is, outermost first, library frames folded."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return folded(places_of(frame))[-_MAX_STACK_LINES:]
+
+
+def _exception_in_hand() -> str | None:
+    """`ValueError: bad batch (train.py:12 in step)`: the exception in whose `except` block the main thread is."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives (type, value, traceback)
+    if not isinstance(error, BaseException):
+        return None
+    place = user_line(error)
+    return f"{type(error).__name__}: {str(error)[:200]}" + (f" ({place})" if place else "")
+
+
+def _other_threads() -> list[str]:
+    """`loader: data.py:40 in fetch`: where the user's other threads are; those of libraries alone are left out."""
+    found = []
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if thread is threading.main_thread() or thread.ident == threading.get_ident() or frame is None:
+            continue
+        places = places_of(frame)
+        if any(not is_library(file) for file, _, _ in places):
+            found.append(f"{thread.name}: {own_line(places)}")
+    return found[:_MAX_THREADS]

@@ -9,17 +9,20 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import types
 from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is slow to import
 _PACKAGE = "torsh_distributed.launch.worker"
+STACK_SIGNAL = signal.SIGRTMAX - 2
+"""Makes a worker that does not answer write its stacks; a signal that neither libc nor batch systems use."""
 
 
 def main() -> None:
     """`worker_start.py script.py ARGS` or `worker_start.py -m module ARGS`."""
-    line = _load("raised_error", "waiting_operations", "launcher_line")
+    line = _load("raised_error", "torch_flight_recorder", "waiting_operations", "launcher_line")
     line.open_line()
     line.watch_threads()
     _keep_fatal_stacks()
@@ -41,6 +44,9 @@ def _load(*names: str) -> Any:
     """
     for name in names:
         full_name = f"{_PACKAGE}.{name}"
+        if full_name in sys.modules:  # in a worker that was forked from the spare
+            module = sys.modules[full_name]
+            continue
         spec = importlib.util.spec_from_file_location(full_name, os.path.join(_FOLDER, f"{name}.py"))  # noqa: PTH118
         assert spec is not None, "a Python file has a spec"
         assert spec.loader is not None, "a Python file has a loader"
@@ -57,11 +63,14 @@ def _keep_fatal_stacks() -> None:
     if not path or faulthandler.is_enabled():
         return
     try:
-        # Never closed: it is written when the process dies.
-        fd = os.open(f"{path}.stack", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Never closed: the first is written when the process dies, the second when the launcher asks in vain.
+        fatal = os.open(f"{path}.stack", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        asked = os.open(f"{path}.threads", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError:
         return
-    faulthandler.enable(fd)
+    faulthandler.enable(fatal)
+    # Runs in the signal handler, so it works while native code holds Python's lock.
+    faulthandler.register(STACK_SIGNAL, asked, all_threads=True)
 
 
 def _run_script(path: str, args: list[str]) -> None:

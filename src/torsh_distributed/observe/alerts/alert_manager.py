@@ -161,22 +161,29 @@ class AlertManager:
                 self._replace_in_history(replace(ended, resolved=now))
             return None
         current = self._firing.get(rule.name)
-        if not due or (current is not None and current.is_acknowledged):
+        if current is not None and (not due or current.is_acknowledged):
+            return None
+        if not due:
+            # It holds again before the cooldown is over: it fires, but nobody is told again.
+            self._firing[rule.name] = self._alert(rule, still, "", now)
             return None
         for series, _ in due:
             self._state(rule, series).fired_at = now
         return self._fire(rule, due, now)
 
     def _fire(self, rule: AlertRule, due: list[tuple[str, str]], now: float) -> Alert:
-        named = sorted({series for series, _ in due if series}, key=_natural)
-        about = f"{', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}"
-        message = "; ".join(filter(None, [rule.description, about, due[0][1]]))
-        alert = Alert(f"{rule.name}-{next(self._numbers)}", rule.name, rule.severity, message, now, tuple(named))
+        alert = self._alert(rule, [series for series, _ in due], due[0][1], now)
         self._firing[rule.name] = alert
         self._history.append(alert)
         if self._on_alert is not None:
             self._on_alert(rule, alert)
         return alert
+
+    def _alert(self, rule: AlertRule, series: Iterable[str], problem: str, now: float) -> Alert:
+        named = sorted({one for one in series if one}, key=_natural)
+        about = f"{', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}"
+        message = "; ".join(filter(None, [rule.description, about, problem]))
+        return Alert(f"{rule.name}-{next(self._numbers)}", rule.name, rule.severity, message, now, tuple(named))
 
     def _replace_in_history(self, alert: Alert) -> None:
         for index, known in enumerate(self._history):

@@ -99,7 +99,11 @@ class JobView:
         self.num_dropped += view.num_bad - num_bad
         if self.header.state in ("starting", "restarting"):
             self.header.state = "running"
-        num_ranks = self.header.world_size or len(self.ranks)
+        told = view.facts.get("world_size")
+        num_ranks = self.header.world_size or (told if isinstance(told, int) else len(self.ranks))
+        if self.header.world_size is None and len(self.ranks) > num_ranks > 0:
+            # An elastic world became smaller: its last ranks are gone.
+            self.ranks = {number: one for number, one in self.ranks.items() if number < num_ranks}
         self._first_rank = min(self._first_rank, rank)
         for step in steps:
             if step.wait_s is not None:

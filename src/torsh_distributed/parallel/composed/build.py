@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,11 +30,12 @@ from torsh_distributed.parallel.data.replicated_params import broadcast_from_fir
 from torsh_distributed.parallel.expert import ExpertDataParallel, moe_layers
 from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.placed_experts import spread_names
-from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts
+from torsh_distributed.parallel.expert.spreading import expert_sharding, spread_experts, spread_on_meta
 from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
+from torsh_distributed.parallel.models.passing_values import passing_values
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
 from torsh_distributed.parallel.pipeline.schedule import planned_order, stage_owners, stages_of_rank
@@ -44,12 +46,17 @@ from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel,
 from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.plan import Plan
 
+_log = logging.getLogger(__name__)
+
+Example = tuple[Any, ...] | Mapping[str, Any] | None
+"""A microbatch of inputs, in the order of forward's arguments or by their names."""
+
 
 def composed_strategy(
     model: nn.Module,
     plan: Plan,
     *,
-    example: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    example: Example = None,
     weights: StoredWeights | None = None,
 ) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
@@ -57,27 +64,19 @@ def composed_strategy(
     The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
     anything is changed or sent.
     `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`. `weights` fill a model
-    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded; all of it
-    where the model has to run once to be split.
+    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded.
     """
     if weights is not None and plan.mesh.pp > 1 and plan.pipeline.balance == "time":
         raise ConfigurationError(
             'pipeline.balance = "time" measures layers, which a model without weights cannot run',
             hint='balance by "auto" or "parameters", or build the model outside the meta device',
         )
-    is_run = is_from_transformers(model) or example is not None
-    if weights is not None and is_run and (plan.mesh.pp > 1 or plan.mesh.cp > 1):
-        # Stages and attention are found by a run, and a run needs values.
-        weights.allocate(model)
-        weights.load(model)
-        weights = None
     check_experts(model, plan)
     tensors = None
     if plan.mesh.tp > 1:
         spread = spread_names(model, plan.mesh.ep)
         tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor, spread=spread)
-    stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
-    facts = _attention_facts(model, plan) if plan.mesh.cp > 1 else None
+    stages, facts, weights = _looked_at(model, plan, example, weights)
     device = check_one_device(model) if weights is None else weights.device
     mesh = Mesh(plan.mesh, device_type=device.type)
     world = dist.group.WORLD
@@ -92,6 +91,7 @@ def composed_strategy(
         splitting = partial(tensor_parallel_context, tensors)
     if weights is not None:
         here = None if stages is None else {name for index in _mine(plan, mesh) for name in stages.names(index)}
+        spread_on_meta(model, mesh, here)
         weights.allocate(model, here)
         weights.load(model, SplitWeights(model, mesh), names=here)
     spread_experts(model, mesh)
@@ -104,6 +104,33 @@ def composed_strategy(
     contexts = (splitting,) if context is None else (splitting, context.attending)
     inner = _inner(model, plan, mesh)
     return Composed(model, mesh, inner=inner, contexts=contexts, context=context, device=device)
+
+
+def _looked_at(
+    model: nn.Module, plan: Plan, example: Example, weights: StoredWeights | None
+) -> tuple[StagePlan | None, AttentionFacts | None, StoredWeights | None]:
+    """The model's stages, what is known about its attention, and the weights that are still to be read.
+
+    Both are found by a run, which needs values: those that pass through a model on meta, or, where its forward reads
+    more than its modules are called with, all of its weights.
+    """
+    if weights is None or not (is_from_transformers(model) or example is not None):
+        return *_look(model, plan, example), weights
+    try:
+        with passing_values(model, weights.device):
+            return *_look(model, plan, example), weights
+    except Exception as error:
+        if isinstance(error, ConfigurationError) and error.__cause__ is None:
+            raise  # it is the model, not its lack of values
+        _log.warning("%s is read whole before it is split: %s", type(model).__name__, error)
+    weights.allocate(model)
+    weights.load(model)
+    return *_look(model, plan, example), None
+
+
+def _look(model: nn.Module, plan: Plan, example: Example) -> tuple[StagePlan | None, AttentionFacts | None]:
+    stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
+    return stages, _attention_facts(model, plan) if plan.mesh.cp > 1 else None
 
 
 def _attention_facts(model: nn.Module, plan: Plan) -> AttentionFacts | None:
@@ -125,7 +152,7 @@ def _context(
     return ContextParallel(part, mesh.group("cp"), is_part=part is not model, form=plan.context.form)
 
 
-def _stages(model: nn.Module, plan: Plan, example: tuple[Any, ...] | Mapping[str, Any] | None) -> StagePlan:
+def _stages(model: nn.Module, plan: Plan, example: Example) -> StagePlan:
     """The split into stages; checks that there is an order in which they can run."""
     stages = plan_stages(model, plan.pipeline, plan.mesh.pp, example=example, agree=_as_on_first_rank)
     planned_order(plan.pipeline, plan.mesh.pp)

@@ -147,7 +147,7 @@ class PipelineStages(SplitModel):
             self._shards.load_state_dict(state)
 
     @override
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         if self._shards is not None:
             self._shards.reshard()
 

@@ -21,7 +21,6 @@ from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
-from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import cut_lengths, param_cuts
@@ -93,9 +92,6 @@ class SplitModel(MeshStrategy):
     def _names(self) -> Mapping[str, str]:
         return {}
 
-    def _reshard(self) -> None:
-        """Free what was left gathered, as after evaluation."""
-
     @property
     @override
     def whole_model(self) -> nn.Module:
@@ -107,11 +103,6 @@ class SplitModel(MeshStrategy):
         return False
 
     @override
-    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
-        self._reshard()
-        yield from whole_state.iterate_model_state(self._split.model, self._split)
-
-    @override
     def shared_names(self) -> dict[str, str]:
         tied = {name: first for name, first in self._split.names.items() if name != first}
         return {**super().shared_names(), **tied}
@@ -119,25 +110,6 @@ class SplitModel(MeshStrategy):
     @override
     def state_parts(self) -> StateParts:
         return self._split
-
-    @override
-    def before_state(self) -> nn.Module:
-        self._reshard()
-        return self._split.model
-
-    @override
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._reshard()
-        return {
-            "model": whole_state.model_state(self._split.model, self._split),
-            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer, self._split),
-        }
-
-    @override
-    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._reshard()
-        whole_state.load_model_state(self._split.model, state["model"], self._split)
-        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"], self._split)
 
 
 class Composed(SplitModel):
@@ -228,6 +200,6 @@ class Composed(SplitModel):
         return super().clip_grad_norm(max_norm)
 
     @override
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         if isinstance(self._inner, Sharded):
             self._inner.wrapped.reshard()

@@ -1,4 +1,4 @@
-"""Which pieces of stored weights a rank reads of a model that tensor parallelism has split."""
+"""Which pieces of stored weights a rank reads of a model that tensor or expert parallelism has split."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from torsh_distributed.parallel.expert.expert_weights import ExpertParts
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.state.whole_state import part_of, plain_name
 from torsh_distributed.parallel.tensor import param_cuts
 from torsh_distributed.parallel.tensor.cut import bounds
-from torsh_distributed.parallel.weights.held_parts import HeldParts
 
 
-class SplitWeights(HeldParts):
-    """The pieces along `tp`; construct it once the model is split."""
+class SplitWeights(ExpertParts):
+    """The pieces along `tp` and the experts along `ep`; construct it once the model is split."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        super().__init__(model)
         group = mesh.group("tp")
         self._rank, self._size = group.rank(), group.size()
         found = {} if self._size == 1 else param_cuts(model)

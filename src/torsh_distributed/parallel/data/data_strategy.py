@@ -52,8 +52,13 @@ class DataParallel(Strategy):
         distributed: DistributedConfig | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        divides_update: bool = True,
         **options: Unpack[GradientOptions],
     ) -> None:
+        """`divides_update`: ranks of a node may each do a part of the update, in all replicas."""
+        self._divides_update = divides_update
+        self._distributed = distributed
+        self._options = options
         self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
         self._group = self._ddp.process_group
         self._device = self._ddp.device
@@ -85,8 +90,25 @@ class DataParallel(Strategy):
 
     @override
     def attach(self, optimizer: Optimizer) -> None:
-        if type(optimizer) is CpuAdam:
+        if type(optimizer) is CpuAdam and self._divides_update:
             optimizer.divide(self._ddp.averaged_parameters(), self._group)
+
+    def rebuilt(self) -> DataParallel:
+        """The same over the world as it is now, after `enter_world`; replicas are equal. Every rank calls this.
+
+        This object is of no use afterwards.
+        """
+        self._ddp.retire()
+        other = DataParallel(
+            self._ddp.module,
+            self._ddp.bucket_config,
+            self._distributed,
+            divides_update=self._divides_update,
+            **self._options,
+        )
+        other._ddp.adopt_hooks(self._ddp)
+        other._ddp.train(self._ddp.training)  # type: ignore[no-untyped-call]  # untyped in torch
+        return other
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

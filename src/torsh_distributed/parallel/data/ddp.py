@@ -191,6 +191,17 @@ class DistributedDataParallel(TorchDDP):
         self._need_buckets()
         return self._gradient_sync.add_hook(hook)
 
+    def retire(self) -> None:
+        """Let go of the module's parameters: another wrapper takes them over."""
+        if self._has_buckets:
+            self._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def adopt_hooks(self, other: DistributedDataParallel) -> None:
+        """Take over the gradient hooks of a wrapper that was retired."""
+        if other._gradient_sync.num_hooks:
+            self._need_buckets()
+            self._gradient_sync.adopt_hooks(other._gradient_sync)
+
     # --- training ---------------------------------------------------------------------------------------------
 
     @override

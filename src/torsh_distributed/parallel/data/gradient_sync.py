@@ -127,6 +127,15 @@ class GradientSync:
         self._hooks[handle.id] = hook
         return handle
 
+    @property
+    def num_hooks(self) -> int:
+        """How many hooks are registered."""
+        return len(self._hooks)
+
+    def adopt_hooks(self, other: "GradientSync") -> None:
+        """Call the hooks of `other` too; their handles still remove them."""
+        self._hooks = other._hooks
+
     def bucket_info(self) -> list[BucketInfo]:
         """The buckets of the last backward, in the order they were sent."""
         return [self._infos[index] for index in sorted(self._infos)]

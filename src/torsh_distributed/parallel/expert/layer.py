@@ -15,6 +15,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.shared_memory.rows import new_rows, takes_rows
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.parallel.compiling import outside_graphs
 from torsh_distributed.parallel.expert.balancing.lending import Lending, Stacks, lend
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.dispatch import (
@@ -131,6 +132,7 @@ class MoELayer(nn.Module):
         self.experts.keep(self.placement.experts_of(self.ep_rank))
 
     @override
+    @outside_graphs
     def forward(self, inputs: Tensor) -> Tensor:
         tokens = inputs.reshape(-1, inputs.shape[-1])
         decision = self.router(tokens)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.moves import all_to_all_single
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.compiling import outside_graphs
 from torsh_distributed.parallel.expert.balancing.placement import Placement
 from torsh_distributed.parallel.expert.dispatch import ExchangeSizes, RowLayout, collect, dispatch
 from torsh_distributed.parallel.expert.experts import Experts
@@ -106,6 +107,7 @@ class _SpreadForward(nn.Module):
     """Extends a module of experts: tokens go to the ranks of their experts, results come back."""
 
     @override
+    @outside_graphs
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(tokens, width): every token's weighted sum. Every rank of the group calls this, also in backward."""
         handle: PlacedExperts = self.__dict__[_HANDLE]

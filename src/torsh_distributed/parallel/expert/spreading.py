@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
     ones and compute the layer equally. Layers in pipeline stages of other ranks are left alone.
     """
     for placed in placed_experts(model).values():
-        if next(iter(placed.stacked().values())).device.type != "meta":
+        if placed.group is None and next(iter(placed.stacked().values())).device.type != "meta":
             placed.spread(mesh.group("ep"))
     for layer in moe_layers(model).values():
         if layer.experts.up.device.type == "meta":
@@ -33,6 +34,19 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
         layer.spread(mesh.group("ep"), mesh.group(*GRADIENT_AXES))
         if mesh.layout.degree("tp") > 1:
             _take_whole(layer, mesh.slice("tp"))
+
+
+def spread_on_meta(model: nn.Module, mesh: Mesh, names: Collection[str] | None = None) -> None:
+    """Keep each rank's own experts of a model without values, so it reads no others; those in `names`, by default all.
+
+    For experts of other libraries: layers of ours are spread once they have their weights.
+    """
+    if mesh.layout.degree("ep") == 1:
+        return
+    for name, placed in placed_experts(model).items():
+        stacks = placed.stacked()
+        if placed.group is None and (names is None or f"{name}.{next(iter(stacks))}" in names):
+            placed.spread(mesh.group("ep"))
 
 
 def expert_sharding(model: nn.Module, mesh: Mesh) -> SeparateShards | None:

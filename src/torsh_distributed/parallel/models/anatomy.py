@@ -131,15 +131,26 @@ def _from_transformers(model: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     head = _asked(model, "get_output_embeddings")
     if isinstance(head, nn.Linear) and id(head) in names:
         said["head"] = names[id(head)]
-    tensor_plan = dict(getattr(model, "tp_plan", None) or {})
-    flows = {name: (tuple(into), tuple(out)) for name, (into, out) in (getattr(model, "pp_plan", None) or {}).items()}
+    within = _place_of_inner(model, names)
+    tensor_plan = {f"{within}{name}": style for name, style in (getattr(model, "tp_plan", None) or {}).items()}
+    flows = {
+        f"{within}{name}": (tuple(into), tuple(out))
+        for name, (into, out) in (getattr(model, "pp_plan", None) or {}).items()
+    }
     said["flows"] = {name: flow for name, flow in flows.items() if name in names.values()}
-    said["expert_plan"] = dict(getattr(model, "ep_plan", None) or {})
+    said["expert_plan"] = {f"{within}{name}": style for name, style in (getattr(model, "ep_plan", None) or {}).items()}
     said["is_encoder_decoder"] = bool(getattr(model.config, "is_encoder_decoder", False))
     if _names_blocks(tensor_plan) or said["flows"]:
         said["source"] = DECLARED_BY_TRANSFORMERS
     said["tensor_plan"] = tensor_plan if _names_blocks(tensor_plan) else structural_plan(model)
     return said
+
+
+def _place_of_inner(model: Any, names: Mapping[int, str]) -> str:
+    """What precedes the names of a model inside another that speaks for it, as PEFT's does; empty for others."""
+    inner = _asked(model, "get_base_model")
+    name = names.get(id(inner), "")
+    return f"{name}." if name else ""
 
 
 def _names_blocks(plan: Mapping[str, str]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
+from torsh_distributed.parallel.models.passing_values import run_device
 
 LENGTH = 8
 """Tokens of a made example."""
@@ -42,7 +43,7 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]
 def _example(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    device = run_device(model)
     if name == "input_ids" and config is not None:
         return {"input_ids": _ids(model, config, device)}
     if name == "pixel_values" and config is not None and getattr(config, "image_size", None):

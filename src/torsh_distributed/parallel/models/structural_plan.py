@@ -46,7 +46,8 @@ class _Projections:
 
 def _block_styles(model: nn.Module, name: str, block: nn.Module) -> dict[str, str]:
     shapes = {f"{name}.{path}": structure.widths(child) for path, child in block.named_modules() if path}
-    linears = {path: shape for path, shape in shapes.items() if shape is not None}
+    adapted = tuple(f"{name}.{path}." for path, child in block.named_modules() if hasattr(child, "base_layer"))
+    linears = {path: shape for path, shape in shapes.items() if shape is not None and not path.startswith(adapted)}
     modules = {f"{name}.{path}" if path else name: child for path, child in block.named_modules()}
     styles: dict[str, str] = {}
     for path in structure.attention_modules(block):

@@ -115,7 +115,7 @@ def expert_modules(model: nn.Module) -> Iterator[str]:
 
 
 def widths(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear layer; None for another module.
+    """Input and output features of a linear layer, also under an adapter; None for another module.
 
     Some models keep the matrix transposed: (in, out), with `nx` and `nf` features (Conv1D of GPT-2).
     """
@@ -125,7 +125,8 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
         weight = module.weight
         assert isinstance(weight, Tensor), "is_transposed looks at it"
         return weight.shape[0], weight.shape[1]
-    return None
+    base = getattr(module, "base_layer", None)
+    return widths(base) if isinstance(base, nn.Module) else None
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.agreement import fail_together
+from torsh_distributed.comm.agreement import end_together, fail_together
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
@@ -116,7 +116,7 @@ class PipelineParallel:
         self.recorder.take()
         self._scale = scale
         with events.phase("schedule"):
-            with self._context():
+            with self._context(), self._waiting_for_each_other():
                 # torch 2.11 accepts only contiguous inputs of the first stage.
                 self._schedule.step(
                     *(map(_packed, arguments) if self.is_first else ()),
@@ -135,7 +135,7 @@ class PipelineParallel:
         """The loss of a batch of any size, on every rank, without gradients."""
         self._require_loss(inputs)
         out = self._forward(inputs, targets)
-        with self._context():
+        with self._context(), self._waiting_for_each_other():
             loss = self._loss(out, targets) if self.is_last else None
         return self._share_loss(loss)
 
@@ -146,7 +146,7 @@ class PipelineParallel:
 
     def _forward(self, inputs: Any, targets: Any) -> Any:
         arguments = self._load(inputs, targets, 1)
-        with self._context():
+        with self._context(), self._waiting_for_each_other():
             out = run_stages(
                 self.stage_modules, arguments, stage_of=self.stage_of, group=self.group, device=self.device
             )
@@ -174,6 +174,10 @@ class PipelineParallel:
     def computed_timeline(self) -> Timeline:
         """The step as the schedule plans it, with stages of equal cost."""
         return compute_timeline(self.config, self.group.size())
+
+    def _waiting_for_each_other(self) -> AbstractContextManager[dist.ProcessGroup]:
+        """A stage that raises sends nothing more: those that wait for it must learn why."""
+        return end_together(f"run stage {' and '.join(map(str, self.mine))} of the pipeline", self.group)
 
     def _stages(self) -> list[TimedStage]:
         return [

@@ -57,7 +57,13 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._microbatches.current = fwd_chunk_id
         started = time.monotonic()
-        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is None or "failed to run forward" not in str(error):
+                raise
+            # Torch puts its own error, which lists the stage's inputs, in front of the one that says what is wrong.
+            raise error.__cause__ from None
         self._record("F", fwd_chunk_id, started)
         return out
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,24 +60,8 @@ class Sharded(MeshStrategy):
         return waited_s if self._is_timed else None
 
     @override
-    def before_state(self) -> nn.Module:
+    def reshard(self) -> None:
         self.wrapped.reshard()
-        return self.unwrapped
-
-    @override
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.wrapped.reshard()
-        return super().whole_state(optimizer)
-
-    @override
-    def whole_tensors(self) -> Iterator[tuple[str, Any]]:
-        self.wrapped.reshard()
-        yield from super().whole_tensors()
-
-    @override
-    def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.wrapped.reshard()
-        super().load_whole_state(optimizer, state)
 
     @property
     @override

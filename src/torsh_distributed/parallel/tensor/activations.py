@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torsh_distributed.errors import TensorShapeMismatch
+from torsh_distributed.parallel.compiling import outside_graphs
 from torsh_distributed.parallel.tensor.regions import enter_split, sum_parts
 
 
@@ -27,6 +28,7 @@ class _Entered(NamedTuple):
 _last_entered: _Entered | None = None
 
 
+@outside_graphs
 def whole_input(input: Tensor, mesh: DeviceMesh) -> Tensor:
     """The whole activation for a split layer, from a plain tensor or a DTensor; its gradient is summed over ranks.
 
@@ -54,6 +56,7 @@ def _enter(input: Tensor, mesh: DeviceMesh) -> Tensor:
     return enter_split(input, mesh.get_group())
 
 
+@outside_graphs
 def to_sequence(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum the ranks' partial results and leave each with its piece of the sequence (dim 1)."""
     if not splits_sequence(partial.shape[1] if partial.dim() > 1 else 0, mesh):

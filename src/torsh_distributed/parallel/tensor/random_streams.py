@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.objects import broadcast_object
+from torsh_distributed.parallel.compiling import outside_graphs
 
 
 @dataclass
@@ -45,6 +46,7 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
         torch.cuda.set_rng_state(broadcast_object(torch.cuda.get_rng_state(device), source, group=group), device)
 
 
+@outside_graphs
 def begin_local_stream(device: torch.device, rank: int) -> None:
     """Draw this rank's own numbers from now on; nothing happens if that is so already."""
     global _current
@@ -56,6 +58,7 @@ def begin_local_stream(device: torch.device, rank: int) -> None:
     _seed(device, zlib.crc32(common.numpy().tobytes(), rank + 1))
 
 
+@outside_graphs
 def end_local_stream() -> None:
     """Draw the common numbers again; nothing happens if that is so already."""
     global _current

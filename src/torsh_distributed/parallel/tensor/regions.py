@@ -14,29 +14,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.parallel.compiling import outside_graphs
 from torsh_distributed.parallel.tensor.cut import TensorCut
 
 LAST = TensorCut(-1)
 
 
+@outside_graphs
 def enter_split(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A whole activation, equal on all ranks, as input of a split layer. Backward: gradients are summed."""
     out: Tensor = _EnterSplit.apply(whole, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
+@outside_graphs
 def sum_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of what each computed from its piece. Backward: the gradient is unchanged."""
     out: Tensor = _SumParts.apply(part, group)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
+@outside_graphs
 def gather_last(part: Tensor, whole: int, group: dist.ProcessGroup, *, cut: TensorCut = LAST) -> Tensor:
     """The whole last dim, of length `whole`, from the ranks' pieces. Backward: each rank takes its piece."""
     out: Tensor = _GatherLast.apply(part, whole, group, cut)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
+@outside_graphs
 def take_last(whole: Tensor, group: dist.ProcessGroup, *, cut: TensorCut = LAST) -> Tensor:
     """This rank's piece of the last dim of a whole activation. Backward: the pieces' gradients are gathered."""
     out: Tensor = _TakeLast.apply(whole, group, cut)  # type: ignore[no-untyped-call]  # untyped in torch

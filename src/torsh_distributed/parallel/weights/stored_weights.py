@@ -19,9 +19,10 @@ from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.parallel.models.materialize import ParamInit
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
+from torsh_distributed.parallel.weights.converted_names import converted
 from torsh_distributed.parallel.weights.held_parts import HeldParts
-from torsh_distributed.parallel.weights.reading import RowRead, read_rows, with_whole
-from torsh_distributed.parallel.weights.safetensors_format import FileTensor
+from torsh_distributed.parallel.weights.reading import RowRead, read_rows
+from torsh_distributed.parallel.weights.stacked_tensor import Stored, row_reads, with_all_of
 from torsh_distributed.parallel.weights.weight_files import stored_tensors
 from torsh_distributed.parallel.weights.weight_names import match_names
 
@@ -37,10 +38,10 @@ class StoredWeights:
     def __init__(self, model: nn.Module, path: str | Path, *, init_fn: ParamInit | None = None) -> None:
         self.path = Path(path)
         self.device = process_group.device()
-        self._stored: dict[str, FileTensor] = {}
+        self._stored: dict[str, Stored] = {}
         with fail_together(f"read the weights in {path}", dist.group.WORLD):
             try:
-                self._stored = match_names(model, stored_tensors(self.path), where=str(path))
+                self._stored = match_names(model, converted(model, stored_tensors(self.path)), where=str(path))
             except OSError as error:
                 raise IoError(f"the weights in {path} cannot be read: {error}", operation="load weights") from error
             compute_buffers(model, self.device, init_fn=init_fn)
@@ -101,12 +102,12 @@ class StoredWeights:
             stored, into = self._stored[plain], _local(held.detach())
             rows = parts.rows(plain, stored.shape, held)
             if rows is None:
-                with_whole(stored, lambda whole: _copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
+                with_all_of(stored, lambda whole: _copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
                 continue
             begin = 0
             for start, stop in rows:
                 target = into if not into.dim() else into[begin : begin + stop - start]
-                reads.append(RowRead(stored, start, stop, target))
+                reads += row_reads(stored, start, stop, target)
                 begin += stop - start
         read_rows(reads)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state.whole_state import plain_name
-from torsh_distributed.parallel.weights.safetensors_format import FileTensor
+from torsh_distributed.parallel.weights.stacked_tensor import Stored
 
 _SHOWN = 12
 
@@ -30,7 +30,7 @@ class _Differences:
         return bool(self.missing or self.unknown or self.misfits)
 
 
-def match_names(model: nn.Module, stored: Mapping[str, FileTensor], *, where: str) -> dict[str, FileTensor]:
+def match_names(model: nn.Module, stored: Mapping[str, Stored], *, where: str) -> dict[str, Stored]:
     """The stored tensor for every tensor of the model's state, by plain name; InvalidArgument if they do not fit.
 
     A shared parameter's names all lead to the same stored tensor. Changes nothing and sends nothing.
@@ -59,7 +59,7 @@ def match_names(model: nn.Module, stored: Mapping[str, FileTensor], *, where: st
     return matched
 
 
-def _stored_name(name: str, stored: Mapping[str, FileTensor], prefix: str) -> str | None:
+def _stored_name(name: str, stored: Mapping[str, Stored], prefix: str) -> str | None:
     """Under which name a tensor of the model is stored: its own, or with the base model's prefix less or more."""
     candidates = [name]
     if prefix:
@@ -68,7 +68,7 @@ def _stored_name(name: str, stored: Mapping[str, FileTensor], prefix: str) -> st
 
 
 def _ignored_names(
-    model: nn.Module, held: Mapping[str, Tensor], stored: Mapping[str, FileTensor], prefix: str
+    model: nn.Module, held: Mapping[str, Tensor], stored: Mapping[str, Stored], prefix: str
 ) -> Callable[[str], bool]:
     """Whether a stored tensor may be left: a head that the model lacks, a buffer that the model computes itself."""
     reads_base = any(f"{prefix}.{name}" in stored for name in held) and not any(name in stored for name in held)
@@ -122,5 +122,5 @@ def _grouped(names: list[str], *, near: list[str]) -> list[str]:
     return lines
 
 
-def _shape(tensor: Tensor | FileTensor) -> str:
+def _shape(tensor: Tensor | Stored) -> str:
     return f"{' × '.join(map(str, tensor.shape)) or 'one value'} {str(tensor.dtype).removeprefix('torch.')}"

@@ -14,7 +14,7 @@ class CheckpointConfig(Section):
     """Write checkpoints during training."""
 
     dir: str = Field(default="./checkpoints", min_length=1)
-    """Directory of the checkpoints; all ranks must see it."""
+    """Directory of the checkpoints; all ranks must see it, unless `per_node` is on."""
 
     every_steps: int = Field(default=1000, ge=1)
     """Steps between two checkpoints."""
@@ -43,3 +43,13 @@ class CheckpointConfig(Section):
     remote: str | None = None
     """URL of a second home, such as s3://bucket/run, or any other place that fsspec reaches: what is saved is uploaded
     there in the background, and fetched from there if `dir` lacks it. Left out: `dir` alone."""
+
+    per_node: bool = False
+    """`dir` is on each node's own disk: a node writes the files of its own ranks, at the speed of that disk. A load
+    copies to every node what it lacks, from the other nodes or from `remote`; without `remote`, losing a node loses its
+    part."""
+
+    replica_every_steps: int | None = Field(default=None, ge=1)
+    """Steps between two copies of each rank's state in the memory of another rank, on another node if there are
+    several, from which lost ranks are restored without a disk. Costs four times a rank's state in host memory. Left
+    out: no copies."""

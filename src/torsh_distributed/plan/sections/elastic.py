@@ -16,25 +16,25 @@ class ElasticConfig(Section):
     """Survive lost ranks and admit new ones."""
 
     enabled: bool = False
-    """Continue with the survivors when a rank is lost, and let new ones join."""
+    """Go on when a rank is lost, and let new ones join. `torsh run --elastic` turns it on."""
 
     mode: Literal["in_place", "restart"] = "in_place"
-    """Survivors keep their process and rebuild the groups, or all processes restart."""
+    """Survivors keep their process and regroup, where the plan is plain data parallelism; or all processes restart."""
+
+    on_loss: Literal["replace", "shrink", "wait", "restart"] = "replace"
+    """After a loss: go on and replace the rank, go on smaller, wait for the replacement, or restart all."""
 
     min_workers: int = Field(default=1, ge=1)
-    """Fewest ranks to train with; below that training pauses."""
+    """Fewest ranks to train with; below that training waits for replacements."""
 
     max_workers: int = Field(default=64, ge=1)
     """Most ranks to train with; more are not admitted."""
 
-    heartbeat_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a heartbeat after which a rank counts as lost."""
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds of silence after which a rank that runs counts as lost; one that is stopped does after 0.4 s."""
 
     scaling_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of a membership change, from detection to the first step after it."""
-
-    scaling_check_interval_s: float = Field(default=30.0, gt=0)
-    """Seconds between checks for ranks that want to join."""
+    """Timeout of a membership change, from detection to the new groups, and of the wait for replacements."""
 
     @override
     def find_problems(self) -> Iterator[Problem]:

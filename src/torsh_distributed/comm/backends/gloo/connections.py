@@ -23,12 +23,23 @@ class Connections:
     """Connected sockets by file descriptor; the inode reveals a descriptor that was closed and reused."""
 
     inodes: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] | None = None
+    """While the group is being made: the sockets this process had before."""
+    except_port: int | None = None
+
+    def collect(self) -> None:
+        """Note the connections that were opened since `before`."""
+        for fd, inode in _open_sockets().items():
+            if (self.before or {}).get(fd) != inode and _is_connected(fd, self.except_port):
+                self.inodes[fd] = inode
 
     def cut(self) -> int:
         """Shut down every connection that is still open; returns how many. Blocked calls on them fail at once.
 
         May be called from any thread, even two at once: a call released by one abort ends its group with another.
         """
+        if self.before is not None:
+            self.collect()
         num_cut, inodes = 0, self.inodes
         self.inodes = {}
         for fd, inode in inodes.items():
@@ -43,12 +54,10 @@ class Connections:
 @contextlib.contextmanager
 def new_connections(*, except_port: int | None = None) -> Iterator[Connections]:
     """Collect the TCP connections opened while the block runs, except those to `except_port` (the store's)."""
-    found = Connections()
-    before = _open_sockets()
+    found = Connections(before=_open_sockets(), except_port=except_port)
     yield found
-    for fd, inode in _open_sockets().items():
-        if before.get(fd) != inode and _is_connected(fd, except_port):
-            found.inodes[fd] = inode
+    found.collect()
+    found.before = None
 
 
 def _open_sockets() -> dict[int, int]:

@@ -58,4 +58,6 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
             shard_group = InterNodeGroup(shard_store, members, rank, timeout, native)
         all_ranks = InterNodeGroup(dist.PrefixStore("all", store), range(options.group_size), rank, timeout)
         wire = HierarchicalWire(layout, wire, shard_group, all_ranks)
-    return TorshProcessGroup(store, wire, timeout)
+    group = TorshProcessGroup(store, wire, timeout)
+    group.title = "torsh"  # on one node the wire is shm's
+    return group

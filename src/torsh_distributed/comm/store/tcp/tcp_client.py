@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
+from weakref import WeakSet
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -76,6 +78,8 @@ class TcpKeyspace(Keyspace):
         self._mutex = threading.Lock()
         self._main: _StoreConnection | None = None
         self._idle: list[_StoreConnection] = []
+        self._open: WeakSet[_StoreConnection] = WeakSet()
+        self._is_cut = False
         self._pid = os.getpid()
         try:
             self._main = self._connect_patiently()
@@ -141,6 +145,13 @@ class TcpKeyspace(Keyspace):
         if self._server is not None:
             self._server.close()
 
+    @override
+    def cut(self) -> None:
+        # Without the mutex: a call that waits for a reply holds it.
+        self._is_cut = True
+        for connection in list(self._open):
+            connection.cut()
+
     def _fields(self, op: bytes, *args: TcpField) -> list[TcpField]:
         return _decoded(self._ask(_request(op, args)), self.url)
 
@@ -202,6 +213,8 @@ class TcpKeyspace(Keyspace):
         return retry(policy)(self._connect)(deadline)
 
     def _connect(self, deadline: float) -> _StoreConnection:
+        if self._is_cut:
+            raise StoreLost("this client of the store was cut off", operation="connect", store=self.url)
         try:
             sock = _open_socket(self._address, _remaining_s(deadline))
         except OSError as error:
@@ -214,6 +227,7 @@ class TcpKeyspace(Keyspace):
         try:
             # Signed beyond this machine, and only if there is a secret to sign with.
             connection = _StoreConnection(sock, _greet(sock, self._secret, deadline), self._timeout_s)
+            self._open.add(connection)
             connection.ask(_request(b"flush", ()))  # answered only to a client that was let in
             return connection
         except (OSError, NotAMember) as error:
@@ -315,6 +329,11 @@ class _StoreConnection:
         except OSError:
             return False
         return False
+
+    def cut(self) -> None:
+        """From another thread: what waits for a reply returns at once."""
+        with contextlib.suppress(OSError):  # closed, or never connected
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

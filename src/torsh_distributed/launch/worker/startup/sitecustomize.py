@@ -1,5 +1,6 @@
 """Runs first in every Python process of a worker, so torch's `env://` finds the job's store in scripts without us.
 
+Under `torsh run --as LIBRARY` the first import of that library finds this one's stand-in.
 Importing torch then imports torsh_distributed first, which adds what torch has to know; programs without torch do not
 notice. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize that this one hides runs
 too.
@@ -30,8 +31,34 @@ class _BeforeTorch:
                 importlib.import_module("torsh_distributed")
                 # Set in workers whose launcher wants to know what they measure; a script without us says no more.
                 if os.environ.get("TORSH_METRICS") and _LINE in sys.modules:
-                    importlib.import_module("torsh_distributed.launch.worker.metric_reporting").report_metrics()
+                    importlib.import_module("torsh_distributed.launch.worker.event_recording").report_metrics()
         return None
+
+
+class _StandInFinder:
+    """Installs the stand-in for a library when that library is first looked for."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._package:
+            return None
+        sys.meta_path.remove(self)
+        importlib.import_module("torsh_distributed.migrate.stand_in").install(name)
+        return importlib.machinery.ModuleSpec(name, _Installed(), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
+
+
+class _Installed:
+    """Loads a module that is in `sys.modules` already, unchanged."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is complete."""
 
 
 def _run_hidden(here: str) -> None:
@@ -46,4 +73,6 @@ def _run_hidden(here: str) -> None:
 
 if __name__ == _NAME:
     sys.meta_path.insert(0, _BeforeTorch())
+    if os.environ.get("TORSH_RUN_AS"):
+        sys.meta_path.insert(0, _StandInFinder(os.environ["TORSH_RUN_AS"]))
     _run_hidden(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120

@@ -14,6 +14,7 @@ from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.models.anatomy import ModelAnatomy
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
+from torsh_distributed.parallel.tensor.planning import adapters
 from torsh_distributed.parallel.tensor.planning.planned_rows import (
     AttributeChange,
     PlannedModule,
@@ -56,11 +57,11 @@ def declared_rows(
         attributes += found.changes(model.get_submodule(found.where), tp)
         if found.num_key_value_heads % tp:
             detail = (found.num_heads, found.num_key_value_heads)
-            for name in found.key_value:
-                row = planned(
-                    name, model.get_submodule(name), SplitStyle.KEY_VALUE, note="heads fewer than ranks share"
-                )
-                rows[name] = dataclasses.replace(row, detail=detail)
+            for layer in found.key_value:
+                for name in adapters.split_parts(layer, model.get_submodule(layer)):
+                    part = model.get_submodule(name)
+                    row = planned(name, part, SplitStyle.KEY_VALUE, note="heads fewer than ranks share")
+                    rows[name] = dataclasses.replace(row, detail=detail)
     for row in _rows(model, anatomy, names, config):
         rows.setdefault(row.name, row)
     order = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
@@ -85,7 +86,10 @@ class _Patterns:
         said = self.declared.get(name) or self.declared.get(generic_name(name))
         if said is None:
             said = next((style for pattern, style in self.declared.items() if fnmatchcase(name, pattern)), None)
-        return None if said is None else style_named(said, where=f"the tensor plan of {name}")
+        if said is None:
+            layer = adapters.adapted_layer(name)
+            return None if layer is None else adapters.part_style(name, self.style(layer))
+        return style_named(said, where=f"the tensor plan of {name}")
 
 
 def _rows(model: nn.Module, anatomy: ModelAnatomy, names: _Patterns, config: TensorConfig) -> Iterator[PlannedModule]:
@@ -93,6 +97,10 @@ def _rows(model: nn.Module, anatomy: ModelAnatomy, names: _Patterns, config: Ten
     for name, module in model.named_modules():
         style = names.style(name) if name else None
         note = "override" if name in names.overrides else ""
+        if style is not None and adapters.is_adapted(module):
+            if style is not SplitStyle.REPLICATED:
+                adapters.check_adapter(name, module, style, config)
+            continue  # its base and its parts have rows of their own
         is_head = name == anatomy.head
         if style is SplitStyle.COLUMN_GATHERED and is_head and config.loss_parallel:
             style = SplitStyle.COLUMN

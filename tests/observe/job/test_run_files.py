@@ -7,9 +7,9 @@ import pytest
 
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.job.event_files import EventFiles, event_of
 from torsh_distributed.observe.job.page_state import page_state
 from torsh_distributed.observe.job.run_comparison import compare_runs
+from torsh_distributed.observe.job.run_files import EventFiles, event_of
 
 
 def write_run(folder: Path, *, num_steps: int = 20, step_s: float = 0.03, wait_s: float = 0.01) -> Path:

@@ -1,0 +1,68 @@
+"""The snapshots in this rank's memory: its own, and those that it keeps for others."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's state at a step."""
+
+    rank: int
+    step: int
+    memory: Tensor
+    """uint8: the boxes that the rank stored, as in its file of a checkpoint."""
+    facts: bytes
+    """What is in it: see `recovery.SnapshotFacts`."""
+
+    def view(self) -> memoryview:
+        """Its memory, to read."""
+        return self.memory.numpy().data
+
+
+class SnapshotShelf:
+    """Snapshots by rank and step; any thread may call anything."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._snapshots: dict[tuple[int, int], Snapshot] = {}
+        self._spare: dict[int, Tensor] = {}
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Add a complete snapshot."""
+        with self._lock:
+            self._snapshots[snapshot.rank, snapshot.step] = snapshot
+
+    def get(self, rank: int, step: int) -> Snapshot | None:
+        """A snapshot, if it is here."""
+        with self._lock:
+            return self._snapshots.get((rank, step))
+
+    def keep_only(self, rank: int, step: int | None) -> None:
+        """Drop a rank's snapshots of all steps but one; the memory of one of them is used again."""
+        with self._lock:
+            for key in [key for key in self._snapshots if key[0] == rank and key[1] != step]:
+                self._spare[rank] = self._snapshots.pop(key).memory
+
+    def room(self, rank: int, num_bytes: int) -> Tensor:
+        """Memory for another snapshot of a rank."""
+        with self._lock:
+            spare = self._spare.pop(rank, None)
+        return spare if spare is not None and spare.numel() == num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
+
+    def inventory(self) -> list[tuple[int, int]]:
+        """Rank and step of every complete snapshot."""
+        with self._lock:
+            return sorted(self._snapshots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all snapshots and of the memory kept for the next ones."""
+        with self._lock:
+            held = [one.memory for one in self._snapshots.values()]
+            return sum(one.nbytes for one in (*held, *self._spare.values()))

@@ -1,0 +1,157 @@
+"""How a worker is, from its beats and its state in /proc: healthy, degraded, critical or failed, with the reason.
+
+A worker's line beats ten times a second from a thread that needs Python's lock. Beats that stop tell little by
+themselves; the kernel tells the rest: a stopped process (SIGSTOP), one whose native code holds the lock, one that waits
+for a disk. A long step is none of these: it beats.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.worker_variables import BEAT_S
+
+_LATE_BEATS = 3
+_TICK_S = 0.1
+
+
+class HealthState(StrEnum):
+    """From best to worst; `recovering` is a member that is entering another world."""
+
+    HEALTHY = "healthy"
+    RECOVERING = "recovering"
+    DEGRADED = "degraded"
+    CRITICAL = "critical"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Health:
+    """A state and why."""
+
+    state: HealthState
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthLimits:
+    """How long a silence may last before a worker is given up, by its cause."""
+
+    stopped_s: float = 0.4
+    silent_s: float = 10.0
+
+
+def judge(silent_s: float, process_state: str, is_busy: bool, limits: HealthLimits) -> Health:
+    """How a worker is that has been silent for `silent_s`; its state is the kernel's letter, `is_busy` uses the CPU."""
+    if silent_s < _LATE_BEATS * BEAT_S:
+        return Health(HealthState.HEALTHY)
+    if process_state == "T":
+        state = HealthState.FAILED if silent_s >= limits.stopped_s else HealthState.CRITICAL
+        return Health(state, f"stopped (SIGSTOP) for {silent_s:.1f} s")
+    if process_state == "t":
+        return Health(HealthState.DEGRADED, "stopped by a debugger")
+    if process_state == "D":
+        why = "waits for a disk or network file system that does not answer"
+    elif is_busy:
+        why = "computes in native code that holds Python's lock"
+    else:
+        why = "waits in native code that holds Python's lock"
+    if silent_s >= limits.silent_s:
+        return Health(HealthState.FAILED, f"silent for {silent_s:.1f} s: it {why}")
+    return Health(HealthState.CRITICAL if silent_s >= limits.silent_s / 2 else HealthState.DEGRADED, f"it {why}")
+
+
+@dataclass
+class _Watched:
+    pid: int
+    beat_s: float
+    cpu_ticks: int = 0
+    health: Health = field(default_factory=lambda: Health(HealthState.HEALTHY))
+
+
+class HealthWatch:
+    """Watches the workers of a node that beat; `on_change` is called with each change of state.
+
+    A late tick means that this process was suspended. Beats that were sent meanwhile are still unread, so that tick
+    counts for nobody.
+    """
+
+    def __init__(self, loop: Loop, limits: HealthLimits, on_change: Callable[[int, Health], None]) -> None:
+        self._loop = loop
+        self._limits = limits
+        self._on_change = on_change
+        self._watched: dict[int, _Watched] = {}
+        self._last_tick_s = time.monotonic()
+        self._is_closed = False
+        loop.call_later(_TICK_S, self._tick)
+
+    def beat(self, member: int, pid: int) -> None:
+        """A worker gave a sign of life; the first one starts the watch."""
+        now_s = time.monotonic()
+        watched = self._watched.setdefault(member, _Watched(pid, now_s))
+        watched.beat_s = now_s
+
+    def forget(self, member: int) -> None:
+        """The worker is gone."""
+        self._watched.pop(member, None)
+
+    def health(self, member: int) -> Health:
+        """How the worker was at the last tick."""
+        watched = self._watched.get(member)
+        return Health(HealthState.FAILED, "it has ended") if watched is None else watched.health
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._is_closed = True
+
+    def _tick(self) -> None:
+        if self._is_closed:
+            return
+        now_s = time.monotonic()
+        was_suspended = now_s - self._last_tick_s > 2 * _TICK_S + BEAT_S
+        self._last_tick_s = now_s
+        self._loop.call_later(_TICK_S, self._tick)
+        for member, watched in list(self._watched.items()):
+            if was_suspended:
+                watched.beat_s = max(watched.beat_s, now_s - BEAT_S)
+                continue
+            silent_s = now_s - watched.beat_s
+            if silent_s < _LATE_BEATS * BEAT_S:
+                found = Health(HealthState.HEALTHY)
+            else:
+                process_state, ticks = _look_at(watched.pid)
+                if process_state in ("Z", "X", ""):  # its exit is reported by itself
+                    del self._watched[member]
+                    continue
+                found = judge(silent_s, process_state, ticks > watched.cpu_ticks, self._limits)
+                watched.cpu_ticks = ticks
+            if found.state is not watched.health.state:
+                watched.health = found
+                self._on_change(member, found)
+
+
+def _look_at(pid: int) -> tuple[str, int]:
+    """The kernel's letter for the state of a process ("" if it is gone), and its CPU time in clock ticks."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        state = fields[0].decode()
+        if state in "RS" and any(_thread_states(pid, "T")):
+            state = "T"
+        return state, int(fields[11]) + int(fields[12])
+    except (OSError, IndexError, ValueError):
+        return "", 0
+
+
+def _thread_states(pid: int, wanted: str) -> list[str]:
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+        letter = Path(f"/proc/{pid}/task/{thread}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+        if letter == wanted:
+            found.append(thread)
+    return found

@@ -1,0 +1,171 @@
+"""How `torsh doctor` reaches a running launcher: a Unix socket whose name has its process id, for this user alone.
+
+The name is abstract: it has no file, so a launcher that is killed leaves nothing behind, and /proc/net/unix lists what
+runs. One JSON object in a line asks, one answers, and the connection ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from torsh_distributed.errors import CommunicationError, OperationTimeout, ProcessGroupNotFound
+from torsh_distributed.launch.local.loop import Loop
+
+_NAME = "torsh-job-{uid}-{pid}"
+_MAX_QUESTION_BYTES = 4096
+_MAX_ASKERS = 8
+_LIMIT_S = 5.0
+_CREDENTIALS = struct.Struct("3i")
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningJob:
+    """A job of this user on this machine."""
+
+    pid: int
+    """Of its launcher."""
+    run_id: str
+    num_ranks: int
+    node_rank: int
+    command: str
+
+
+class DiagnosisListener:
+    """The launcher's end, driven by its loop. `diagnose(reply)` is called for each question, and replies later."""
+
+    def __init__(self, loop: Loop, job: RunningJob, *, diagnose: Callable[[Reply], None]) -> None:
+        self._loop = loop
+        self._job = job
+        self._diagnose = diagnose
+        self._askers: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind("\0" + _NAME.format(uid=os.getuid(), pid=job.pid))
+        self._listener.listen(_MAX_ASKERS)
+        loop.watch(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            asker, _ = self._listener.accept()
+        except OSError:  # it left again
+            return
+        if len(self._askers) >= _MAX_ASKERS or not _is_allowed(asker):
+            asker.close()
+            return
+        asker.setblocking(False)
+        self._askers.add(asker)
+        self._loop.watch(asker.fileno(), partial(self._read, asker))
+        self._loop.call_later(_LIMIT_S, partial(self._drop, asker))
+
+    def _read(self, asker: socket.socket) -> None:
+        try:
+            question = json.loads(asker.recv(_MAX_QUESTION_BYTES))
+        except (OSError, ValueError, RecursionError):
+            self._drop(asker)
+            return
+        self._loop.unwatch(asker.fileno())
+        wanted = question.get("ask") if isinstance(question, dict) else None
+        if wanted == "job":
+            self._reply(asker, asdict(self._job))
+        elif wanted == "diagnosis":
+            self._diagnose(partial(self._reply, asker))
+        else:
+            self._drop(asker)
+
+    def _reply(self, asker: socket.socket, answer: dict[str, Any]) -> None:
+        if asker not in self._askers:
+            return
+        asker.settimeout(_LIMIT_S / 10)  # an answer fits the socket's buffer, unless the asker has stopped reading
+        try:
+            asker.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError:
+            self._drop(asker)
+            return
+        self._drop(asker)
+
+    def _drop(self, asker: socket.socket) -> None:
+        if asker in self._askers:
+            self._askers.remove(asker)
+            self._loop.unwatch(asker.fileno())
+            asker.close()
+
+    def close(self) -> None:
+        """Stop answering."""
+        for asker in list(self._askers):
+            self._drop(asker)
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_allowed(asker: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this user, or to root."""
+    raw = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] in (os.getuid(), 0)
+
+
+# The side of `torsh doctor`
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs of this user that run on this machine now."""
+    prefix = "@" + _NAME.format(uid=os.getuid(), pid="")
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if line.strip()}
+    found = []
+    for pid in sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)):
+        try:
+            found.append(RunningJob(**ask_launcher(pid, "job")))
+        except (CommunicationError, ProcessGroupNotFound, TypeError):  # it has just ended, or is of another version
+            continue
+    return found
+
+
+def ask_launcher(pid: int, question: str, *, timeout_s: float = _LIMIT_S) -> dict[str, Any]:
+    """Ask the launcher with that process id; raises if there is none, or if it does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect("\0" + _NAME.format(uid=_owner(pid), pid=pid))
+            sock.sendall(json.dumps({"ask": question}).encode())
+            parts = []
+            while part := sock.recv(1 << 16):
+                parts.append(part)
+        except (ConnectionRefusedError, FileNotFoundError):
+            raise ProcessGroupNotFound(
+                f"process {pid} is not a launcher of `torsh run` on this machine",
+                hint="`torsh doctor --job all` lists the jobs that run here; give the launcher's pid, not a worker's",
+                pid=pid,
+            ) from None
+        except TimeoutError:
+            raise OperationTimeout(
+                f"the launcher with pid {pid} did not answer within {timeout_s:g} s", operation=question, pid=pid
+            ) from None
+    try:
+        answer = json.loads(b"".join(parts))
+    except ValueError:
+        raise CommunicationError(f"the launcher with pid {pid} ended while it was asked", pid=pid) from None
+    assert isinstance(answer, dict), "a launcher answers with an object"
+    return answer
+
+
+def _owner(pid: int) -> int:
+    """The user whose launcher it is: root may ask anyone's."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return os.getuid()

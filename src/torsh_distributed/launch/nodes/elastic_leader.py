@@ -1,0 +1,208 @@
+"""The leader's side of an elastic job: turns what workers report into views of the world; says what a change cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
+from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
+from torsh_distributed.launch.local.job_failure import JobFailure
+from torsh_distributed.launch.local.loop import Loop, Timer
+from torsh_distributed.launch.nodes.records import AddWorker, ChangeMembers, FromLeader, MemberSaid
+from torsh_distributed.launch.spec import ElasticSpec, JobSpec
+
+
+class ElasticLeader:
+    """The membership of one attempt. What it cannot handle goes the way of a job whose world is fixed."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        elastic: ElasticSpec,
+        attempt: int,
+        loop: Loop,
+        output: LauncherOutput,
+        *,
+        tell_all: Callable[[FromLeader], None],
+        nodes: Callable[[], Sequence[int]],
+        give_up: Callable[[JobFailure], None],
+    ) -> None:
+        self._elastic = elastic
+        self._attempt = attempt
+        self._loop = loop
+        self._output = output
+        self._tell_all = tell_all
+        self._nodes = nodes
+        self._give_up = give_up
+        self._membership = Membership(range(spec.world_size), elastic)
+        self._node_of = {member: member // spec.nproc_per_node for member in range(spec.world_size)}
+        self.is_over = False
+        """Whether the job has gone the way of one whose world is fixed."""
+        self._changed_s: float | None = None
+        self._started: set[int] = set()
+        self._joining: tuple[int, ...] = ()
+        self._last_failure: JobFailure | None = None
+        self._wait_timer: Timer | None = None
+
+    @property
+    def members(self) -> list[int]:
+        """The workers of the world, in the order of their ranks."""
+        return self._membership.members
+
+    def failed(self, failures: Sequence[JobFailure]) -> bool:
+        """Workers failed, at the same time; whether the job goes on in place."""
+        if self.is_over:
+            return False
+        now_s = time.monotonic()
+        lost = [failure.rank for failure in failures if failure.rank is not None]
+        were_members = [member for member in lost if member in self._membership.running]
+        self._last_failure = failures[-1]
+        decisions = self._membership.lost(lost)
+        obstacle = next((one.reason for one in decisions if isinstance(one, CannotContinue)), None)
+        if obstacle is not None:
+            self.is_over = True
+            self._output.say(f"not in place: {obstacle}")
+            return False
+        if were_members and self._changed_s is None:
+            self._changed_s = now_s
+        num_left = len(self._membership.running)
+        for failure in failures:
+            rest = f"{num_left} go on" if failure.rank in were_members else "it had not joined"
+            if failure.rank in were_members and self._membership.is_short:
+                rest = f"{num_left} wait for a replacement"
+            self._output.say(f"worker {failure.rank} (pid {failure.pid}) is lost: {failure.cause}; {rest}")
+            self._emit("lost", detail=f"worker {failure.rank}: {failure.cause}")
+        self._carry_out(decisions)
+        return True
+
+    def ended(self, member: int) -> None:
+        """A worker ended with exit code 0."""
+        membership = self._membership
+        membership.finished(member)
+        strays = tuple(membership.strays)
+        if strays and not self.is_over:
+            self._output.say(f"worker {join_numbers(strays)} came too late to join: the others have finished")
+            self._tell_all(
+                ChangeMembers(
+                    attempt=self._attempt, epoch=membership.epoch + 1, members=(), is_urgent=False, lost=strays
+                )
+            )
+
+    def said(self, message: MemberSaid) -> None:
+        """A worker tells where it is."""
+        if self.is_over:
+            return
+        membership = self._membership
+        match message.what:
+            case "ready":
+                membership.ready(message.member, message.detail or None)
+            case "join":
+                self._carry_out(membership.wants_in(message.member))
+            case "entered":
+                self._carry_out(membership.entered(message.member, message.epoch))
+            case "stepped":
+                if message.epoch == membership.epoch:
+                    self._note_step(message)
+            case "stuck":
+                self._carry_out(membership.stuck(message.epoch))
+            case "health":
+                self._emit("health", detail=f"worker {message.member} is {message.detail}")
+
+    def scale(self, target: int) -> str | None:
+        """The user wants that many workers; why not, if it cannot be."""
+        least, most = self._elastic.min_workers, self._elastic.max_workers
+        if not least <= target <= most:
+            return f"{target} workers are outside the {least} to {most} that the job may have"
+        if self.is_over:
+            return "the job is about to end"
+        self._carry_out(self._membership.scale(target))
+        return None
+
+    def _note_step(self, message: MemberSaid) -> None:
+        """The first step of a new world: only now the change is done."""
+        if self._changed_s is None:
+            return
+        cost_ms = (time.monotonic() - self._changed_s) * 1e3
+        self._changed_s = None
+        num = len(self._membership.members)
+        if self._joining:
+            noun = "worker" if len(self._joining) == 1 else "workers"
+            text = f"{noun} {join_numbers(self._joining)} joined: {num} workers from step {message.step}"
+        else:
+            text = f"regrouped: {num} workers from step {message.step}"
+        self._joining = ()
+        self._output.say(f"{text}, cost {cost_ms:.0f} ms")
+        self._emit("recovered", detail=f"{text}; cost {cost_ms:.0f} ms")
+
+    def _carry_out(self, decisions: Sequence[MembershipDecision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, NewView):
+                self._change(decision)
+            elif isinstance(decision, CannotContinue):
+                self._end(decision.reason)
+            else:
+                for member in decision.members:
+                    self._start(member)
+        self._limit_wait()
+
+    def _change(self, view: NewView) -> None:
+        self._joining = tuple(member for member in view.members if member in self._started)
+        self._started -= set(view.members)
+        if self._changed_s is None:
+            self._changed_s = time.monotonic()
+        if view.leaving:
+            self._output.say(f"worker {join_numbers(view.leaving)} leaves after this step")
+        self._tell_all(
+            ChangeMembers(
+                attempt=self._attempt,
+                epoch=view.epoch,
+                members=view.members,
+                is_urgent=view.is_urgent,
+                lost=view.lost,
+                leaving=view.leaving,
+            )
+        )
+
+    def _start(self, member: int) -> None:
+        """Start a worker on the node with the fewest."""
+        running = self._membership.running
+        nodes = list(self._nodes())
+        node = min(nodes, key=lambda one: sum(self._node_of[other] == one for other in running))
+        self._node_of[member] = node
+        self._started.add(member)
+        self._tell_all(AddWorker(attempt=self._attempt, member=member, node_rank=node))
+
+    def _limit_wait(self) -> None:
+        """While training waits for capacity, it does so for a limited time."""
+        if not self._membership.is_short:
+            if self._wait_timer is not None:
+                self._wait_timer.cancel()
+                self._wait_timer = None
+        elif self._wait_timer is None:
+            limit_s = self._elastic.wait_timeout_s
+            reason = f"no replacement joined within {limit_s:g} s"
+            self._wait_timer = self._loop.call_later(limit_s, lambda: self._end(reason))
+
+    def _end(self, reason: str) -> None:
+        if not self.is_over and self._last_failure is not None:
+            self.is_over = True
+            self._output.say(f"not in place: {reason}")
+            self._give_up(self._last_failure)
+
+    def _emit(self, action: str, *, detail: str) -> None:
+        # Imported here: it takes a while, and the first worker does not wait for it.
+        from torsh_distributed.events import MembershipEvent, emit
+
+        size = len(self._membership.members)
+        emit(MembershipEvent(action=action, world_size=size, attempt=self._membership.epoch, detail=detail))
+
+    def members_on(self, node_rank: int) -> list[int]:
+        """The running workers of a node."""
+        return [member for member in self._membership.running if self._node_of[member] == node_rank]
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self.is_over = True
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()

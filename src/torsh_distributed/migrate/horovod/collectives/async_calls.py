@@ -1,0 +1,282 @@
+"""The asynchronous operations: each returns a handle for `poll` and `synchronize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.horovod.collectives.reduction_names import (
+    Adasum,
+    Average,
+    ReductionName,
+    Sum,
+    chosen_reduction,
+)
+from torsh_distributed.migrate.horovod.collectives.submission import all_results, first_result, submit
+from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind
+from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, world_rank_of
+
+# --- allreduce ------------------------------------------------------------------------------------------------
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReductionName | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Reduce a tensor over the ranks; the result is a new tensor."""
+    chosen = chosen_reduction(op, average)
+    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReductionName | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`allreduce_async` in place."""
+    chosen = chosen_reduction(op, average)
+    return _reduce([tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReductionName | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Reduce tensors as one operation: all or none; the result is a tuple of new tensors."""
+    chosen = chosen_reduction(op, average)
+    return _reduce(_some(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set, is_group=True)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReductionName | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`grouped_allreduce_async` in place."""
+    chosen, given = chosen_reduction(op, average), _some(tensors)
+    return _reduce(given, given, name, chosen, prescale_factor, postscale_factor, process_set, is_group=True)
+
+
+def _reduce(
+    tensors: list[Tensor],
+    outputs: list[Tensor] | None,
+    name: str | None,
+    op: ReductionName,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    is_group: bool = False,
+) -> int:
+    kind = OpKind.ALLREDUCE
+    if op == Adasum:
+        _check_adasum(tensors, process_set)
+        kind = OpKind.ADASUM
+    if op in (Average, Adasum) and torch.bool in [tensor.dtype for tensor in tensors]:
+        raise InvalidArgument(
+            "Tensor type torch.BoolTensor is not supported by this reduction.",
+            hint="use hvd.Max (any), hvd.Min (all) or hvd.Sum (any)",
+            op=op,
+        )
+    return submit(
+        kind,
+        tensors,
+        name,
+        process_set,
+        outputs=outputs,
+        op=op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+        label="grouped_allreduce" if is_group else "allreduce",
+        finish=all_results if is_group else first_result,
+    )
+
+
+def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    if process_set.process_set_id != 0:
+        raise NotImplementedError("Adasum works on the global process set only")
+    num_ranks = len(set_ranks(process_set))
+    if num_ranks & (num_ranks - 1):
+        raise NotImplementedError(f"Adasum needs a power of two of ranks, and there are {num_ranks}")
+    if any(not tensor.dtype.is_floating_point for tensor in tensors):
+        raise InvalidArgument("Adasum is defined for floating-point tensors", hint="use hvd.Sum")
+
+
+def _some(tensors: Sequence[Tensor]) -> list[Tensor]:
+    given = list(tensors)
+    if not given:
+        raise InvalidArgument("a grouped operation needs at least one tensor")
+    return given
+
+
+# --- copies ---------------------------------------------------------------------------------------------------
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Concatenate the tensors of all ranks along dim 0, whose size may differ from rank to rank."""
+    return submit(OpKind.ALLGATHER, _with_rows([tensor]), name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """`allgather_async` of several tensors as one operation; the result is a tuple."""
+    return submit(
+        OpKind.ALLGATHER, _with_rows(_some(tensors)), name, process_set, label="grouped_allgather", finish=all_results
+    )
+
+
+def _with_rows(tensors: list[Tensor]) -> list[Tensor]:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        # A single value is one row, as in Horovod.
+        return [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
+    return tensors
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """The tensor of `root_rank`, a rank of the world, as a new tensor on every rank."""
+    return submit(OpKind.BROADCAST, [tensor], name, process_set, root=_root(root_rank, process_set))
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """`broadcast_async` in place."""
+    return submit(OpKind.BROADCAST, [tensor], name, process_set, outputs=[tensor], root=_root(root_rank, process_set))
+
+
+def _root(root_rank: int, process_set: ProcessSet) -> int:
+    ranks = set_ranks(process_set)
+    if root_rank not in ranks:
+        raise InvalidArgument(
+            f"root rank {root_rank} is not in the process set",
+            hint="root_rank is a rank of the world, also for a smaller set",
+            root_rank=root_rank,
+            ranks=ranks,
+        )
+    return world_rank_of(root_rank)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Send rows to every rank; the result is a pair: the rows received, and how many came from each rank."""
+    num_ranks = len(set_ranks(process_set))
+    rows = checked_splits(tensor, splits, num_ranks)
+    return submit(OpKind.ALLTOALL, [tensor], name, process_set, splits=tuple(rows), finish=_pair)
+
+
+def _pair(op: PendingOp) -> tuple[Tensor, Tensor]:
+    rows, counts = op.result
+    return rows, counts
+
+
+def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, num_ranks: int) -> list[int]:
+    """Rows for each rank; raises InvalidArgument if they do not fit the tensor."""
+    if tensor.dim() == 0:
+        raise InvalidArgument("alltoall needs a tensor of one dim or more")
+    if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
+        if tensor.shape[0] % num_ranks:
+            raise InvalidArgument(
+                f"alltoall without splits needs dim 0 to be a multiple of the {num_ranks} ranks",
+                hint="pass splits",
+                shape=tensor.shape,
+            )
+        return [tensor.shape[0] // num_ranks] * num_ranks
+    if isinstance(splits, Tensor):
+        if splits.dtype != torch.int32:
+            raise InvalidArgument("alltoall takes splits of dtype int32", got=splits.dtype)
+        splits = splits.tolist()
+    rows = [int(count) for count in splits]
+    if len(rows) != num_ranks or any(count < 0 for count in rows) or sum(rows) > tensor.shape[0]:
+        raise InvalidArgument(
+            f"splits must give rows for each of the {num_ranks} ranks, together at most those of the tensor",
+            splits=rows,
+            shape=tensor.shape,
+        )
+    return rows
+
+
+# --- reducescatter --------------------------------------------------------------------------------------------
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReductionName = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Reduce over the ranks and keep this rank's rows; if they do not divide, the first ranks get one more."""
+    return _scatter([tensor], name, op, prescale_factor, postscale_factor, process_set, is_group=False)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReductionName = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """`reducescatter_async` of several tensors as one operation; the result is a tuple."""
+    return _scatter(_some(tensors), name, op, prescale_factor, postscale_factor, process_set, is_group=True)
+
+
+def _scatter(
+    tensors: list[Tensor],
+    name: str | None,
+    op: ReductionName,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    *,
+    is_group: bool,
+) -> int:
+    if op not in (Average, Sum):
+        raise RuntimeError(f"reducescatter knows hvd.Average and hvd.Sum, not hvd.{op}")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise InvalidArgument("reducescatter needs tensors of one dim or more")
+    if any(tensor.dtype == torch.bool for tensor in tensors):
+        raise InvalidArgument("Tensor type torch.BoolTensor is not supported.", hint="convert the tensor first")
+    options: dict[str, Any] = {"finish": all_results} if is_group else {}
+    return submit(
+        OpKind.REDUCESCATTER,
+        tensors,
+        name,
+        process_set,
+        op=str(op),
+        prescale=float(prescale),
+        postscale=float(postscale),
+        label="grouped_reducescatter" if is_group else "reducescatter",
+        **options,
+    )

@@ -1,0 +1,101 @@
+"""From a call to the engine: check the tensor on this rank, name the operation, submit it, keep its handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.horovod.collectives.reduction_names import MOVED_DTYPES, REDUCED_DTYPES
+from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
+from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, OpKind, Request
+from torsh_distributed.migrate.horovod.process_sets import ProcessSet, engine_of
+from torsh_distributed.migrate.horovod.world_state import HandleEntry, world
+
+_REDUCES = frozenset({OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.REDUCESCATTER})
+
+
+def first_result(op: PendingOp) -> Any:
+    """The result of an operation on one tensor."""
+    return op.result[0]
+
+
+def all_results(op: PendingOp) -> tuple[Any, ...]:
+    """The results of a grouped operation."""
+    return tuple(op.result)
+
+
+def submit(
+    kind: OpKind,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    outputs: list[Tensor] | None = None,
+    op: str = "",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = -1,
+    splits: tuple[int, ...] = (),
+    flags: int = 0,
+    label: str | None = None,
+    run: Callable[..., Any] | None = None,
+    finish: Callable[[PendingOp], Any] = first_result,
+) -> int:
+    """Hand an operation to the set's engine; returns its handle. Raises for what is wrong on this rank already.
+
+    `label`: what the name starts with, if not the kind.
+    """
+    engine = engine_of(process_set)
+    allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
+    described: list[tuple[str, tuple[int, ...]]] = []
+    for tensor in tensors:
+        if tensor.dtype not in allowed:
+            raise InvalidArgument(f"Tensor type {tensor.type()} is not supported.", hint="convert the tensor first")
+        if not tensor.is_contiguous():
+            raise InvalidArgument(
+                "Tensor is required to be contiguous.", hint="call .contiguous() on it", shape=tensor.shape
+            )
+        described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    device = tensors[0].device.type if tensors else "cpu"
+    if len(tensors) > 1 and any(tensor.device != tensors[0].device for tensor in tensors):
+        raise InvalidArgument("the tensors of a grouped operation must be on one device")
+    state = world()
+    handle = next(state.counter)
+    if name is None:
+        assert process_set.process_set_id is not None, "it has an engine"
+        name = f"noname.{next(state.sets[process_set.process_set_id].unnamed)}"
+    full_name = f"{label or kind}.{name}"
+    request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
+    pending = PendingOp(request, list(tensors), outputs, run)
+    engine.submit(pending)
+    state.handles[handle] = HandleEntry(pending, engine, finish)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize` would return at once; also for a handle that is not known."""
+    found = world().handles.get(handle)
+    return found is None or found.op.is_finished()
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous operation and return its result; None for a handle that is not known.
+
+    Raises HorovodInternalError, on every rank, if the ranks disagree about the operation or one of them is gone.
+    """
+    if callable(handle):  # a sparse operation
+        return handle()
+    found = world().handles.pop(handle, None)
+    if found is None:
+        return None
+    found.engine.wait(found.op)
+    result = found.finish(found.op)
+    if found.op.device_done is not None:
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream())
+    return result

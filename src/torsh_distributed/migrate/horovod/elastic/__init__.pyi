@@ -1,0 +1,12 @@
+from torsh_distributed.migrate.horovod.elastic.elastic_run import run as run
+from torsh_distributed.migrate.horovod.elastic.elastic_run import run_fn as run_fn
+from torsh_distributed.migrate.horovod.elastic.elastic_sampler import ElasticSampler as ElasticSampler
+from torsh_distributed.migrate.horovod.elastic.elastic_state import ObjectState as ObjectState
+from torsh_distributed.migrate.horovod.elastic.elastic_state import State as State
+from torsh_distributed.migrate.horovod.elastic.elastic_state import TorchState as TorchState
+from torsh_distributed.migrate.horovod.elastic.state_handlers import ModelStateHandler as ModelStateHandler
+from torsh_distributed.migrate.horovod.elastic.state_handlers import OptimizerStateHandler as OptimizerStateHandler
+from torsh_distributed.migrate.horovod.elastic.state_handlers import SamplerStateHandler as SamplerStateHandler
+from torsh_distributed.migrate.horovod.elastic.state_handlers import StateHandler as StateHandler
+from torsh_distributed.migrate.horovod.elastic.state_handlers import get_handler_registry as get_handler_registry
+from torsh_distributed.migrate.horovod.elastic.state_handlers import set_handler_registry as set_handler_registry

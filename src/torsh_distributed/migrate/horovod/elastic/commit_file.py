@@ -1,0 +1,44 @@
+"""The last commit in a file of the job, for an attempt that follows after all workers were started again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+_NAME = "horovod-commit.pt"
+
+
+class CommitFile:
+    """A file in the job's directory, which only this user can open and which the launcher removes with the job."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path = path
+        self._attempt = attempt
+
+    @classmethod
+    def of_job(cls) -> Self | None:
+        """The file of the job that this process belongs to; None if its workers are never started again."""
+        progress = os.environ.get("TORSH_PROGRESS_FILE")
+        if not progress or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            return None
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(Path(progress).parent / _NAME, attempt)
+
+    def write(self, commit: dict[str, Any]) -> None:
+        """Replace the commit; a crash meanwhile leaves the one before."""
+        draft = self._path.with_suffix(".draft")
+        torch.save(commit, draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+
+    def read(self) -> dict[str, Any] | None:
+        """The commit of an earlier attempt; None in the first."""
+        if self._attempt == 0 or not self._path.exists():
+            return None
+        # Written by this job into a directory of its own: as trustworthy as the script.
+        commit: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=False)
+        return commit

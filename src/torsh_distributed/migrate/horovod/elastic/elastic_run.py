@@ -1,0 +1,80 @@
+"""`hvd.elastic.run`: train, and train again from the last commit when an operation fails or the members change."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torsh_distributed import events
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.migrate.horovod.basics import init, is_initialized, shutdown
+from torsh_distributed.migrate.horovod.elastic.elastic_state import State
+from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorate `func(state, …)`: it is called with a state that is equal on all ranks, again after every failure.
+
+    After HorovodInternalError the state goes back to the last commit; after HostsUpdatedInterrupt it stays as it is.
+    Either way the ranks meet again, reset callbacks run, and the state of rank 0 goes to all.
+    """
+    return run_fn(func, reset_horovod)
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R]:
+    """`run` with another way for the ranks to meet again."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        if not is_initialized():
+            init()
+        state.load_commit()
+        must_sync, num_resets, limit = True, 0, _reset_limit()
+        while True:
+            try:
+                if must_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                if limit is not None and num_resets >= limit:
+                    raise
+                _note(f"restoring the last commit after: {error.message}")
+                state.restore()
+                must_sync = True
+            except HostsUpdatedInterrupt as interrupt:
+                if limit is not None and num_resets >= limit:
+                    raise
+                _note("the members of the job changed")
+                must_sync = not interrupt.skip_sync
+            num_resets += 1
+            reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def reset_horovod() -> None:
+    """Leave and join again, with the ranks that are there."""
+    shutdown()
+    init()
+
+
+def _note(text: str) -> None:
+    _log.warning(text)
+    events.emit(events.LogEvent(level="warning", message=f"hvd.elastic: {text}"))
+
+
+def _reset_limit() -> int | None:
+    text = os.environ.get("HOROVOD_RESET_LIMIT")
+    if not text:
+        return None
+    if not text.isdigit():
+        raise ConfigurationError("HOROVOD_RESET_LIMIT must be a number", hint="unset it", got=text)
+    return int(text)

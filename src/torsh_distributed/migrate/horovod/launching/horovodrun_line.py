@@ -1,0 +1,362 @@
+"""The options of `horovodrun`, as arguments of `torsh run` and variables of its workers; imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.migrate.command_lines import TranslatedLine
+from torsh_distributed.migrate.horovod.launching.host_slots import (
+    HostSlots,
+    node_options,
+    parse_hosts,
+    read_hostfile,
+)
+
+
+@dataclass
+class _Line:
+    """A command line as far as it has been read."""
+
+    options: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    num_proc: int | None = None
+    least: int | None = None
+    most: int | None = None
+    hosts: list[HostSlots] | None = None
+    slots_per_host: int | None = None
+
+
+_Read = Callable[[_Line, str, list[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """What an option takes and means."""
+
+    num_values: int
+    read: _Read
+
+
+def _variable(name: str, change: Callable[[str], str] = str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        line.env[name] = change(values[0])
+
+    return _Flag(1, read)
+
+
+def _switch(name: str, value: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        line.env[name] = value
+
+    return _Flag(0, read)
+
+
+def _option(name: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        line.options += [name, values[0]]
+
+    return _Flag(1, read)
+
+
+def _field(name: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        setattr(line, name, _whole_number(flag, values[0]))
+
+    return _Flag(1, read)
+
+
+def _no_effect(num_values: int, reason: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        line.notes.append(f"{flag} has no effect: {reason}")
+
+    return _Flag(num_values, read)
+
+
+def _refused(num_values: int, reason: str, hint: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        raise FeatureNotAvailable(f"{flag} is not supported: {reason}", hint=hint, option=flag)
+
+    return _Flag(num_values, read)
+
+
+def _nothing(line: _Line, flag: str, values: list[str]) -> None:
+    """The option asks for what happens anyway."""
+
+
+def _take_hosts(line: _Line, flag: str, values: list[str]) -> None:
+    line.hosts = parse_hosts(values[0])
+
+
+def _take_hostfile(line: _Line, flag: str, values: list[str]) -> None:
+    line.hosts = read_hostfile(values[0])
+
+
+def _take_interface(line: _Line, flag: str, values: list[str]) -> None:
+    line.env["GLOO_SOCKET_IFNAME"] = values[0]
+    line.env["NCCL_SOCKET_IFNAME"] = f"={values[0]}"
+
+
+def _take_reset_limit(line: _Line, flag: str, values: list[str]) -> None:
+    line.options += ["--max-restarts", str(_whole_number(flag, values[0]))]
+    line.env["HOROVOD_RESET_LIMIT"] = values[0]
+    line.env["HOROVOD_ELASTIC"] = "1"
+
+
+def _take_timestamps(line: _Line, flag: str, values: list[str]) -> None:
+    line.notes.append(f"{flag} has no effect: lines are shown as workers write them")
+
+
+def _take_config(line: _Line, flag: str, values: list[str]) -> None:
+    for words in config_flags(values[0]):
+        _take(line, words[0], list(words[1:]))
+
+
+def _whole_number(flag: str, text: str) -> int:
+    if not text.isdigit():
+        raise InvalidArgument(f"{flag} takes a whole number", got=text)
+    return int(text)
+
+
+def _megabytes(text: str) -> str:
+    try:
+        return str(int(float(text) * 2**20))
+    except ValueError:
+        raise InvalidArgument("--fusion-threshold-mb takes a number", got=text) from None
+
+
+_EVENTS = "operations are negotiated when they arrive, not in cycles"
+_BACKEND = "the torsh backend goes through shared memory on a node and over the network between nodes by itself"
+_TUNING = "there are no cycles or thresholds that need tuning"
+_ELSEWHERE = "`torsh run` starts workers on its own machine"
+_ON_EACH = "run the same command on every host, with a shared --token-file"
+_FIXED = "the number of workers is fixed while a job runs"
+
+FLAGS: dict[str, _Flag] = {
+    "-np": _field("num_proc"),
+    "--num-proc": _field("num_proc"),
+    "-H": _Flag(1, _take_hosts),
+    "--hosts": _Flag(1, _take_hosts),
+    "-hostfile": _Flag(1, _take_hostfile),
+    "--hostfile": _Flag(1, _take_hostfile),
+    "--config-file": _Flag(1, _take_config),
+    "--start-timeout": _option("--join-timeout"),
+    "--elastic-timeout": _option("--join-timeout"),
+    "--network-interface": _Flag(1, _take_interface),
+    "--network-interfaces": _Flag(1, _take_interface),
+    "--output-filename": _option("--log-dir"),
+    "--disable-cache": _no_effect(0, "no checks of other hosts are made, so none are remembered"),
+    "--version": _refused(0, "it is no part of a job", "run `torsh --version`"),
+    "-cb": _refused(0, "it is no part of a job", "run `torsh env`"),
+    "--check-build": _refused(0, "it is no part of a job", "run `torsh env`"),
+    "-p": _refused(1, _ELSEWHERE, _ON_EACH),
+    "--ssh-port": _refused(1, _ELSEWHERE, _ON_EACH),
+    "-i": _refused(1, _ELSEWHERE, _ON_EACH),
+    "--ssh-identity-file": _refused(1, _ELSEWHERE, _ON_EACH),
+    # Packing and tuning.
+    "--fusion-threshold-mb": _variable("HOROVOD_FUSION_THRESHOLD", _megabytes),
+    "--cache-capacity": _variable("HOROVOD_CACHE_CAPACITY"),
+    "--cycle-time-ms": _no_effect(1, _EVENTS),
+    **{
+        f"--{no}{what}": _no_effect(0, _BACKEND)
+        for no in ("", "no-")
+        for what in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
+    },
+    "--autotune": _no_effect(0, _TUNING),
+    "--no-autotune": _Flag(0, _nothing),
+    **{
+        f"--autotune-{what}": _no_effect(1, _TUNING)
+        for what in (
+            "log-file",
+            "warmup-samples",
+            "steps-per-sample",
+            "bayes-opt-max-samples",
+            "gaussian-process-noise",
+        )
+    },
+    # Elastic jobs.
+    "--min-np": _field("least"),
+    "--min-num-proc": _field("least"),
+    "--max-np": _field("most"),
+    "--max-num-proc": _field("most"),
+    "--slots-per-host": _field("slots_per_host"),
+    "--slots": _field("slots_per_host"),
+    "--reset-limit": _Flag(1, _take_reset_limit),
+    "--host-discovery-script": _refused(1, _FIXED, "name the hosts with -H or --hostfile"),
+    "--blacklist-cooldown-range": _refused(2, "hosts are not excluded from a job", "leave it out"),
+    # Timeline and stalls.
+    "--timeline-filename": _variable("HOROVOD_TIMELINE"),
+    "--timeline-mark-cycles": _switch("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+    "--no-timeline-mark-cycles": _switch("HOROVOD_TIMELINE_MARK_CYCLES", "0"),
+    "--no-stall-check": _switch("HOROVOD_STALL_CHECK_DISABLE", "1"),
+    "--stall-check": _switch("HOROVOD_STALL_CHECK_DISABLE", "0"),
+    "--stall-check-warning-time-seconds": _variable("HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    "--stall-check-shutdown-time-seconds": _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+    # Libraries underneath.
+    "--gloo": _Flag(0, _nothing),
+    "--jsrun": _refused(0, "jobs are started by `torsh run` itself", "leave it out"),
+    "--mpi-threads-disable": _no_effect(0, "no MPI is underneath"),
+    "--no-mpi-threads-disable": _no_effect(0, "no MPI is underneath"),
+    "--mpi-args": _refused(1, "no mpirun is called", "leave it out, or start the script with mpirun"),
+    "--tcp": _no_effect(0, "no MPI is underneath"),
+    "--binding-args": _refused(1, "no mpirun is called", "use taskset or numactl inside the job"),
+    "--num-nccl-streams": _no_effect(1, "operations of a process set use one stream"),
+    "--thread-affinity": _refused(1, "threads are not pinned", "use taskset or numactl inside the job"),
+    "--gloo-timeout-seconds": _variable("TORSH_INIT_TIMEOUT"),
+    "--log-level": _variable("TORSH_LOG"),
+    "--log-with-timestamp": _Flag(0, _take_timestamps),
+    "--log-without-timestamp": _Flag(0, _take_timestamps),
+    "-prefix-timestamp": _Flag(0, _take_timestamps),
+    "--prefix-output-with-timestamp": _Flag(0, _take_timestamps),
+    "--no-log-hide-timestamp": _Flag(0, _take_timestamps),
+    "--log-hide-timestamp": _Flag(0, _take_timestamps),
+}
+"""Every option of `horovodrun`, and what becomes of it. `--mpi` and `--verbose` are those of `torsh run`."""
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?$")
+
+
+def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
+    """A line of `horovodrun`, mixed or not with options of `torsh run`, as one of `torsh run`."""
+    line = _Line()
+    rest = list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        if name in FLAGS:
+            flag = FLAGS[name]
+            values = [value] if has_value else rest[: flag.num_values]
+            if len(values) < flag.num_values:
+                raise InvalidArgument(f"{name} needs {flag.num_values} value(s)", option=name)
+            if not has_value:
+                del rest[: flag.num_values]
+            _take(line, name, values)
+            continue
+        line.options.append(word)
+        spelled = name.replace("_", "-")
+        if ours.get(spelled, False) and not has_value and rest:
+            line.options.append(rest.pop(0))
+    if rest[:1] == ["--"]:
+        del rest[0]
+    return TranslatedLine(args=[*line.options, *_placement(line), *_program(rest)], env=line.env, notes=line.notes)
+
+
+def _take(line: _Line, name: str, values: list[str]) -> None:
+    FLAGS[name].read(line, name, values)
+
+
+def _placement(line: _Line) -> list[str]:
+    """Where the workers run."""
+    if line.least is not None or line.most is not None:
+        _check_range(line)
+    if line.num_proc is None and line.hosts is None:
+        return []
+    if "--nproc-per-node" in line.options:
+        raise InvalidArgument("-np and --nproc-per-node say the same thing twice", hint="give one of the two")
+    hosts = line.hosts
+    if hosts is None:
+        return ["--nproc-per-node", str(line.num_proc)]
+    if line.slots_per_host is not None:
+        hosts = [HostSlots(one.host, line.slots_per_host) for one in hosts]
+    return node_options(hosts, line.num_proc)
+
+
+def _check_range(line: _Line) -> None:
+    line.env["HOROVOD_ELASTIC"] = "1"
+    if line.num_proc is None:
+        line.num_proc = line.least if line.least is not None else line.most
+    bounds = {"--min-np": line.least, "--max-np": line.most}
+    for name, bound in bounds.items():
+        if bound is not None and bound != line.num_proc:
+            line.notes.append(f"{name} {bound} has no effect: {_FIXED}, here {line.num_proc}")
+
+
+def _program(words: list[str]) -> list[str]:
+    """The script, module or command: `python` before a script is left out, because `torsh run` starts Python itself."""
+    if not words:
+        return []
+    if not _PYTHON.fullmatch(Path(words[0]).name):
+        return words if words[0].endswith(".py") or Path(words[0]).is_dir() else ["--no-python", *words]
+    rest = words[1:]
+    while rest[:1] == ["-u"]:  # workers always run unbuffered
+        del rest[0]
+    if rest[:1] == ["-m"]:
+        return ["--module", *rest[1:]]
+    if not rest or rest[0].startswith("-"):
+        return ["--no-python", *words]
+    return rest
+
+
+_SECTIONS: dict[str, dict[str, str]] = {
+    "params": {
+        "fusion-threshold-mb": "--fusion-threshold-mb",
+        "cycle-time-ms": "--cycle-time-ms",
+        "cache-capacity": "--cache-capacity",
+        "hierarchical-allreduce": "--hierarchical-allreduce",
+        "hierarchical-allgather": "--hierarchical-allgather",
+        "torus-allreduce": "--torus-allreduce",
+    },
+    "autotune": {
+        "enabled": "--autotune",
+        "log-file": "--autotune-log-file",
+        "warmup-samples": "--autotune-warmup-samples",
+        "steps-per-sample": "--autotune-steps-per-sample",
+        "bayes-opt-max-samples": "--autotune-bayes-opt-max-samples",
+        "gaussian-process-noise": "--autotune-gaussian-process-noise",
+    },
+    "timeline": {"filename": "--timeline-filename", "mark-cycles": "--timeline-mark-cycles"},
+    "stall-check": {
+        "enabled": "--stall-check",
+        "warning-time-seconds": "--stall-check-warning-time-seconds",
+        "shutdown-time-seconds": "--stall-check-shutdown-time-seconds",
+    },
+    "library-options": {
+        "mpi-threads-disable": "--mpi-threads-disable",
+        "mpi-args": "--mpi-args",
+        "num-nccl-streams": "--num-nccl-streams",
+        "thread-affinity": "--thread-affinity",
+        "gloo-timeout-seconds": "--gloo-timeout-seconds",
+    },
+    "logging": {"level": "--log-level", "hide-timestamp": "--log-hide-timestamp"},
+}
+"""Keys of Horovod's YAML file that stand in a section, and the option each means; others are called as the option."""
+
+
+def config_flags(path: str) -> list[list[str]]:
+    """The options in a Horovod YAML file, each with its value. An unknown key is an error."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise IoError("Horovod's config file cannot be read", path=path, reason=str(error)) from error
+    if not isinstance(content, dict):
+        raise InvalidArgument("Horovod's config file holds keys and values", path=path)
+    found: list[list[str]] = []
+    for key, value in content.items():
+        section = str(key).replace("_", "-")
+        if section in _SECTIONS and isinstance(value, dict):
+            for inner, setting in value.items():
+                name = _SECTIONS[section].get(str(inner).replace("_", "-"))
+                found += _words(name, setting, f"{key}.{inner}", path)
+        else:
+            found += _words(f"--{section}", value, str(key), path)
+    return found
+
+
+def _words(name: str | None, value: Any, key: str, path: str) -> list[list[str]]:
+    if name is None or name not in FLAGS:
+        raise InvalidArgument(f"{key} is not a key of Horovod's config file", path=path, key=key)
+    if value is None:
+        return []
+    if FLAGS[name].num_values == 0:
+        if value is False:
+            negated = f"--no-{name.removeprefix('--')}"
+            return [[negated]] if negated in FLAGS else []
+        return [[name]]
+    return [[name, str(value)]]

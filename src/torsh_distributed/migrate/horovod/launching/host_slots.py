@@ -1,0 +1,142 @@
+"""Hosts and slots of a Horovod job, as nodes and workers of ours; imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
+
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """A host, and how many workers it takes."""
+
+    host: str
+    slots: int
+
+
+def parse_hosts(text: str) -> list[HostSlots]:
+    """`host:slots,host:slots`; one slot where none are given."""
+    found = []
+    for part in text.split(","):
+        host, _, count = part.strip().rpartition(":") if ":" in part else (part.strip(), "", "1")
+        if not host or not count.isdigit() or int(count) < 1:
+            raise InvalidArgument(
+                "-H takes hosts with slots, such as node1:4,node2:4", hint="slots are whole numbers", hosts=text
+            )
+        found.append(HostSlots(host, int(count)))
+    return _merged(found)
+
+
+def read_hostfile(path: str) -> list[HostSlots]:
+    """Lines such as `node1 slots=4`; blank lines and `#` comments are skipped."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise IoError("the hostfile cannot be read", path=path, reason=error.strerror or str(error)) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = 1
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key != "slots" or not value.isdigit() or int(value) < 1:
+                raise InvalidArgument(
+                    "a line of a hostfile reads: HOST slots=N", path=path, line=number, got=line.strip()
+                )
+            slots = int(value)
+        found.append(HostSlots(words[0], slots))
+    if not found:
+        raise InvalidArgument("the hostfile names no host", path=path)
+    return _merged(found)
+
+
+def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
+    slots: dict[str, int] = {}
+    for one in hosts:
+        slots[one.host] = slots.get(one.host, 0) + one.slots
+    return [HostSlots(host, count) for host, count in slots.items()]
+
+
+def node_options(hosts: Sequence[HostSlots], num_proc: int | None) -> list[str]:
+    """Options of `torsh run` for these hosts and so many ranks; None takes all slots.
+
+    One local host is one node. For several, `torsh run` is started on each of them with the same line: this machine
+    must be one, and each must have the same number of workers.
+    """
+    total = sum(one.slots for one in hosts)
+    wanted = total if num_proc is None else num_proc
+    if wanted > total:
+        raise InvalidArgument(
+            f"-np {wanted} is above the {total} slots of the hosts",
+            hint="give the hosts more slots, or lower -np",
+            slots=total,
+        )
+    used = _used(hosts, wanted)
+    if len(used) == 1 and is_this_machine(used[0].host):
+        return ["--nproc-per-node", str(used[0].slots)]
+    if len({one.slots for one in used}) > 1:
+        raise FeatureNotAvailable(
+            "every node of a job has the same number of workers",
+            hint="give every host the same slots, and -np a multiple of them",
+            hosts=", ".join(f"{one.host}:{one.slots}" for one in used),
+        )
+    here = [index for index, one in enumerate(used) if is_this_machine(one.host)]
+    if len(here) != 1:
+        raise FeatureNotAvailable(
+            "workers on other hosts are started there: no host of the list is this machine"
+            if not here
+            else "two hosts of the list are this machine",
+            hint="run the same command on every host of the list, with a shared --token-file",
+            hosts=[one.host for one in used],
+            this_machine=socket.gethostname(),
+        )
+    return [
+        *("--nproc-per-node", str(used[0].slots)),
+        *("--nnodes", str(len(used))),
+        *("--node-rank", str(here[0])),
+        *("--master-addr", used[0].host),
+    ]
+
+
+def _used(hosts: Sequence[HostSlots], wanted: int) -> list[HostSlots]:
+    """The slots that are filled, host by host."""
+    used = []
+    for one in hosts:
+        if wanted <= 0:
+            break
+        used.append(HostSlots(one.host, min(one.slots, wanted)))
+        wanted -= one.slots
+    return used
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name or address means the machine this runs on."""
+    own = socket.gethostname()
+    if host in _LOOPBACK_NAMES or host == own or host.partition(".")[0] == own.partition(".")[0]:
+        return True
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return any(_is_own_address(str(address)) for address in found)
+
+
+def _is_own_address(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if parsed.is_loopback:
+        return True
+    with socket.socket(socket.AF_INET6 if parsed.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,43 @@
+"""Which ready operations run as one: all-reduces of one kind share a buffer, up to a threshold; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
+from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
+
+_SHARED = int(RequestFlags.SHARED)
+
+
+def fuse(ready: Sequence[ReadyOp], threshold_bytes: int) -> list[list[ReadyOp]]:
+    """The operations in the order they run; those of one inner list are packed into one buffer.
+
+    An operation joins the open buffer of its kind if it fits; the place of a buffer is that of its first operation.
+    """
+    steps: list[list[ReadyOp]] = []
+    open_steps: dict[Hashable, tuple[list[ReadyOp], int]] = {}
+    for one in ready:
+        key = _fusion_key(one)
+        if key is None:
+            steps.append([one])
+            continue
+        size = one.request.num_bytes
+        step, used = open_steps.get(key, (None, 0))
+        if step is None or used + size > threshold_bytes:
+            step, used = [], 0
+            steps.append(step)
+        step.append(one)
+        open_steps[key] = (step, used + size)
+    return steps
+
+
+def _fusion_key(one: ReadyOp) -> Hashable:
+    """What operations in one buffer have in common; None for one that runs alone."""
+    request = one.request
+    if one.error or request.kind != OpKind.ALLREDUCE or request.flags & _SHARED:
+        return None
+    dtype = request.tensors[0][0]
+    if len(request.tensors) > 1 and any(other != dtype for other, _ in request.tensors):
+        return None
+    return dtype, request.op, request.prescale, request.postscale, request.device, one.joined

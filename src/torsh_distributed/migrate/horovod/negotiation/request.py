@@ -1,0 +1,98 @@
+"""What a rank asks for: an operation by name, with all that the ranks must agree on."""
+
+from __future__ import annotations
+
+import functools
+import math
+from enum import IntFlag, StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class OpKind(StrEnum):
+    """The operations that ranks negotiate."""
+
+    ALLREDUCE = "allreduce"
+    ADASUM = "adasum"
+    AVERAGED = "averaged"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+    JOIN = "join"
+    PROCESS_SET = "process_set"
+
+    # Enum's own hash is a Python function, and every operation is looked up by its hash.
+    __hash__ = str.__hash__
+
+
+class RequestFlags(IntFlag):
+    """How an operation is carried out, where the ranks have to do the same."""
+
+    NONE = 0
+    SHARED = 1
+    """The tensor stays where it is from one call to the next, so the ranks may reduce it in shared memory."""
+
+
+class Request(NamedTuple):
+    """One operation of one rank. Equal requests of all ranks are one operation; a plain tuple, because it travels."""
+
+    name: str
+    kind: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(dtype, shape) of every tensor, in order."""
+    op: str = ""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    """The rank of the world that a broadcast starts from."""
+    splits: tuple[int, ...] = ()
+    """alltoall: rows for each rank; a process set: its ranks; a bucket of gradients: a sum over its names."""
+    device: str = "cpu"
+    flags: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the values of all tensors."""
+        return _num_bytes(self.tensors)
+
+    def zeros(self, device: torch.device) -> list[Tensor]:
+        """What a rank that has joined contributes."""
+        return [torch.zeros(shape, dtype=DTYPES[dtype], device=device) for dtype, shape in self.tensors]
+
+
+_NAMES = (
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "bool",
+    "complex64",
+    "complex128",
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+"""Dtypes by the names that travel."""
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_bytes(tensors: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return sum(DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in tensors)
+
+
+def described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """A tensor as a request names it."""
+    return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def request_from_wire(parts: Any) -> Request:
+    """The request in a decoded message. Any: foreign data; every member of the job sends these."""
+    return Request(*parts)

@@ -1,0 +1,83 @@
+"""What a process knows while Horovod is initialised: its place, its process sets and their engines, its handles."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
+from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
+from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
+from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
+from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
+
+
+@dataclass
+class RegisteredSet:
+    """A process set with an id. `ranks` are Horovod's, `engine` is None on a rank that is not in it."""
+
+    ranks: list[int]
+    engine: SetEngine | None
+    optimizers: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for the set's optimizers, equal on its ranks, for the names of their buckets."""
+    unnamed: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for operations without a name. By set: ranks of other sets do not make these calls."""
+
+
+class HandleEntry(NamedTuple):
+    """An asynchronous operation that was not waited for yet."""
+
+    op: PendingOp
+    engine: SetEngine
+    finish: Callable[[PendingOp], Any]
+    """What `synchronize` returns, from the finished operation."""
+
+
+@dataclass
+class WorldState:
+    """Everything between `init` and `shutdown`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+    members: list[int]
+    """Horovod's ranks as ranks of the torch world."""
+    settings: EngineSettings
+    allows_dynamic_sets: bool
+    allows_timeline: bool
+    sets: dict[int, RegisteredSet] = field(default_factory=dict)
+    handles: dict[int, HandleEntry] = field(default_factory=dict)
+    counter: Iterator[int] = field(default_factory=itertools.count)
+    set_changes: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for sets that are added and removed, equal on all ranks."""
+    next_set_id: int = 1
+    timeline: TimelineFile | None = None
+    pid: int = field(default_factory=os.getpid)
+
+
+_state: WorldState | None = None
+
+
+def world() -> WorldState:
+    """The state of this process. Raises InvalidArgument before `init` and after `shutdown`."""
+    if _state is None or _state.pid != os.getpid():
+        raise not_initialized()
+    return _state
+
+
+def is_up() -> bool:
+    """Whether `init` was called in this process; a forked child starts without."""
+    return _state is not None and _state.pid == os.getpid()
+
+
+def set_world(state: WorldState | None) -> None:
+    """Called by `init` and `shutdown`."""
+    global _state
+    _state = state

@@ -1,0 +1,92 @@
+"""A library of ours under another library's name, in this process only.
+
+Each library that can be stood in for has a module with two functions: `namespaces()`, the modules that scripts import
+from it, by name, with what is in them; and `set_variables(environ)`, the variables that its launcher would have set.
+`install` makes modules of the first. A real package of that name is hidden by this choice alone, and that is said once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torsh_distributed.errors import InvalidArgument
+
+_log = logging.getLogger(__name__)
+
+STAND_INS = {"horovod": "torsh_distributed.migrate.horovod.horovod_modules"}
+"""The libraries that can be stood in for, with the module that says what is in them."""
+
+_installed: dict[str, _MissingModules] = {}
+
+
+def install(package: str) -> None:
+    """Let `import PACKAGE` in this process find this library's stand-in; a second call does nothing.
+
+    `torsh run --as PACKAGE` does it for every worker. Raises InvalidArgument for a library that is not known, and if
+    the real one has been imported already.
+    """
+    if package in _installed:
+        return
+    if package not in STAND_INS:
+        near = difflib.get_close_matches(package, STAND_INS, n=1)
+        raise InvalidArgument(
+            f"there is no stand-in for {package!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(STAND_INS)}",
+            package=package,
+        )
+    if package in sys.modules:
+        raise InvalidArgument(
+            f"{package} has been imported already, from {getattr(sys.modules[package], '__file__', 'elsewhere')}",
+            hint=f"call install({package!r}) before the first `import {package}`",
+            package=package,
+        )
+    hidden = importlib.util.find_spec(package)
+    stand_in = importlib.import_module(STAND_INS[package])
+    stand_in.set_variables(os.environ)
+    namespaces: Mapping[str, Mapping[str, Any]] = stand_in.namespaces()
+    for name, names in namespaces.items():
+        module = ModuleType(name, f"{name}, as torsh_distributed provides it.")
+        module.__path__ = []
+        module.__dict__.update(names)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    _installed[package] = _MissingModules(package, list(namespaces))
+    sys.meta_path.insert(0, _installed[package])
+    if hidden is not None and os.environ.get("RANK", "0") == "0":
+        _log.warning("the installed package %s (%s) is hidden by torsh_distributed's", package, hidden.origin)
+
+
+def uninstall(package: str) -> None:
+    """Take the stand-in away; the next import finds the real package, if there is one."""
+    finder = _installed.pop(package, None)
+    if finder is None:
+        return
+    sys.meta_path.remove(finder)
+    for name in finder.known:
+        sys.modules.pop(name, None)
+
+
+class _MissingModules:
+    """Says which module of a library is not there, and which are."""
+
+    def __init__(self, package: str, known: Sequence[str]) -> None:
+        self._package = package
+        self.known = known
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(f"{self._package}."):
+            return None
+        raise ModuleNotFoundError(
+            f"{name} is not part of torsh_distributed's {self._package}, which has: {', '.join(self.known)}", name=name
+        )

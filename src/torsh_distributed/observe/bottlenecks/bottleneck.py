@@ -1,0 +1,223 @@
+"""What a run spends its time on: bottlenecks with evidence, and a confidence that can be low. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from torsh_distributed.errors import IoError
+from torsh_distributed.observe.bottlenecks.arrivals import Arrivals, arrivals, relative_error
+from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, mean_parts, step_times
+from torsh_distributed.observe.trace.event_files import RecordedRun, read_run
+from torsh_distributed.observe.trace.rank_clocks import align_clocks
+from torsh_distributed.observe.trace.timeline import slices_of
+
+_WORTH_TELLING = 0.1
+_HIGH = 0.3
+_CRITICAL = 0.5
+_ENOUGH_STEPS = 10
+_TIGHT_MEMORY = 0.9
+
+
+class BottleneckType(StrEnum):
+    """What a run is held up by."""
+
+    COMMUNICATION = "communication"
+    SYNCHRONIZATION = "synchronization"
+    LOAD_IMBALANCE = "load imbalance"
+    COMPUTE = "compute"
+    IO = "input"
+    MEMORY = "memory"
+    BUBBLE = "pipeline bubble"
+    OTHER = "outside the step's phases"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bottleneck:
+    """One reason why steps take as long as they do."""
+
+    kind: BottleneckType
+    share: float
+    """Of the mean step."""
+    seconds: float
+    """Of the mean step."""
+    confidence: float
+    """0 to 1: from the number of steps and how much they differ."""
+    evidence: str
+    ranks: tuple[int, ...] = ()
+    """The ranks it is about; all if empty."""
+
+    @property
+    def severity(self) -> str:
+        """low, high or critical."""
+        return "critical" if self.share >= _CRITICAL else "high" if self.share >= _HIGH else "low"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAnalysis:
+    """What the events of a run say about its steps."""
+
+    num_ranks: int
+    num_steps: int
+    """Measured ones, on rank 0."""
+    step_s: float
+    """The mean step."""
+    parts: dict[str, float]
+    """Seconds of the mean step by part, over all ranks; `wait` is split into `transfer` and `sync`."""
+    by_rank: dict[int, dict[str, float]]
+    arrivals: Arrivals
+    bytes_per_step: float
+    operations_per_step: float
+    bottlenecks: tuple[Bottleneck, ...] = field(default=())
+
+
+def analyse(folder: Path) -> RunAnalysis:
+    """Read a run's events and judge them. Raises IoError if it recorded no steps."""
+    run = read_run(folder)
+    clocks = align_clocks(run)
+    times = {rank: steps for rank, steps in step_times(run, clocks).items() if steps}
+    if not times:
+        raise IoError(
+            "the run has no steps to compare",
+            hint="steps are recorded by td.Engine; record at least three of them",
+            path=str(folder),
+        )
+    first = min(times)
+    found = arrivals(slices_of(run, clocks), times[first][0].start_s, [one.end_s for one in times[first]])
+    every = [one for steps in times.values() for one in steps]
+    step_s = statistics.fmean(one.step_s for one in every)
+    parts = mean_parts(every)
+    num_steps = len(times[first])
+    sync_s = min(parts["wait"], statistics.fmean(found.waited_s.values()) / num_steps if found.waited_s else 0.0)
+    whole = {**{name: value for name, value in parts.items() if name != "wait"}, "sync": sync_s}
+    whole["transfer"] = parts["wait"] - sync_s
+    analysis = RunAnalysis(
+        num_ranks=len(run.ranks),
+        num_steps=num_steps,
+        step_s=step_s,
+        parts=whole,
+        by_rank={rank: mean_parts(steps) for rank, steps in times.items()},
+        arrivals=found,
+        bytes_per_step=statistics.fmean(one.num_bytes for one in every),
+        operations_per_step=statistics.fmean(one.num_operations for one in every),
+    )
+    bottlenecks = sorted(_bottlenecks(analysis, times, run), key=lambda one: -one.share)
+    return RunAnalysis(**{**vars(analysis), "bottlenecks": tuple(bottlenecks)})
+
+
+def _bottlenecks(found: RunAnalysis, times: dict[int, list[RecordedStep]], run: RecordedRun) -> Iterator[Bottleneck]:
+    every = [one for steps in times.values() for one in steps]
+
+    def confidence(part: str) -> float:
+        spread = relative_error([one.parts[part] for one in every])
+        return round((1 - spread) * min(1.0, found.num_steps / _ENOUGH_STEPS), 2)
+
+    def share(part: str) -> float:
+        return found.parts[part] / found.step_s
+
+    if share("transfer") >= _WORTH_TELLING:
+        rate = found.bytes_per_step / found.parts["transfer"] / 1e9
+        yield Bottleneck(
+            kind=BottleneckType.COMMUNICATION,
+            share=share("transfer"),
+            seconds=found.parts["transfer"],
+            confidence=confidence("wait"),
+            evidence=f"{found.operations_per_step:.0f} operations and {found.bytes_per_step / 2**20:.1f} MiB a step, "
+            f"{found.parts['transfer'] * 1e3:.1f} ms waited after all ranks had come ({rate:.2f} GB/s)",
+        )
+    yield from _of_waits(found, confidence("wait"))
+    if share("data") >= _WORTH_TELLING:
+        worst = max(found.by_rank, key=lambda rank: found.by_rank[rank]["data"])
+        yield Bottleneck(
+            kind=BottleneckType.IO,
+            share=share("data"),
+            seconds=found.parts["data"],
+            confidence=confidence("data"),
+            evidence=f"{found.parts['data'] * 1e3:.1f} ms a step waiting for the next batch, most on rank {worst} "
+            f"({found.by_rank[worst]['data'] * 1e3:.1f} ms)",
+        )
+    if share("bubble") >= _WORTH_TELLING:
+        yield Bottleneck(
+            kind=BottleneckType.BUBBLE,
+            share=share("bubble"),
+            seconds=found.parts["bubble"],
+            confidence=confidence("bubble"),
+            evidence=f"stages stand still {found.parts['bubble'] * 1e3:.1f} ms a step, waiting for other stages",
+        )
+    if share("compute") + share("optimizer") >= _CRITICAL:
+        seconds = found.parts["compute"] + found.parts["optimizer"]
+        yield Bottleneck(
+            kind=BottleneckType.COMPUTE,
+            share=seconds / found.step_s,
+            seconds=seconds,
+            confidence=confidence("compute"),
+            evidence=f"forward and backward {found.parts['compute'] * 1e3:.1f} ms, optimizer "
+            f"{found.parts['optimizer'] * 1e3:.1f} ms of {found.step_s * 1e3:.1f} ms",
+        )
+    if share("other") >= 2 * _WORTH_TELLING:
+        yield Bottleneck(
+            kind=BottleneckType.OTHER,
+            share=share("other"),
+            seconds=found.parts["other"],
+            confidence=confidence("other"),
+            evidence=f"{found.parts['other'] * 1e3:.1f} ms a step between the phases: logging, evaluation, saving",
+        )
+    yield from _of_memory(run)
+
+
+def _of_waits(found: RunAnalysis, confidence: float) -> Iterator[Bottleneck]:
+    """Waiting for ranks that come late: by name if it is one of them."""
+    share = found.parts["sync"] / found.step_s
+    if share < _WORTH_TELLING:
+        return
+    late = found.arrivals
+    rank = late.straggler
+    if rank is None:
+        yield Bottleneck(
+            kind=BottleneckType.SYNCHRONIZATION,
+            share=share,
+            seconds=found.parts["sync"],
+            confidence=confidence,
+            evidence=f"{found.parts['sync'] * 1e3:.1f} ms a step waiting for late ranks, no rank more than others",
+        )
+        return
+    delays = late.delays_by_step[rank]
+    sure = (1 - relative_error(delays)) * min(1.0, found.num_steps / _ENOUGH_STEPS)
+    yield Bottleneck(
+        kind=BottleneckType.LOAD_IMBALANCE,
+        share=share,
+        seconds=found.parts["sync"],
+        confidence=round(sure, 2),
+        evidence=f"rank {rank} comes last to {late.last_share[rank]:.0%} of {late.num_collectives} collectives and "
+        f"delays each step by {late.delay_s[rank] / found.num_steps * 1e3:.1f} ms; {_why_late(found, rank)}",
+        ranks=(rank,),
+    )
+
+
+def _why_late(found: RunAnalysis, rank: int) -> str:
+    """In which part the slow rank takes longer than the others."""
+    mine = found.by_rank[rank]
+    others = [parts for one, parts in found.by_rank.items() if one != rank]
+    extra = {
+        part: mine[part] - statistics.fmean(one[part] for one in others)
+        for part in ("compute", "data", "optimizer", "other")
+    }
+    part = max(extra, key=lambda one: extra[one])
+    return f"its {part} takes {extra[part] * 1e3:.1f} ms longer than the others'"
+
+
+def _of_memory(run: RecordedRun) -> Iterator[Bottleneck]:
+    pressed = [record for _, record in run.of("pressure")]
+    if pressed:
+        worst = max(pressed, key=lambda record: record["before_bytes"] / max(1, record["budget_bytes"]))
+        yield Bottleneck(
+            kind=BottleneckType.MEMORY,
+            share=0.0,
+            seconds=0.0,
+            confidence=1.0,
+            evidence=f"{len(pressed)} times {worst['memory']} ran short of its budget "
+            f"({worst['before_bytes'] / 2**20:.0f} of {worst['budget_bytes'] / 2**20:.0f} MiB)",
+        )

@@ -1,0 +1,86 @@
+"""`torsh run --trace`, `torsh trace`, `torsh why` and `torsh tune` on a real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.observe.trace.recorded import write_run
+from torsh_distributed.cli.trace import trace_commands, tune_command, why_command
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
+
+SCRIPT = """
+import functools, time
+import torch
+import torsh_distributed as td
+
+plan = td.Plan.from_env()
+td.init(plan)
+torch.manual_seed(0)
+engine = td.parallelize(
+    torch.nn.Linear(64, 64), functools.partial(torch.optim.SGD, lr=0.01), plan, loss_fn=torch.nn.functional.mse_loss
+)
+for number in range(6):
+    time.sleep(0.05 if td.rank() == 1 else 0.0)
+    engine.step((torch.ones(8, 64), torch.zeros(8, 64)))
+td.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_is_recorded_drawn_and_judged(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "2", "--trace", "out", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "open it at https://ui.perfetto.dev" in done.stderr
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    drawn = {(one["pid"], one["name"]) for one in trace["traceEvents"] if one["ph"] == "X"}
+    assert {(rank, name) for rank in (0, 1) for name in ("step 3", "forward", "backward")} <= drawn
+    assert any(one["ph"] == "f" for one in trace["traceEvents"]), "collectives are linked"
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["arguments"] == ["--nproc-per-node", "2", "train.py"]
+    told = CliRunner().invoke(why_command.app, [str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    assert "rank 1 comes last" in told.output
+
+
+def test_merge_summary_and_why_read_any_folder_of_events(tmp_path: Path) -> None:
+    write_run(tmp_path, num_ranks=3, compute_s={2: 0.09})
+    runner = CliRunner()
+    merged = runner.invoke(trace_commands.app, ["merge", str(tmp_path), "-o", str(tmp_path / "all.json.gz")])
+    assert merged.exit_code == 0, merged.output
+    assert "3 ranks" in merged.output
+    assert (tmp_path / "all.json.gz").exists()
+    summed = runner.invoke(trace_commands.app, ["summary", str(tmp_path)])
+    assert "100.00 ms a step" in summed.output
+    report = json.loads(runner.invoke(why_command.app, [str(tmp_path), "--json"]).output)
+    assert report["analysis"]["bottlenecks"][0]["ranks"] == [2]
+    assert report["recommendations"][0]["gain_s"] == pytest.approx(0.04, rel=0.01)
+
+
+def test_tune_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    write_run(tmp_path, transfer_s=0.05)
+    runner = CliRunner()
+    assert isinstance(runner.invoke(tune_command.app, [str(tmp_path), "--apply", "9"]).exception, InvalidArgument)
+    assert isinstance(runner.invoke(tune_command.app, [str(tmp_path), "--apply", "1"]).exception, ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"), [(0.5, "true: it is faster"), (2.0, "not true: it is slower"), (1.0, "not to be told apart")]
+)
+def test_the_verdict_is_the_measured_difference(after: float, words: str) -> None:
+    steps = [0.010, 0.0101, 0.0099, 0.0102, 0.0098, 0.010]
+    lines = tune_command._verdict(steps, [after * one for one in steps], 0.004, "a change")
+    assert words in lines[1]
+    assert "4.00 ms predicted" in lines[0]

@@ -1,0 +1,93 @@
+"""What the workers of an elastic test job run: a small model, faults at chosen points, a record of every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torsh_distributed as td
+from tests.chaos.faults import faults_from_environment, mark, strike
+
+NUM_STEPS = 30
+BATCH = 24
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[torch.Tensor, ...]]]:
+    """The same model and data in every process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    inputs = torch.randn(240, 16)
+    data = TensorDataset(inputs, inputs[:, :4].sin())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def plan_of(num_steps: int, checkpoints: str | None) -> td.Plan:
+    """The plan of the job."""
+    values: dict[str, object] = {"training": {"steps": num_steps, "batch_size": BATCH}}
+    if checkpoints:
+        values["checkpoint"] = {"enabled": True, "dir": checkpoints, "every_steps": 5}
+    return td.Plan.model_validate(values)
+
+
+def main() -> None:
+    """Train; every worker appends what it saw to a file of its own."""
+    folder = Path(sys.argv[1])
+    num_steps = int(sys.argv[2])
+    backend = sys.argv[3]
+    checkpoints = sys.argv[4] if len(sys.argv) > 4 else None
+    faults = faults_from_environment()
+    plan = plan_of(num_steps, checkpoints)
+    with td.distributed(plan, backend=backend):
+        model, optimizer, loader = build()
+        strike(faults, step=0, point="start")
+        engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
+        if checkpoints:
+            engine.resume()
+        member = os.environ["RANK"]
+        at = engine
+
+        def in_forward(*_: object) -> None:
+            strike(faults, step=at.num_steps, point="forward")
+
+        def in_backward(gradient: torch.Tensor) -> None:
+            strike(faults, step=at.num_steps, point="backward")
+
+        def before_update(*_: object) -> None:
+            strike(faults, step=at.num_steps, point="update")
+
+        def after_update(*_: object) -> None:
+            strike(faults, step=at.num_steps, point="updated")
+
+        engine.unwrapped[2].register_forward_pre_hook(in_forward)
+        engine.unwrapped[2].weight.register_hook(in_backward)
+        optimizer.register_step_pre_hook(before_update)
+        optimizer.register_step_post_hook(after_update)
+        with (folder / f"steps-{member}.jsonl").open("a", buffering=1) as log:
+            for batch in engine.batches(loader):
+                strike(faults, step=engine.num_steps)
+                if (folder / "slow").exists():
+                    time.sleep(0.02)  # a longer step, while a worker is being started
+                loss = engine.step(batch)
+                record = {
+                    "step": engine.num_steps,
+                    "loss": loss,
+                    "pid": os.getpid(),
+                    "rank": td.rank(),
+                    "world": td.world_size(),
+                    "samples": len(batch[0]),
+                }
+                log.write(json.dumps(record) + "\n")
+                mark(folder, step=engine.num_steps)
+        torch.save(engine.unwrapped.state_dict(), folder / f"weights-{member}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Scripts in Horovod's own style run unchanged under `torsh run --as horovod`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bed.world import ROOT
+
+pytestmark = pytest.mark.ranks
+
+FOLDER = ROOT / "examples" / "migrate"
+TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod"]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORSH, *words], capture_output=True, text=True, timeout=110)
+
+
+def test_the_digits_are_learned_and_the_timeline_is_there(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    done = run(
+        "-np",
+        "2",
+        "-H",
+        "localhost:2",
+        "--timeline-filename",
+        str(timeline),
+        "python",
+        str(FOLDER / "horovod_digits.py"),
+    )
+    assert done.returncode == 0, done.stderr
+    accuracies = [float(found) for found in re.findall(r"Accuracy: ([\d.]+)%", done.stdout)]
+    assert accuracies[-1] > 90, done.stdout
+    names = {event["name"] for event in json.loads(timeline.read_text())}
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "BROADCAST"} <= names
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum", "--gradient-predivide-factor=2"])
+def test_the_options_of_the_script_work(option: str) -> None:
+    done = run("-np", "2", "python", str(FOLDER / "horovod_digits.py"), "--epochs", "3", option)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"Accuracy: ([\d.]+)%", done.stdout)[-1]) > 90, done.stdout
+
+
+def test_an_elastic_script_continues_from_its_commit_after_a_crash(tmp_path: Path) -> None:
+    script = str(FOLDER / "horovod_elastic.py")
+    done = run("-np", "2", "--reset-limit", "2", "python", script, "--crash-marker", str(tmp_path / "crashed"))
+    assert done.returncode == 0, done.stderr
+    starts = re.findall(r"training from epoch (\d+), batch (\d+), (\d+) steps", done.stdout)
+    assert starts == [("0", "0", "0"), ("1", "4", "12")], done.stdout
+    finish = re.search(r"finished after (\d+) steps with loss ([\d.]+)", done.stdout)
+    assert finish is not None, done.stdout
+    assert float(finish[2]) < 0.5

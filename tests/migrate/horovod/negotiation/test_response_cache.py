@@ -1,0 +1,44 @@
+"""Numbers stand for repeated requests; a number that was withdrawn is understood until every rank knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
+from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
+
+
+def ask(name: str) -> Request:
+    return Request(name, OpKind.ALLREDUCE, (("float32", (4,)),), "Sum")
+
+
+def test_the_oldest_number_is_withdrawn_and_stays_understood_until_all_have_seen_it() -> None:
+    giver = NumberGiver(2, num_ranks=2)
+    first, _ = giver.give(ask("a"), 1)
+    second, _ = giver.give(ask("b"), 1)
+    assert first is not None
+    assert second is not None
+    giver.use(first)  # b is now the oldest
+    third, withdrawn = giver.give(ask("c"), 5)
+    assert withdrawn == [second]
+    assert giver.number_of(ask("b")) is None
+    assert giver.asked(second) == ask("b")
+    giver.has_seen(0, 5)
+    assert giver.asked(second) == ask("b")  # rank 1 may still send it
+    giver.has_seen(1, 5)
+    with pytest.raises(KeyError):
+        giver.asked(second)
+    assert giver.asked(third or 0) == ask("c")
+
+
+def test_without_room_no_numbers_are_given() -> None:
+    assert NumberGiver(0, num_ranks=2).give(ask("a"), 1) == (None, [])
+
+
+def test_a_rank_forgets_what_is_withdrawn() -> None:
+    numbers = RequestNumbers()
+    numbers.learn(4, ask("a"))
+    assert numbers.request_of(4) == ask("a")
+    numbers.forget(4)
+    assert numbers.number_of(ask("a")) is None
+    numbers.forget(4)

@@ -1,0 +1,78 @@
+"""Another library's names, in this process only, and never over a package that is in use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate import install
+
+SCRIPT = """
+import importlib, sys
+import torsh_distributed as td
+td.migrate.install("horovod")
+td.migrate.install("horovod")
+import horovod, horovod.torch as hvd
+from horovod.torch.mpi_ops import Sum, _basics
+from horovod.torch.elastic.state import TorchState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.util import extension_available
+from horovod.common.process_sets import ProcessSet
+from horovod.common.elastic import run_fn, ObjectState
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+from horovod.runner import run
+assert horovod.run is run and horovod.__version__ and extension_available("torch")
+assert hvd.mpi_ops.Sum is hvd.Sum and hvd.elastic.TorchState is TorchState
+assert not hasattr(hvd, "callbacks")
+for missing in ("horovod.run.runner", "horovod.tensorflow", "horovod.torch.callbacks"):
+    try:
+        importlib.import_module(missing)
+    except ImportError as error:
+        print(error)
+    else:
+        raise SystemExit(missing)
+td.migrate.uninstall("horovod")
+try:
+    import horovod.torch
+except ImportError:
+    sys.exit(0)
+sys.exit("still there" if "real" not in sys.argv else 0)
+"""
+
+
+def test_modules_that_programs_import_are_there_and_others_say_so() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "horovod.tensorflow is not part of torsh_distributed's horovod" in done.stdout
+
+
+def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import horovod\nimport os; print('version', horovod.__version__, os.environ.get('HOROVOD_SIZE'))\n"
+    )
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert plain.stdout == "version real None\n"
+    line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert "version 0.28.1 1" in done.stdout, done.stderr
+    assert done.stderr.count("is hidden by torsh_distributed's") == 1
+
+
+def test_an_unknown_library_and_a_late_install_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="no stand-in") as caught:
+        install("horovd")
+    assert caught.value.hint == "did you mean 'horovod'?"
+    monkeypatch.setitem(sys.modules, "horovod", sys)
+    with pytest.raises(InvalidArgument, match="imported already"):
+        install("horovod")

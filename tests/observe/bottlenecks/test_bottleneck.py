@@ -1,0 +1,70 @@
+"""Why a run is slow: known runs, and what is found in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.observe.trace.recorded import write_run
+from torsh_distributed.errors import IoError
+from torsh_distributed.observe.bottlenecks.bottleneck import BottleneckType, analyse
+from torsh_distributed.observe.bottlenecks.recommendation import recommend
+
+
+def kinds(folder: Path) -> dict[BottleneckType, float]:
+    return {one.kind: one.share for one in analyse(folder).bottlenecks}
+
+
+def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
+    write_run(tmp_path, data_s=0.02, compute_s={1: 0.07})
+    found = analyse(tmp_path)
+    assert found.step_s == pytest.approx(0.1)
+    assert sum(found.parts.values()) == pytest.approx(0.1, rel=1e-3)
+    assert found.parts["data"] == pytest.approx(0.02)
+    assert found.parts["compute"] == pytest.approx(0.06), "the mean of 50 and 70 ms"
+    assert found.parts["sync"] == pytest.approx(0.01, rel=0.1), "rank 0 waits 20 ms, rank 1 not at all"
+    assert found.parts["transfer"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path) -> None:
+    write_run(tmp_path, num_ranks=4, compute_s={2: 0.09})
+    found = analyse(tmp_path)
+    (late,) = [one for one in found.bottlenecks if one.kind is BottleneckType.LOAD_IMBALANCE]
+    assert late.ranks == (2,)
+    assert "its compute takes 40.0 ms longer" in late.evidence
+    assert late.confidence > 0.9
+    best = recommend(found)[0]
+    assert "rank 2" in best.title
+    assert best.gain_s == pytest.approx(0.04, rel=0.01), "the others need 50 ms, it needs 90"
+
+
+def test_nobody_is_named_when_ranks_are_equal(tmp_path: Path) -> None:
+    write_run(tmp_path, num_ranks=4)
+    found = analyse(tmp_path)
+    assert found.arrivals.straggler is None
+    assert BottleneckType.LOAD_IMBALANCE not in kinds(tmp_path)
+    assert found.bottlenecks[0].kind is BottleneckType.COMPUTE
+
+
+def test_loading_and_transfer_are_found_and_their_gains_follow_from_the_numbers(tmp_path: Path) -> None:
+    write_run(tmp_path / "loading", data_s=0.06)
+    assert kinds(tmp_path / "loading")[BottleneckType.IO] == pytest.approx(0.5, rel=0.01)
+    advice = recommend(analyse(tmp_path / "loading"))
+    assert advice[0].gain_s == pytest.approx(0.05), "60 ms of loading fit beside 50 ms of computing, not more"
+    write_run(tmp_path / "sending", transfer_s=0.05)
+    assert kinds(tmp_path / "sending")[BottleneckType.COMMUNICATION] == pytest.approx(0.5, rel=0.01)
+    int8 = next(one for one in recommend(analyse(tmp_path / "sending")) if "int8" in one.title)
+    assert int8.gain_s == pytest.approx(0.05 * (1 - (1 + 4 / 256) / 4), rel=0.01)
+    assert int8.plan_change == '[compress]\nmethod = "int8"'
+
+
+def test_few_steps_give_little_confidence(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=3, data_s=0.06)
+    assert all(one.confidence <= 0.2 for one in analyse(tmp_path).bottlenecks)
+
+
+def test_a_run_without_steps_is_an_error(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=1)
+    with pytest.raises(IoError, match="no steps"):
+        analyse(tmp_path)
