@@ -7,13 +7,24 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
 from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.cli.observe.options import (
+    DEFAULT_PAGE_PORT,
+    Alerts,
+    Dashboard,
+    DashboardHost,
+    DashboardPort,
+    Export,
+    HtmlReport,
+    PrometheusPort,
+    observe_settings,
+)
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch.spec import (
     LOOPBACK,
@@ -26,6 +37,9 @@ from torsh_distributed.launch.spec import (
     parse_nnodes,
     parse_nproc,
 )
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan import Plan
 
 CONTEXT_SETTINGS = {
     # Options after the script belong to the script.
@@ -282,6 +296,13 @@ def run(
     min_workers: MinWorkers = None,
     max_workers: MaxWorkers = None,
     on_loss: LossPolicy = None,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
+    dashboard_host: DashboardHost = LOOPBACK,
+    prometheus_port: PrometheusPort = None,
+    html_report: HtmlReport = None,
+    export: Export = None,
+    alerts: Alerts = None,
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
@@ -301,6 +322,7 @@ def run(
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
         )
+    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -320,9 +342,19 @@ def run(
         serves_torch_store=torch_store,
         env={
             **context.meta.get(_WORKER_VARIABLES, {}),
-            **_plan_variables(plan, num_ranks=num_nodes * num_workers),
+            **({} if plan is None else {"TORSH_PLAN": str(plan.resolve())}),
             **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
         },
+        observe=observe_settings(
+            chosen,
+            dashboard=dashboard,
+            dashboard_port=dashboard_port,
+            dashboard_host=dashboard_host,
+            prometheus_port=prometheus_port,
+            html_report=html_report,
+            export=export,
+            alerts=alerts,
+        ),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -489,19 +521,20 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:
-    """TORSH_PLAN for the workers, after the check of `torsh plan validate` for their number.
+def _read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
+    """The plan of the workers, after the check of `torsh plan validate` for their number.
 
     Exits with status 2, as for any other wrong option, if the plan cannot run.
     """
     if path is None:
-        return {}
+        return None
     from torsh_distributed.plan import Plan
 
     try:
         # As the workers read it: variables TORSH_PLAN__SECTION__KEY win over the file.
-        Plan.compose(path, environ=os.environ).validate(num_ranks)
+        plan = Plan.compose(path, environ=os.environ)
+        plan.validate(num_ranks)
     except ConfigurationError as error:
         print_error(error)
         raise typer.Exit(2) from error
-    return {"TORSH_PLAN": str(path.resolve())}
+    return plan

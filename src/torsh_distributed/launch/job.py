@@ -56,6 +56,7 @@ def launch_job(spec: JobSpec) -> int:
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
+            leader.on_measured = node.take_measured
             if spec.nnodes > 1:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -38,16 +39,19 @@ from torsh_distributed.launch.nodes.records import (
     FromNode,
     Interrupted,
     JoinAccepted,
+    Measured,
     MemberSaid,
     Said,
     Start,
     Stop,
     Stopped,
 )
+from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 
 _MAX_REVIVALS = 3
 _MAX_DETAIL_CHARS = 500
+_REPORT_TIMEOUT_S = 20.0
 
 
 class Node:
@@ -78,6 +82,7 @@ class Node:
         self._spec = spec
         self._loop = loop
         self._output = output
+        self._observer = JobObserver(spec, loop, output)
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
         self._attempt_number = 0
@@ -123,11 +128,13 @@ class Node:
                 master_port=message.master_port,
                 interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
                 local_store=message.local_store if self._spec.is_leader else "",
+                machine_interval_s=message.machine_interval_s,
             ),
             log_dir=self._log_dir(message.attempt),
             reports=AttemptReports(
                 failed=lambda failure: self.report(Failed(attempt=number, failure=failure)),
                 ended=lambda worker: self.report(Ended(attempt=number, worker=worker)),
+                measured=self._take_own,
                 said=lambda status, is_asked: self.report(Said(attempt=number, status=status, is_asked=is_asked)),
                 finished=lambda: self.report(Finished(attempt=number)),
                 heard=partial(self._hear, number),
@@ -142,6 +149,18 @@ class Node:
         if self._spare is not None:
             self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
+
+    def _take_own(self, rank: int, message: dict[str, Any]) -> None:
+        """A worker of this node measured something: for the observer here, and for node 0's."""
+        self._observer.take(rank, message)
+        if not self._spec.is_leader:
+            self.report(Measured(rank=rank, message=json.dumps(message)))
+
+    def take_measured(self, measured: Measured) -> None:
+        """On node 0: a worker of another node measured something."""
+        message = json.loads(measured.message)
+        if isinstance(message, dict):
+            self._observer.take(measured.rank, message)
 
     # The control plane of an elastic job
 
@@ -244,6 +263,10 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
+        self._observer.tell_membership(
+            "ended", attempt=self._attempt_number, detail=f"exit code {exit_code}", exit_code=exit_code
+        )
+        self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
             self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
         elif exit_code and not self._is_interrupted:  # else the line about the signal said so
@@ -293,6 +316,8 @@ class Node:
         # Imported here: it takes a while, and the first worker does not wait for it.
         from torsh_distributed.events import MembershipEvent, emit
 
+        if action != "ended":  # told before its report
+            self._observer.tell_membership(action, attempt=self._attempt_number, detail=detail)
         emit(
             MembershipEvent(
                 action=action, world_size=self._spec.world_size, attempt=self._attempt_number, detail=detail
@@ -320,6 +345,7 @@ class Node:
     def close(self) -> None:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
+        self._observer.close()
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)

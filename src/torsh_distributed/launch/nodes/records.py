@@ -83,6 +83,15 @@ class Stopped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a worker of the node measured: its message, as JSON. It decides nothing."""
+
+    kind: Literal["measured"] = "measured"
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interrupted:
     """The user ended the job with a signal to the launcher of the node."""
 
@@ -143,6 +152,8 @@ class Start:
     master_port: int
     local_store: Text = ""
     """Where workers on the leader's node reach the store without the network; empty if they cannot."""
+    machine_interval_s: float | None = None
+    """Seconds between readings of a node's sensors, if the workers are to measure; None if nobody looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +216,17 @@ class End:
 
 
 FromNode = (
-    JoinRequest | Failed | Ended | Said | Finished | Stopped | DiagnosisWanted | Interrupted | MemberSaid | Heartbeat
+    JoinRequest
+    | Failed
+    | Ended
+    | Said
+    | Finished
+    | Stopped
+    | Measured
+    | DiagnosisWanted
+    | Interrupted
+    | MemberSaid
+    | Heartbeat
 )
 FromLeader = (
     JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | ForgetWorkers | AddWorker | Stop | End | Heartbeat
