@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import TorshError
-from torsh_distributed.launch.nodes.diagnosis_listener import ask_launcher
+from torsh_distributed.launch.control.job_commands import ask_launcher
 
 VICTIM = 1
 BACKENDS = ("gloo", "shm", "torsh")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,17 +64,6 @@ def test_no_wait_goes_beyond_the_total_deadline() -> None:
             flaky.__call__
         )()
     assert flaky.calls == 1, "the first wait would already pass the deadline"
-
-
-def test_coroutines_are_retried_too() -> None:
-    flaky = Flaky(1, IoError("busy"))
-
-    @retry(QUICK)
-    async def call() -> str:
-        return flaky()
-
-    assert asyncio.run(call()) == "done"
-    assert flaky.calls == 2
 
 
 @given(

@@ -1,6 +1,6 @@
 """A Horovod script as Horovod's own examples are written: nothing in it knows of torsh_distributed.
 
-torsh run --as horovod -np 2 python examples/migrate/horovod_digits.py --epochs 2
+torsh run --as horovod -np 2 python examples/migrate/horovod_digits.py
 """
 
 import argparse
@@ -17,10 +17,10 @@ from torch.utils.data.distributed import DistributedSampler
 def parse_args() -> argparse.Namespace:
     """The arguments of Horovod's MNIST example."""
     parser = argparse.ArgumentParser(description="Drawn digits with Horovod")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--test-batch-size", type=int, default=500)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--log-interval", type=int, default=10)
@@ -35,7 +35,7 @@ def digits(num_samples: int, seed: int) -> TensorDataset:
     shapes = torch.randn(10, 1, 14, 14, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (num_samples,), generator=generator)
-    images = shapes[labels] + 0.9 * torch.randn(num_samples, 1, 14, 14, generator=generator)
+    images = shapes[labels] + 0.5 * torch.randn(num_samples, 1, 14, 14, generator=generator)
     return TensorDataset(images, labels)
 
 
@@ -46,12 +46,12 @@ class Net(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 8, kernel_size=3)
         self.conv2 = nn.Conv2d(8, 16, kernel_size=3)
-        self.fc1 = nn.Linear(16 * 4, 32)
+        self.fc1 = nn.Linear(16 * 5 * 5, 32)
         self.fc2 = nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logarithms of probabilities."""
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(self.conv1(x))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = x.flatten(1)
         x = F.relu(self.fc1(x))

@@ -1,6 +1,7 @@
 from torsh_distributed import checkpoint as checkpoint
 from torsh_distributed import comm as comm
 from torsh_distributed import compress as compress
+from torsh_distributed import elastic as elastic
 from torsh_distributed import errors as errors
 from torsh_distributed import events as events
 from torsh_distributed import launch as launch
@@ -72,6 +73,7 @@ from torsh_distributed.plan.sections.elastic import ElasticConfig as ElasticConf
 from torsh_distributed.plan.sections.observe import ObserveConfig as ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig as OffloadConfig
 from torsh_distributed.plan.sections.precision import PrecisionConfig as PrecisionConfig
+from torsh_distributed.plan.sections.recovery import RecoveryConfig as RecoveryConfig
 from torsh_distributed.plan.sections.retry import RetryConfig as RetryConfig
 from torsh_distributed.plan.sections.training import TrainingConfig as TrainingConfig
 from torsh_distributed.train.assemble import parallelize as parallelize

@@ -7,7 +7,6 @@ moved on.
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -44,7 +43,7 @@ def _note_attempts(state: tenacity.RetryCallState) -> Any:
 
 
 def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function, sync or async, to retry under `policy`.
+    """Decorate a function to retry under `policy`.
 
     The last error is raised unchanged, with a note of how many attempts were made.
     """
@@ -59,17 +58,9 @@ def retry(policy: RetryConfig | None = None) -> Callable[[Callable[P, R]], Calla
     }
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        # A tenacity controller keeps per-call state, so each call gets its own.
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-                return await tenacity.AsyncRetrying(**options)(function, *args, **kwargs)
-
-            return cast(Callable[P, R], call_async)
-
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # A tenacity controller keeps per-call state, so each call gets its own.
             return tenacity.Retrying(**options)(function, *args, **kwargs)
 
         return call

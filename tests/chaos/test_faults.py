@@ -1,4 +1,4 @@
-"""The chaos tools, on real ranks: each fault hits the rank, step and point it names, and no other."""
+"""Faults on real ranks: each hits the rank, step and point it names, and no other."""
 
 from __future__ import annotations
 
@@ -11,96 +11,43 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from typing_extensions import override
 
 from tests.bed.world import World
-from tests.chaos.faults import (
-    EXIT_CODE,
-    Fault,
-    InjectedFault,
-    Kind,
-    faults_environment,
-    faults_from_environment,
-    kill,
-    mark,
-    parse_faults,
-    process_state,
-    random_faults,
-    resume,
-    stop,
-    strike,
-    wait_for_mark,
-)
+from tests.chaos.faults import kill, mark, process_state, resume, stop, wait_for_mark
+from torsh_distributed import events
+from torsh_distributed.elastic import Fault, FaultKind, InjectedFault, inject
+from torsh_distributed.elastic.faults.fault import faults_environment
+from torsh_distributed.elastic.faults.inflicting import EXIT_CODE
 
 pytestmark = pytest.mark.ranks
-
-DURATIONS = st.integers(0, 10**6).map(lambda thousandths: thousandths / 1000)
-
-
-@st.composite
-def any_fault(draw: st.DrawFn) -> Fault:
-    kind = draw(st.sampled_from(Kind))
-    seconds = {Kind.DELAY: DURATIONS, Kind.STOP: st.none() | DURATIONS}.get(kind, st.none())
-    return Fault(
-        kind=kind,
-        rank=draw(st.integers(0, 99)),
-        step=draw(st.integers(0, 9999)),
-        point=draw(st.sampled_from(["", "all_reduce", "save"])),
-        attempt=draw(st.integers(0, 3)),
-        seconds=draw(seconds),
-    )
-
-
-@given(st.lists(any_fault(), max_size=4))
-def test_the_text_of_faults_parses_back(faults: list[Fault]) -> None:
-    assert parse_faults("; ".join(map(str, faults))) == tuple(faults)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("kill rank two at step 5", "not a fault: 'kill rank two at step 5'"),
-        ("burn rank 2 at step 5", "not a fault"),
-        ("delay rank 2 at step 5", "say for how long"),
-        ("kill rank 2 at step 5 for 1 s", "a kill has no duration"),
-    ],
-)
-def test_what_is_no_fault_is_refused(text: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        faults_environment(text)
-
-
-@given(st.integers(), st.integers(0, 12))
-def test_random_faults_are_repeatable_and_in_bounds(seed: int, num_faults: int) -> None:
-    faults = random_faults(seed, num_faults=num_faults, num_ranks=3, num_steps=4)
-    assert faults == random_faults(seed, num_faults=num_faults, num_ranks=3, num_steps=4)
-    assert len({(fault.rank, fault.step) for fault in faults}) == num_faults
-    assert all(fault.rank < 3 and fault.step < 4 for fault in faults)
 
 
 def train(num_steps: int, *faults: Fault) -> list[float]:
     """Runs on every rank: one small reduction a step, with a point before it and one inside."""
     sums = []
-    for step in range(num_steps):
-        strike(faults or faults_from_environment(), step=step)
-        value = torch.tensor(float(dist.get_rank() + step))
-        dist.all_reduce(value)
-        sums.append(value.item())
+    with inject(*faults):
+        for step in range(num_steps):
+            events.reached("step", step)
+            value = torch.tensor(float(dist.get_rank() + step))
+            dist.all_reduce(value)
+            sums.append(value.item())
     return sums
 
 
 def reduce_large(*faults: Fault) -> None:
     bucket = torch.ones(16 * 2**20)
-    work = dist.all_reduce(bucket, async_op=True)
-    strike(faults, step=0, point="all_reduce")
-    work.wait()
+    with inject(*faults):
+        events.reached("step", 0)
+        work = dist.all_reduce(bucket, async_op=True)
+        events.reached("all_reduce")
+        work.wait()
 
 
-def seconds_in_strike(*faults: Fault) -> float:
+def seconds_in_step(*faults: Fault) -> float:
     start = time.monotonic()
-    strike(faults, step=0)
+    with inject(*faults):
+        events.reached("step", 0)
     took_s = time.monotonic() - start
     dist.barrier()
     return took_s
@@ -129,15 +76,20 @@ def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "exit_code"),
-    [(Kind.KILL, -signal.SIGKILL), (Kind.SEGFAULT, -signal.SIGSEGV), (Kind.EXIT, 1), (Kind.RAISE, 1)],
+    [
+        (FaultKind.KILL, -signal.SIGKILL),
+        (FaultKind.SEGFAULT, -signal.SIGSEGV),
+        (FaultKind.EXIT, 1),
+        (FaultKind.RAISE, 1),
+    ],
 )
-def test_a_fault_hits_its_rank_and_step(world: World, kind: Kind, exit_code: int) -> None:
+def test_a_fault_hits_its_rank_and_step(world: World, kind: FaultKind, exit_code: int) -> None:
     outcomes = world.outcomes(train, 4, Fault(kind=kind, rank=0, step=2))
     assert outcomes[0].exit_code == exit_code
-    if kind is Kind.EXIT:
+    if kind is FaultKind.EXIT:
         assert isinstance(outcomes[0].error, SystemExit)
         assert outcomes[0].error.code == EXIT_CODE
-    if kind is Kind.RAISE:
+    if kind is FaultKind.RAISE:
         assert isinstance(outcomes[0].error, InjectedFault)
     assert f"fault: {kind} rank 0 at step 2" in outcomes[0].output
     assert "fault:" not in outcomes[1].output
@@ -160,13 +112,13 @@ def test_a_fault_hits_the_attempt_it_names(world: World) -> None:
 
 
 def test_a_stopped_rank_goes_on_where_it_was(world: World) -> None:
-    stopped, other = world.run(seconds_in_strike, Fault.parse("stop rank 0 at step 0 for 0.3 s"))
+    stopped, other = world.run(seconds_in_step, Fault.parse("stop rank 0 at step 0 for 0.3 s"))
     assert stopped >= 0.3
     assert other < stopped
 
 
 def test_a_delayed_rank_is_late(world: World) -> None:
-    assert world.run(seconds_in_strike, Fault.parse("delay rank 1 at step 0 for 0.2 s"))[1] >= 0.2
+    assert world.run(seconds_in_step, Fault.parse("delay rank 1 at step 0 for 0.2 s"))[1] >= 0.2
 
 
 class Striker(threading.Thread):

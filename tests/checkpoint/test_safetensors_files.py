@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.bed.heavy_imports import GENERATION
 from tests.bed.world import World
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.restoring import open_newest
@@ -79,4 +80,4 @@ def out_and_in(tmp_path: Path) -> None:
 @pytest.mark.needs_library("transformers")
 def test_from_pretrained_reads_the_export_and_its_files_come_in_again(world: World, tmp_path: Path) -> None:
     """A tied Llama: the second name of a tensor is left out of the files, and found again under the first."""
-    world.run(out_and_in, tmp_path, num_ranks=1, timeout_s=60)
+    world.run(out_and_in, tmp_path, num_ranks=1, timeout_s=60, imports=GENERATION)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.faults import faults_environment
 from tests.elastic.training_script import NUM_STEPS, build
+from torsh_distributed.elastic.faults.fault import faults_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("training_script.py")
@@ -113,13 +113,13 @@ def wait_for_joined(folder: Path, *, member: int, within_s: float = 60.0) -> Non
 
 def undisturbed(num_steps: int = NUM_STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and final weights of one process that trains on the same batches alone."""
-    from torsh_distributed.train.batches import sharded
+    from torsh_distributed.train.batches import DataOrder, sharded
 
     model, optimizer, loader = build()
     losses: list[float] = []
     epoch = 0
     while len(losses) < num_steps:
-        for piece in sharded(loader, part=0, num_parts=1, seed=0, epoch=epoch):
+        for piece in sharded(loader, DataOrder(seed=0, epoch=epoch), part=0, num_parts=1):
             if len(losses) == num_steps:
                 break
             inputs, targets = piece.batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from tests.chaos.faults import process_state, stop, wait_for_mark
 from tests.elastic.jobs import ElasticOutcome, run_job, undisturbed, wait_for_joined
 from tests.elastic.training_script import NUM_STEPS
-from torsh_distributed.launch.control.job_commands import ask_job
+from torsh_distributed.launch.control.job_commands import ask_launcher, find_job
 
 pytestmark = pytest.mark.ranks
 
@@ -37,8 +39,8 @@ def check_as_undisturbed(outcome: ElasticOutcome, *, num_steps: int = NUM_STEPS)
 
 def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Path) -> None:
     faults = (
-        "kill rank 1 at step 6 in backward",
-        "kill rank 0 at step 11 in forward",
+        "kill rank 1 at step 6 in gradient",
+        "kill rank 0 at step 11 in layer",
         "kill rank 3 at step 16 in updated",
     )
     outcome = run_job(tmp_path, "--on-loss", "shrink", num_workers=5, faults=faults)
@@ -68,7 +70,7 @@ def test_a_stopped_worker_is_replaced_and_cannot_come_back(tmp_path: Path) -> No
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("backend", ["gloo", "shm", "torsh"])
-@pytest.mark.parametrize("point", ["", "forward", "backward", "update", "updated"])
+@pytest.mark.parametrize("point", ["", "forward", "layer", "gradient", "update", "updated"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_every_backend_every_phase(tmp_path: Path, backend: str, point: str, victim: int) -> None:
     fault = f"kill rank {victim} at step 7" + (f" in {point}" if point else "")
@@ -80,9 +82,9 @@ def test_every_backend_every_phase(tmp_path: Path, backend: str, point: str, vic
 @pytest.mark.parametrize(
     "faults",
     [
-        ("kill rank 1 at step 6 in backward", "kill rank 3 at step 6 in backward"),
-        ("kill rank 0 at step 6 in updated", "kill rank 2 at step 7 in forward"),
-        ("kill rank 0 at step 6", "kill rank 1 at step 6", "kill rank 2 at step 6 in backward"),
+        ("kill rank 1 at step 6 in gradient", "kill rank 3 at step 6 in gradient"),
+        ("kill rank 0 at step 6 in updated", "kill rank 2 at step 7 in layer"),
+        ("kill rank 0 at step 6", "kill rank 1 at step 6", "kill rank 2 at step 6 in gradient"),
     ],
 )
 def test_several_failures_within_one_recovery(tmp_path: Path, faults: tuple[str, ...]) -> None:
@@ -104,7 +106,7 @@ def test_everyone_dead_restarts_from_the_checkpoint_or_ends_with_the_cause(tmp_p
 
 @pytest.mark.matrix
 def test_fewer_than_the_least_number_waits_for_a_replacement(tmp_path: Path) -> None:
-    faults = ("kill rank 1 at step 8 in forward",)
+    faults = ("kill rank 1 at step 8 in layer",)
     outcome = run_job(tmp_path, "--min-workers", "3", faults=faults, num_steps=NUM_LONG_STEPS)
     check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
     assert "2 wait for a replacement" in outcome.output
@@ -129,7 +131,7 @@ def test_a_joiner_that_dies_while_it_starts_is_replaced_in_turn(tmp_path: Path) 
 
 @pytest.mark.matrix
 def test_a_raised_exception_is_a_loss_too_and_says_so(tmp_path: Path) -> None:
-    outcome = run_job(tmp_path, "--on-loss", "shrink", faults=("raise rank 1 at step 8 in forward",))
+    outcome = run_job(tmp_path, "--on-loss", "shrink", faults=("raise rank 1 at step 8 in layer",))
     check_as_undisturbed(outcome)
     assert "InjectedFault" in outcome.output
 
@@ -138,10 +140,10 @@ def test_a_raised_exception_is_a_loss_too_and_says_so(tmp_path: Path) -> None:
 def test_scaling_up_and_down_lets_workers_in_and_out_between_two_steps(tmp_path: Path) -> None:
     def meanwhile(folder: Path) -> None:
         wait_for_mark(folder, rank=0, step=5, within_s=60)
-        assert ask_job("scaled", {"command": "scale", "workers": 3})["is_done"]
+        os.kill(find_job("scaled").pid, signal.SIGTTIN)
         wait_for_joined(folder, member=2)
-        assert ask_job("scaled", {"command": "scale", "workers": 1})["is_done"]
-        assert not ask_job("scaled", {"command": "scale", "workers": 99})["is_done"]
+        assert ask_launcher(find_job("scaled").pid, "scale", workers=1)["is_done"]
+        assert not ask_launcher(find_job("scaled").pid, "scale", workers=99)["is_done"]
         wait_for_mark(folder, rank=0, step=NUM_LONG_STEPS, within_s=60)
 
     outcome = run_job(

@@ -1,4 +1,4 @@
-"""What the workers of an elastic test job run: a small model, faults at chosen points, a record of every step."""
+"""What the workers of an elastic test job run: a small model, points for faults, a record of every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torsh_distributed as td
-from tests.chaos.faults import faults_from_environment, mark, strike
+from tests.chaos.faults import mark
+from torsh_distributed.events import reached
 
 NUM_STEPS = 30
 BATCH = 24
@@ -43,36 +44,22 @@ def main() -> None:
     num_steps = int(sys.argv[2])
     backend = sys.argv[3]
     checkpoints = sys.argv[4] if len(sys.argv) > 4 else None
-    faults = faults_from_environment()
     plan = plan_of(num_steps, checkpoints)
     with td.distributed(plan, backend=backend):
         model, optimizer, loader = build()
-        strike(faults, step=0, point="start")
+        reached("step", 0)
+        reached("start")
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
         if checkpoints:
             engine.resume()
         member = os.environ["RANK"]
-        at = engine
-
-        def in_forward(*_: object) -> None:
-            strike(faults, step=at.num_steps, point="forward")
-
-        def in_backward(gradient: torch.Tensor) -> None:
-            strike(faults, step=at.num_steps, point="backward")
-
-        def before_update(*_: object) -> None:
-            strike(faults, step=at.num_steps, point="update")
-
-        def after_update(*_: object) -> None:
-            strike(faults, step=at.num_steps, point="updated")
-
-        engine.unwrapped[2].register_forward_pre_hook(in_forward)
-        engine.unwrapped[2].weight.register_hook(in_backward)
-        optimizer.register_step_pre_hook(before_update)
-        optimizer.register_step_post_hook(after_update)
+        # In the middle of forward, backward and update, beside the points that the Engine passes itself.
+        engine.unwrapped[2].register_forward_pre_hook(lambda *_: reached("layer"))
+        engine.unwrapped[2].weight.register_hook(lambda _: reached("gradient"))
+        optimizer.register_step_pre_hook(lambda *_: reached("update"))
+        optimizer.register_step_post_hook(lambda *_: reached("updated"))
         with (folder / f"steps-{member}.jsonl").open("a", buffering=1) as log:
             for batch in engine.batches(loader):
-                strike(faults, step=engine.num_steps)
                 if (folder / "slow").exists():
                     time.sleep(0.02)  # a longer step, while a worker is being started
                 loss = engine.step(batch)

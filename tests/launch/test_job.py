@@ -41,7 +41,7 @@ def test_the_first_failure_is_named_with_what_is_known_about_it(world: World, tm
     script = write_script(
         tmp_path,
         """
-        from torsh_distributed.launch.worker.progress import ProgressWriter
+        from torsh_distributed.launch.worker.recording.progress import ProgressWriter
         if rank == 1:
             ProgressWriter(os.environ["TORSH_PROGRESS_FILE"]).record(step=120, checkpoint_step=100)
             wait_for("ready")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.train.batches import count_samples, rows_of, sharded, take_rows
+from torsh_distributed.train.batches import DataOrder, count_samples, rows_of, sharded, split_rows, take_rows
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -47,7 +47,7 @@ class Stream(IterableDataset[torch.Tensor]):
 def epoch_of(loader: object, num_parts: int, epoch: int = 0, skip: int = 0) -> list[list[int]]:
     """The global batches, put together again from all parts."""
     parts = [
-        list(sharded(loader, part=part, num_parts=num_parts, seed=5, epoch=epoch, skip=skip))  # type: ignore[arg-type]
+        list(sharded(loader, DataOrder(seed=5, epoch=epoch, skip=skip), part=part, num_parts=num_parts))  # type: ignore[arg-type]
         for part in range(num_parts)
     ]
     whole = []
@@ -79,7 +79,7 @@ def test_batches_are_the_same_at_every_world_size(
 def test_a_rank_fetches_its_own_samples_alone() -> None:
     data = Numbers(12)
     loader = DataLoader(data, batch_size=6)
-    list(sharded(loader, part=1, num_parts=3, seed=0))
+    list(sharded(loader, DataOrder(seed=0), part=1, num_parts=3))
     assert data.fetched == [2, 3, 8, 9]
 
 
@@ -109,6 +109,14 @@ def test_rows_are_taken_from_every_tensor_of_a_nested_batch() -> None:
     assert part["pair"].targets.tolist() == [2, 3]
     assert part["name"] == "kept"
     assert count_samples(batch) == 6
+
+
+@given(num_samples=st.integers(1, 50), num_pieces=st.integers(1, 9))
+def test_the_first_piece_can_be_the_largest(num_samples: int, num_pieces: int) -> None:
+    pieces = split_rows(torch.arange(num_samples), num_samples, num_pieces, is_largest_first=True)
+    assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(num_samples))
+    assert len(pieces[0][0]) == max(len(piece) for piece, _ in pieces)
+    assert sum(share for _, share in pieces) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("batch", [3, "text", torch.tensor(1.0), [], {}])

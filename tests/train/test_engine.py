@@ -352,6 +352,42 @@ def test_a_batch_too_small_for_all_ranks_is_reported_as_an_event(world: World) -
         assert seen[0].message.startswith("skipped a batch of 1 samples")
 
 
+def every_sample_of_short_batches() -> list[tuple[int, ...]]:
+    """13 samples in batches of 12: the second has fewer samples than there are ranks."""
+    seen: list[events.SamplesEvent] = []
+    events.subscribe(seen.append, events.SamplesEvent)  # type: ignore[arg-type]
+    engine, loader = make_engine(num_samples=13, exactly_once=True)
+    losses = [engine.step(batch) for batch in engine.batches(loader, epochs=2)]
+    assert losses == pytest.approx(reference(num_samples=13)[:4], rel=1e-5)
+    return [event.ids for event in seen]
+
+
+def test_exactly_once_trains_on_batches_with_fewer_samples_than_ranks(world: World) -> None:
+    found = world.run(every_sample_of_short_batches, num_ranks=3)
+    for number in (0, 2):
+        assert sorted(sample for ids in found for sample in ids[number]) == list(range(12))
+    for number in (1, 3):
+        assert sorted(sample for ids in found for sample in ids[number]) == [12]
+
+
+def state_between_batch_and_update() -> tuple[int, int, list[float]]:
+    """A state that is taken while a batch is out: it is handed out again, and nothing is lost."""
+    engine, loader = make_engine()
+    batches = engine.batches(loader)
+    losses = [engine.step(next(batches))]
+    taken = next(batches)
+    other, loader = make_engine()
+    other.load_state_dict(engine.state_dict())
+    num_batches = engine.num_batches
+    losses.append(engine.step(taken))
+    assert other.step(next(other.batches(loader))) == losses[1]
+    return num_batches, engine.num_batches, losses
+
+
+def test_a_batch_counts_with_its_update(world: World) -> None:
+    assert [found[:2] for found in world.run(state_between_batch_and_update)] == [(1, 2), (1, 2)]
+
+
 def refused(case: str) -> str:
     model, optimizer, loader = build()
     try:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tests.bed.world import ROOT, World
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import parallelize
-from torsh_distributed.train.batches import sharded
+from torsh_distributed.train.batches import DataOrder, sharded
 from torsh_distributed.train.demos import DEMOS
 
 STEPS, BATCH = 2, 4
@@ -82,7 +82,7 @@ def pieces_of(rows: Tensor, plan: Plan) -> list[Tensor]:
 
 
 def global_batches(loader: DataLoader[Any], seed: int) -> Iterator[Any]:
-    return (piece.batch for piece in sharded(loader, part=0, num_parts=1, seed=seed))
+    return (piece.batch for piece in sharded(loader, DataOrder(seed=seed), part=0, num_parts=1))
 
 
 def train_as_planned(path: Path) -> list[float]:

@@ -35,7 +35,7 @@ from torsh_distributed.checkpoint.restoring import (
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks
-from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
+from torsh_distributed.checkpoint.saving.remote_mirror import PATIENT, RemoteMirror
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.stateful_objects import describe, further_names, restore
@@ -43,7 +43,7 @@ from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups.process_group import before_destroy
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_state import HeldState
-from torsh_distributed.plan import CheckpointConfig
+from torsh_distributed.plan import CheckpointConfig, RetryConfig
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class CheckpointManager:
         *,
         facts: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
+        retry: RetryConfig | None = None,
     ) -> None:
         self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig(dir=os.fspath(config))
         self.directory = CheckpointDirectory(self.config.dir)
@@ -88,7 +89,9 @@ class CheckpointManager:
             signals=self._signals,
             device=device,
         )
-        mirror = None if self.config.remote is None else RemoteMirror(self.config.remote)
+        # A section that says nothing leaves uploads the patience that they need.
+        policy = PATIENT if retry is None or retry == RetryConfig() else retry
+        mirror = None if self.config.remote is None else RemoteMirror(self.config.remote, policy)
         nodes = NodeRanks.meet(world_group(), per_node=self.config.per_node)
         self._uploads = (
             None if mirror is None else CheckpointUploads(mirror, rank=nodes.rank, to_remove=self._steps_to_remove)
@@ -192,6 +195,14 @@ class CheckpointManager:
         self._writer.wait()
         if self._uploads is not None:
             self._uploads.wait()
+
+    def ask(self) -> None:
+        """Save at the next exchange of the ranks; any rank may call this, from any thread."""
+        self._triggers.ask()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Wait until nothing is being written; what failed after the last commit, which is then not raised."""
+        return self._writer.take_failure()
 
     def wait_for_commit(self) -> Path | None:
         """Wait until the last checkpoint is published, though older ones may still have to go."""

@@ -42,6 +42,18 @@ COMMANDS = {
         "torsh_distributed.cli.checkpoint.commands",
         "Look at checkpoints, verify, compare, remove and exchange them.",
     ),
+    "chaos": (
+        "torsh_distributed.cli.chaos",
+        "Run a script while faults happen to its ranks, and say how soon it went on after each.",
+    ),
+    "incidents": (
+        "torsh_distributed.cli.incidents",
+        "Show the incidents of a run: failures, actions, times to failure and to recovery.",
+    ),
+    "migrate": (
+        "torsh_distributed.cli.migrate",
+        "Look at scripts of other libraries: what runs as it is, and what to write instead.",
+    ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }
 

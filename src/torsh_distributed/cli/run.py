@@ -191,7 +191,10 @@ JoinTimeout = Annotated[
     ),
 ]
 HeartbeatTimeout = Annotated[
-    float, typer.Option(help="Seconds of silence after which a node counts as lost.", rich_help_panel=_LIMITS)
+    float | None,
+    typer.Option(
+        help="Seconds of silence after which a node counts as lost: 10, with --elastic 1.", rich_help_panel=_LIMITS
+    ),
 ]
 
 Elastic = Annotated[
@@ -274,7 +277,7 @@ def run(
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
-    heartbeat_timeout: HeartbeatTimeout = 10.0,
+    heartbeat_timeout: HeartbeatTimeout = None,
     elastic: Elastic = False,
     min_workers: MinWorkers = None,
     max_workers: MaxWorkers = None,
@@ -291,6 +294,13 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    changes = elastic_spec(
+        _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+    )
+    if mpi and changes is not None:
+        raise InvalidArgument(
+            "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
+        )
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -316,10 +326,8 @@ def run(
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
-        heartbeat_timeout_s=heartbeat_timeout,
-        elastic=elastic_spec(
-            _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
-        ),
+        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None else 1.0),
+        elastic=changes,
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
         if dry_run:

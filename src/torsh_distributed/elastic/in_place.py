@@ -68,6 +68,8 @@ def why_not(plan: Plan, engine: Engine) -> str | None:
         return f"the plan splits the model ({type(engine.strategy).__name__}): a lost rank takes a part of it along"
     if engine.strategy.compressor is not None:
         return f"compress.method is {plan.compress.method}: its state differs from rank to rank"
+    if plan.offload.enabled:
+        return "offload.enabled: its state is in files and memory of its own"
     if plan.ddp.auto_size:
         return "ddp.auto_size: a rank that joins has measured other buckets"
     return None
@@ -84,7 +86,6 @@ class InPlaceRecovery:
         self._loss = 0.0
         self._agreed_epoch = 0
         self._told_epoch = client.current.epoch
-        self._is_in_step = False
 
     # What the Engine calls
 
@@ -103,22 +104,22 @@ class InPlaceRecovery:
         """One update, done exactly once."""
         self.join()
         engine, before = self._engine, self._num_updates
-        self._is_in_step = True
-        try:
-            while True:
-                try:
-                    if self._client.is_interrupted:
-                        raise _WorldChanged
-                    self._loss = engine.step_once(batch)
+        while True:
+            try:
+                if self._client.is_interrupted:
+                    raise _WorldChanged
+                self._loss = engine.step_once(batch)
+                break
+            except Exception as error:
+                old = self._client.current.members
+                self._recover(error)
+                is_done = self._num_updates > before
+                if is_done and process_group.rank() == 0:
+                    now = self._client.current.members
+                    engine.ledger.report_for([rank for rank, one in enumerate(old) if one not in now])
+                batch = engine.divide_again(batch, is_done=is_done)
+                if is_done:
                     break
-                except Exception as error:
-                    self._recover(error)
-                    is_done = self._num_updates > before
-                    batch = engine.divide_again(batch, is_done=is_done)
-                    if is_done:
-                        break
-        finally:
-            self._is_in_step = False
         self._after_step()
         return self._loss
 
@@ -141,7 +142,8 @@ class InPlaceRecovery:
 
     # Between two steps
 
-    def _note_votes(self, total: float) -> None:
+    def _note_votes(self, loss: float, total: float) -> None:
+        self._loss = loss
         pending = self._client.pending
         has_all = pending is not None and total == pending.epoch * process_group.world_size()
         self._agreed_epoch = pending.epoch if pending is not None and has_all else 0
@@ -227,12 +229,13 @@ class InPlaceRecovery:
                 source,
                 is_needed=mine != farthest,
                 is_new=is_new,
-                facts={"loss": self._loss, "epoch": engine.epoch, "num_batches": self._num_batches_done},
+                facts={"loss": self._loss, "ledger": engine.ledger.state_dict()},
             )
+            if is_new:
+                engine.ledger.load_state_dict(facts["ledger"])
             if mine != farthest:
                 self._loss = facts["loss"]
-            if is_new:
-                engine.epoch, engine.num_batches = facts["epoch"], facts["num_batches"]
+                engine.ledger.commit(engine.num_steps - 1)  # its gradient is in the update that it missed
         assert isinstance(engine.strategy, DataParallel), "checked when this was attached"
         engine.regrouped(engine.strategy.rebuilt())
         client.current, client.joins = view, False
@@ -241,10 +244,6 @@ class InPlaceRecovery:
     @property
     def _num_updates(self) -> int:
         return self._engine.num_steps + self._engine.num_skipped
-
-    @property
-    def _num_batches_done(self) -> int:
-        return self._engine.num_batches - int(self._is_in_step)
 
 
 def _takes_in(member: int, after_epoch: int, view: WorldView) -> bool:
@@ -262,7 +261,7 @@ def _is_of_communication(error: Exception) -> bool:
 class _MeanAndEpoch(PendingNumber):
     """A sum of two numbers, one of which is the mean loss. Our CPU backends send it when it is waited for."""
 
-    def __init__(self, sent: Tensor, on_votes: Callable[[float], None]) -> None:
+    def __init__(self, sent: Tensor, on_votes: Callable[[float, float], None]) -> None:
         self._sent = sent
         self._on_votes = on_votes
         self._work: Work[Tensor] | None = None
@@ -277,5 +276,5 @@ class _MeanAndEpoch(PendingNumber):
         else:
             total = self._sent if process_group.world_size() == 1 else all_reduce(self._sent)
         loss, votes = total.tolist()
-        self._on_votes(votes)
+        self._on_votes(loss, votes)
         return float(loss)

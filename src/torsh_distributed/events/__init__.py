@@ -1,8 +1,9 @@
-"""Typed events (`types`), the bus that delivers them (`bus`), and a file sink (`jsonl`)."""
+"""Typed events (`types`), the bus that delivers them (`bus`), a file sink (`jsonl`), and the `points` of a step."""
 
 from torsh_distributed.events.bus import Handler, emit, subscribe, wanted
 from torsh_distributed.events.durations import each_in_phase, phase, waiting
 from torsh_distributed.events.jsonl import JsonlSink, to_record
+from torsh_distributed.events.points import PointWatcher, reached, watch_points
 from torsh_distributed.events.types import (
     AlertEvent,
     BucketEvent,
@@ -11,6 +12,8 @@ from torsh_distributed.events.types import (
     CompileEvent,
     DecisionEvent,
     Event,
+    IncidentEvent,
+    IncidentStatus,
     LendingEvent,
     LogEvent,
     MembershipEvent,
@@ -20,6 +23,7 @@ from torsh_distributed.events.types import (
     PressureEvent,
     RebalanceEvent,
     RoutingEvent,
+    SamplesEvent,
     StepEvent,
     WaitEvent,
     current_rank,
@@ -36,6 +40,8 @@ __all__ = [
     "DecisionEvent",
     "Event",
     "Handler",
+    "IncidentEvent",
+    "IncidentStatus",
     "JsonlSink",
     "LendingEvent",
     "LogEvent",
@@ -43,9 +49,11 @@ __all__ = [
     "MemoryEvent",
     "Phase",
     "PhaseEvent",
+    "PointWatcher",
     "PressureEvent",
     "RebalanceEvent",
     "RoutingEvent",
+    "SamplesEvent",
     "StepEvent",
     "WaitEvent",
     "current_rank",
@@ -53,9 +61,11 @@ __all__ = [
     "emit",
     "event_types",
     "phase",
+    "reached",
     "set_rank",
     "subscribe",
     "to_record",
     "waiting",
     "wanted",
+    "watch_points",
 ]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torsh_distributed.events.bus import emit, wanted
+from torsh_distributed.events.points import reached
 from torsh_distributed.events.types import Phase, PhaseEvent, WaitEvent
 
 Item = TypeVar("Item")
@@ -17,6 +18,7 @@ Item = TypeVar("Item")
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
     """Around a part of a step: emits a PhaseEvent unless it raises."""
+    reached(name)
     if not wanted(PhaseEvent):
         yield
         return
@@ -46,6 +48,7 @@ def waiting(
     if not wanted(WaitEvent):
         yield
         return
+    reached(op)
     started = time.monotonic()
     yield
     emit(

@@ -18,11 +18,13 @@ from typing import Any, Self
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.events.bus import subscribe
-from torsh_distributed.events.types import Event, current_rank
+from torsh_distributed.events.types import Event, IncidentEvent, current_rank
 from torsh_distributed.private_files import open_private
 
 _log = logging.getLogger(__name__)
 _MAX_PENDING_LINES = 10_000
+INCIDENTS = "incidents.jsonl"
+"""Incidents of all ranks, one file beside theirs."""
 
 
 def to_record(event: Event) -> dict[str, Any]:
@@ -77,6 +79,9 @@ class JsonlSink:
 
     def _take(self, event: Event) -> None:
         line = json.dumps(to_record(event), default=str)
+        if isinstance(event, IncidentEvent):
+            # At once: the process may not live until the next flush.
+            self._append(self._directory / INCIDENTS, line + "\n")
         with self._lock:
             if self._closed:
                 return
@@ -104,22 +109,25 @@ class JsonlSink:
                 lines, self._pending = self._pending, []
             if not lines:
                 return
-            data = ("\n".join(lines) + "\n").encode()
+            self._append(self.path, "\n".join(lines) + "\n")
+
+    def _append(self, path: Path, text: str) -> None:
+        data = text.encode()
+        try:
+            fd = open_private(path, os.O_WRONLY | os.O_APPEND)
             try:
-                fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
-                try:
-                    if self._limit_bytes is not None and os.fstat(fd).st_size > self._limit_bytes // 2:
-                        os.close(fd)
-                        self.path.replace(self.path.with_suffix(".older.jsonl"))
-                        fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
-                    while data:
-                        data = data[os.write(fd, data) :]
-                finally:
+                if self._limit_bytes is not None and os.fstat(fd).st_size > self._limit_bytes // 2:
                     os.close(fd)
-            except OSError as error:
-                if not self._failed:
-                    self._failed = True
-                    _log.warning("events are being lost: %s cannot be written: %s", self.path, error)
+                    path.replace(path.with_suffix(".older.jsonl"))
+                    fd = open_private(path, os.O_WRONLY | os.O_APPEND)
+                while data:
+                    data = data[os.write(fd, data) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                _log.warning("events are being lost: %s cannot be written: %s", path, error)
 
     def close(self) -> None:
         """Flush and stop; also called at interpreter exit. Closing again does nothing."""

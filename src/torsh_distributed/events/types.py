@@ -13,6 +13,9 @@ from typing import ClassVar, Literal
 Phase = Literal["data", "forward", "backward", "optimizer", "schedule", "stage"]
 """The parts of a step. A pipeline's schedule runs from first to last microbatch; stages compute inside it."""
 
+IncidentStatus = Literal["open", "resolved", "failed"]
+"""resolved: a step was completed after the action. failed: the action did not help and the error was raised."""
+
 _rank = -1
 
 
@@ -147,27 +150,66 @@ class BucketEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent(Event):
-    """Memory in use on a device, from its allocator."""
+    """Memory in use: on a device from its allocator, on the host from the kernel."""
 
     kind: ClassVar[str] = "memory"
 
     device: str
     allocated_bytes: int
     peak_bytes: int
+    limit_bytes: int | None = None
+    """Where it ends: the device's memory, the control group's or the process's limit, or the machine's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint was saved, verified or loaded."""
+    """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
     kind: ClassVar[str] = "checkpoint"
 
     action: str
+    """copied (training waited for it), saved, uploaded, loaded, damaged; replica copied, stored, skipped or failed."""
     path: str
     step: int
     num_bytes: int | None = None
     duration_s: float | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesEvent(Event):
+    """A step was committed with these samples of this rank; emitted only where somebody asks for it."""
+
+    kind: ClassVar[str] = "samples"
+
+    step: int
+    """Updates done before it. A step that is undone and done again is reported again: the last reports count."""
+    epoch: int
+    batch: int
+    """The batch's number in the epoch."""
+    total: int
+    """Samples of the batch, over all ranks."""
+    ids: tuple[int, ...]
+    """Indices of the dataset, or rows of the batch for a stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncidentEvent(Event):
+    """A failure was noticed, acted on, or is over. Also appended to `incidents.jsonl` at once, beside the events."""
+
+    kind: ClassVar[str] = "incident"
+
+    incident: str
+    """Equal for all events of one incident."""
+    failure: str
+    """What failed: out_of_memory, divergence, storage, lost_rank, …"""
+    status: IncidentStatus
+    action: str
+    """What is done about it."""
+    step: int | None = None
+    detail: str | None = None
+    duration_s: float | None = None
+    """From `open` to the end of the incident."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +219,7 @@ class MembershipEvent(Event):
     kind: ClassVar[str] = "membership"
 
     action: str
-    """joined, leaving (while an exception is on its way), left, regrouped, restarted, lost or ended."""
+    """joined, leaving (an exception is on its way), left, regrouped, restarted, lost, recovered, health or ended."""
     world_size: int
     attempt: int = 0
     detail: str | None = None
@@ -290,6 +332,8 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     BucketEvent,
     MemoryEvent,
     CheckpointEvent,
+    SamplesEvent,
+    IncidentEvent,
     MembershipEvent,
     RoutingEvent,
     RebalanceEvent,

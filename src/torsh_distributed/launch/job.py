@@ -13,14 +13,14 @@ from pathlib import Path
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import new_secret
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.launch.control.job_commands import JobCommands, RunningJob
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
-from torsh_distributed.launch.local.signals import SignalInbox
+from torsh_distributed.launch.local.signals import SCALING, SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
-from torsh_distributed.launch.nodes.diagnosis_listener import DiagnosisListener, RunningJob
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
@@ -45,13 +45,14 @@ def launch_job(spec: JobSpec) -> int:
             from torsh_distributed.events import JsonlSink
 
             stack.enter_context(JsonlSink(events_dir))
-        inbox = stack.enter_context(SignalInbox())
+        inbox = stack.enter_context(SignalInbox(can_scale=spec.elastic is not None and spec.is_leader))
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
         output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
-        loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
+        loop.watch(inbox.fd, lambda: _take_signals(inbox, node, leader))
+        leader: Leader | None = None
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
@@ -60,11 +61,9 @@ def launch_job(spec: JobSpec) -> int:
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
             if spec.elastic is not None:
-                from torsh_distributed.launch.control.job_commands import JobCommands
-
-                stack.enter_context(JobCommands(loop, spec.run_id, leader.answer))
-                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
-            stack.enter_context(_open_to_questions(spec, loop, leader))
+                name = os.getpid() if spec.run_id == "none" else spec.run_id
+                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {name} N`")
+            stack.enter_context(_open_to_commands(spec, loop, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
@@ -74,8 +73,8 @@ def launch_job(spec: JobSpec) -> int:
         return loop.run()
 
 
-def _open_to_questions(spec: JobSpec, loop: Loop, leader: Leader) -> DiagnosisListener:
-    """Let `torsh doctor` ask what the job is doing."""
+def _open_to_commands(spec: JobSpec, loop: Loop, leader: Leader) -> JobCommands:
+    """Let `torsh doctor` ask what the job is doing, and `torsh scale` change its workers."""
     job = RunningJob(
         pid=os.getpid(),
         run_id=spec.run_id,
@@ -83,7 +82,14 @@ def _open_to_questions(spec: JobSpec, loop: Loop, leader: Leader) -> DiagnosisLi
         node_rank=spec.node_rank,
         command=shlex.join(command_line(spec.entry)),
     )
-    return DiagnosisListener(loop, job, diagnose=lambda reply: leader.diagnose(lambda found: reply(found.to_dict())))
+    return JobCommands(
+        loop,
+        job,
+        {
+            "diagnosis": lambda _, reply: leader.diagnose(lambda found: reply(found.to_dict())),
+            "scale": lambda arguments, reply: reply(leader.scale(arguments.get("workers"))),
+        },
+    )
 
 
 def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
@@ -127,9 +133,12 @@ def describe_job(spec: JobSpec) -> list[str]:
     return lines
 
 
-def _take_signals(inbox: SignalInbox, node: Node) -> None:
+def _take_signals(inbox: SignalInbox, node: Node, leader: Leader | None) -> None:
     for number in inbox.take():
-        node.interrupt(number)
+        if number in SCALING and leader is not None:
+            leader.scale_by(SCALING[number])
+        else:
+            node.interrupt(number)
 
 
 def _connect(leader: Leader, node: Node, loop: Loop) -> None:

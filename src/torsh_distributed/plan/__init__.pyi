@@ -17,5 +17,6 @@ from torsh_distributed.plan.sections.elastic import ElasticConfig as ElasticConf
 from torsh_distributed.plan.sections.observe import ObserveConfig as ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig as OffloadConfig
 from torsh_distributed.plan.sections.precision import PrecisionConfig as PrecisionConfig
+from torsh_distributed.plan.sections.recovery import RecoveryConfig as RecoveryConfig
 from torsh_distributed.plan.sections.retry import RetryConfig as RetryConfig
 from torsh_distributed.plan.sections.training import TrainingConfig as TrainingConfig

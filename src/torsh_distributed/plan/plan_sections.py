@@ -21,6 +21,7 @@ from torsh_distributed.plan.sections.elastic import ElasticConfig
 from torsh_distributed.plan.sections.observe import ObserveConfig
 from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.plan.sections.precision import PrecisionConfig
+from torsh_distributed.plan.sections.recovery import RecoveryConfig
 from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.plan.sections.training import TrainingConfig
 
@@ -44,6 +45,7 @@ class PlanArguments(TypedDict, total=False):
     training: TrainingConfig
     checkpoint: CheckpointConfig
     elastic: ElasticConfig
+    recovery: RecoveryConfig
     retry: RetryConfig
     observe: ObserveConfig
     dp: int
@@ -104,6 +106,9 @@ class PlanSections(Section):
 
     elastic: ElasticConfig = ElasticConfig()
     """How a run survives lost ranks."""
+
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What training does about its own failures."""
 
     retry: RetryConfig = RetryConfig()
     """How failed operations are tried again."""

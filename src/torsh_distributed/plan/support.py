@@ -12,7 +12,6 @@ from torsh_distributed.plan.compatibility.offload_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
 NOT_YET: Mapping[str, tuple[str, ...] | None] = {
-    "retry": None,
     "observe.prometheus_port": None,
     "observe.collection_interval_s": None,
 }
@@ -50,6 +49,13 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "precision.fp8_fast_accumulation": ("precision.dtype", ("fp32", "bf16", "fp16")),
     "precision.fp8_skip": ("precision.dtype", ("fp32", "bf16", "fp16")),
     "precision.fp8_emulate": ("precision.dtype", ("fp32", "bf16", "fp16")),
+    "recovery.max_loss": ("recovery.divergence", ("raise",)),
+    "recovery.max_gradient_norm": ("recovery.divergence", ("raise",)),
+    "recovery.roll_back_steps": ("recovery.divergence", ("raise",)),
+    "recovery.roll_back_from": ("recovery.divergence", ("raise",)),
+    "recovery.max_roll_backs": ("recovery.divergence", ("raise",)),
+    "recovery.skip_batches": ("recovery.divergence", ("raise",)),
+    "recovery.storage": ("checkpoint.enabled", (False,)),
     "offload.disk_budget_gb": ("offload.disk_dir", (None,)),
 }
 """Key to another one, and the values of that, that turn it off."""

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.train.ledger.data_position import (
+    begin_epoch,
+    positioned,
+    require_exactly_once,
+    require_one_order,
+)
+from torsh_distributed.train.ledger.seeded_samples import SeededSamples
 
 Batch = Any
 """Nested tuples, lists and mappings of tensors, as a collate function returns them; dim 0 counts samples."""
@@ -41,6 +48,28 @@ class RankBatch(NamedTuple):
     """How many of them are this rank's. At 0 the batch holds one sample of another rank, for strategies whose ranks
     must all call forward equally often."""
     total: int
+    ids: Sequence[int] | None = None
+    """Indices of the whole global batch, where the data have them."""
+    position: Any = None
+    """Where a stream stands after this batch, if it can say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOrder:
+    """Which epoch to read, from where on, and how strictly."""
+
+    seed: int
+    epoch: int = 0
+    skip: int = 0
+    """Batches at its start that are done."""
+    position: Any = None
+    """Where a stream stood after them."""
+    is_exactly_once: bool = False
+    """Refuse data that could lose or repeat a sample."""
+    compares_ranks: bool = True
+    """With it: compare the order between ranks too, which all of them then begin at the same time."""
+    is_deterministic: bool = False
+    """Seed loader workers for every sample."""
 
 
 def rows_of(num_samples: int, *, part: int, num_parts: int) -> RowRange:
@@ -76,14 +105,17 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch
 
 
-def split_rows(batch: Batch, num_samples: int, num_pieces: int) -> list[tuple[Batch, float]]:
+def split_rows(
+    batch: Batch, num_samples: int, num_pieces: int, *, is_largest_first: bool = False
+) -> list[tuple[Batch, float]]:
     """The batch in `num_pieces` parts, or one per sample if it has fewer, each with its share of the samples."""
     count = min(num_pieces, num_samples)
     if count == 0:
         raise InvalidArgument("the batch is empty", hint="every rank needs at least one sample: use a larger batch")
     if count == 1:
         return [(batch, 1.0)]
-    edges = [number * num_samples // count for number in range(count + 1)]
+    rest = count - 1 if is_largest_first else 0
+    edges = [(number * num_samples + rest) // count for number in range(count + 1)]
     return [(take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in itertools.pairwise(edges)]
 
 
@@ -100,37 +132,43 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch
 
 
-def sharded(
-    loader: Iterable[Batch], *, part: int, num_parts: int, seed: int, epoch: int = 0, skip: int = 0
-) -> Iterator[RankBatch]:
-    """This rank's batches of one epoch, without the first `skip`; the order depends on `seed` and `epoch` only."""
+def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: int) -> Iterator[RankBatch]:
+    """This rank's batches of one epoch, without those that are done; the order depends on seed and epoch only."""
+    if order.is_exactly_once:
+        require_exactly_once(loader)
+    begin_epoch(loader, order.epoch)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        batches = _batches_of(loader, seed=seed, epoch=epoch)
+        batches = _batches_of(loader, order)
         if batches is not None:
-            planned = [list(indices) for indices in itertools.islice(batches, skip, None)]
-            # Otherwise a loader draws from torch's global generator, and resuming would change dropout.
-            generator = _generator(seed, epoch, part)
-            yield from _fetched(loader, planned, part=part, num_parts=num_parts, generator=generator)
+            planned = [list(indices) for indices in batches]
+            if order.is_exactly_once:
+                is_ours = isinstance(loader.sampler, SequentialSampler | RandomSampler)
+                again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
+                require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
+            yield from _fetched(loader, planned[order.skip :], order, part=part, num_parts=num_parts)
             return
+    stream, skip = positioned(loader) if order.is_exactly_once else None, order.skip
+    if stream is not None and order.position is not None:
+        stream.load_state_dict(order.position)
+        skip = 0
     for batch in itertools.islice(loader, skip, None):
         total = count_samples(batch)
         share = rows_of(total, part=part, num_parts=num_parts)
-        yield RankBatch(
-            take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1), len(share), total
-        )
+        rows = take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1)
+        yield RankBatch(rows, len(share), total, position=None if stream is None else stream.state_dict())
 
 
-def _batches_of(loader: DataLoader[Any], *, seed: int, epoch: int) -> Iterable[list[int]] | None:
+def _batches_of(loader: DataLoader[Any], order: DataOrder) -> Iterable[list[int]] | None:
     """The indices of the loader's global batches; a shuffling loader's are redrawn, equally on every rank."""
     batches = loader.batch_sampler
     if isinstance(loader.sampler, RandomSampler) and isinstance(batches, BatchSampler):
-        order = RandomSampler(
+        shuffled = RandomSampler(
             loader.dataset,  # type: ignore[arg-type]  # a map-style dataset with a sampler has a length
             replacement=loader.sampler.replacement,
             num_samples=loader.sampler.num_samples,
-            generator=_generator(seed, epoch),
+            generator=_generator(order.seed, order.epoch),
         )
-        return BatchSampler(order, batches.batch_size, batches.drop_last)
+        return BatchSampler(shuffled, batches.batch_size, batches.drop_last)
     return batches
 
 
@@ -141,12 +179,15 @@ def _generator(*numbers: int) -> torch.Generator:
 
 
 def _fetched(
-    loader: DataLoader[Any], planned: list[list[int]], *, part: int, num_parts: int, generator: torch.Generator
+    loader: DataLoader[Any], planned: list[list[int]], order: DataOrder, *, part: int, num_parts: int
 ) -> Iterator[RankBatch]:
     """This rank's rows of each planned batch, fetched as the loader would fetch them."""
     shares = [rows_of(len(indices), part=part, num_parts=num_parts) for indices in planned]
+    data: Dataset[Any] = loader.dataset
+    if order.is_deterministic and loader.num_workers > 0:
+        data = SeededSamples(data, seed=order.seed, epoch=order.epoch)
     mine = DataLoader(
-        loader.dataset,
+        data,
         batch_sampler=[
             indices[share.start : share.stop] or indices[:1] for indices, share in zip(planned, shares, strict=True)
         ],
@@ -157,7 +198,8 @@ def _fetched(
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
-        generator=generator,
+        # Otherwise a loader draws from torch's global generator, and resuming would change dropout.
+        generator=_generator(order.seed, order.epoch, part),
     )
     for batch, indices, share in zip(mine, planned, shares, strict=True):
-        yield RankBatch(batch, len(share), len(indices))
+        yield RankBatch(batch, len(share), len(indices), indices)

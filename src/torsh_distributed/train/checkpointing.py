@@ -17,15 +17,18 @@ from torsh_distributed.checkpoint.random_generators import random_state
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
 from torsh_distributed.checkpoint.replicas.recovery import RecoveredState
 from torsh_distributed.checkpoint.restoring import world_group
+from torsh_distributed.checkpoint.saving.checkpoint_writer import SAVING
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, IoError, TorshError
 from torsh_distributed.parallel.state.held_state import MODEL, HeldState
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
+from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.precision import Precision
+from torsh_distributed.train.recovery.deferred_saves import DeferredSaves
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +43,7 @@ class Resumable(Protocol):
     learning_rate: LearningRate
     num_steps: int
     num_skipped: int
-    epoch: int
-    num_batches: int
+    ledger: SampleLedger
 
     def settle(self) -> None:
         """Wait for the last update."""
@@ -56,8 +58,11 @@ class EngineCheckpoints:
         section = engine.plan.checkpoint
         self.replicas: NeighbourReplicas | None = None
         """The ranks' state in each other's memory, if the plan has `checkpoint.replica_every_steps`."""
+        self._deferred: DeferredSaves | None = None
         if section.enabled:
             self._manager(None).watch()
+            if engine.plan.recovery.storage == "go_on":
+                self._deferred = DeferredSaves(engine.plan.retry, self._manager(None).ask)
         if section.enabled and section.replica_every_steps is not None:
             self.replicas = self._neighbours()
 
@@ -69,10 +74,29 @@ class EngineCheckpoints:
         manager, step = self._manager(None), self._engine.num_steps
         if self.replicas is not None and section.replica_every_steps and step % section.replica_every_steps == 0:
             self._replicate(self.replicas, loss)
+        if self._deferred is not None:
+            self._deferred.after_step(step)
         decision = manager.decide(step)
-        if decision is not None:
+        if decision is None:
+            return
+        if self._deferred is None or decision.is_last:
             self._save(manager, decision.reason, loss)
-            manager.end_if_told(decision)
+        else:
+            self._save_or_defer(manager, self._deferred, decision.reason, loss)
+        manager.end_if_told(decision)
+
+    def _save_or_defer(self, manager: CheckpointManager, deferred: DeferredSaves, reason: str, loss: float) -> None:
+        """Save; a failure, which all ranks learn, is noted. One of the save before was noted when it ended."""
+        before = manager.take_failure()
+        if before is not None:
+            deferred.failed(self._engine.num_steps, before.message)
+        try:
+            self._save(manager, reason, loss)
+        except TorshError as error:
+            # Ranks whose own disk is fine raise ProcessFailure, in the name of the one that could not save.
+            if not isinstance(error, CheckpointError | IoError) and error.operation != SAVING:
+                raise
+            deferred.failed(self._engine.num_steps, error.message)
 
     def save(self, path: str | os.PathLike[str] | None = None, *, wait: bool = True, loss: float | None = None) -> None:
         """Save now, under `path` or the plan's directory."""
@@ -80,6 +104,10 @@ class EngineCheckpoints:
         self._save(manager, "asked", loss)
         if wait:
             manager.wait_for_commit()
+
+    def ask(self) -> None:
+        """Save to the plan's directory at the ranks' next exchange, about a second from now; any rank may ask."""
+        self._manager(None).ask()
 
     def save_if_best(self, metric: float) -> bool:
         """Save to the plan's directory if `metric`, equal on all ranks, is lower than all before; returns whether."""
@@ -96,6 +124,8 @@ class EngineCheckpoints:
 
     def close(self) -> None:
         """Finish what is being written; happens by itself when the process group is destroyed."""
+        if self._deferred is not None:
+            self._deferred.close()
         for manager in self._managers.values():
             manager.close()
         self._managers = {}
@@ -108,6 +138,8 @@ class EngineCheckpoints:
 
         Returns the copies in memory, which stay, for `recover`; the caller closes them once all ranks have loaded.
         """
+        if self._deferred is not None:
+            self._deferred.close()
         for manager in self._managers.values():
             manager.abandon(reason)
         self._managers = {}
@@ -156,7 +188,7 @@ class EngineCheckpoints:
             engine.precision.load_state_dict(values["precision"])
             engine.learning_rate.load_state_dict(values["learning_rate"], data_degree=engine.strategy.data_degree)
             engine.num_steps, engine.num_skipped = values["num_steps"], values["num_skipped"]
-            engine.epoch, engine.num_batches = values["epoch"], values["num_batches"]
+            engine.ledger.load_state_dict(values)
         own = manager.loaded(saved, with_generators=not model_only, seed=engine.plan.training.seed)
         if own is not None and not model_only and _place(engine.plan) == own["place"]:
             engine.strategy.load_state_dict(own["strategy"])
@@ -179,8 +211,7 @@ class EngineCheckpoints:
             "learning_rate": engine.learning_rate.state_dict(),
             "num_steps": engine.num_steps,
             "num_skipped": engine.num_skipped,
-            "epoch": engine.epoch,
-            "num_batches": engine.num_batches,
+            **engine.ledger.state_dict(),
         }
         pretrained = run_facts.pretrained_facts(engine.strategy.whole_model, engine.strategy.shared_names())
         if pretrained is not None:
@@ -193,7 +224,7 @@ class EngineCheckpoints:
 
     def _facts(self, loss: float | None) -> dict[str, Any]:
         rates = [float(group["lr"]) for group in self._engine.optimizer.param_groups]
-        return {"loss": loss, "epoch": self._engine.epoch, "learning_rate": rates[0] if rates else None}
+        return {"loss": loss, "epoch": self._engine.ledger.epoch, "learning_rate": rates[0] if rates else None}
 
     def _neighbours(self) -> NeighbourReplicas | None:
         if world_group() is None:
@@ -213,7 +244,9 @@ class EngineCheckpoints:
                 "plan": values,
                 "plan_hash": run_facts.hash_of_plan(values),
             }
-            self._managers[place] = CheckpointManager(config, facts=facts, device=_device(self._engine))
+            self._managers[place] = CheckpointManager(
+                config, facts=facts, device=_device(self._engine), retry=plan.retry
+            )
         return self._managers[place]
 
 

@@ -24,11 +24,12 @@ from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.batches import Batch, RankBatch, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, count_samples, sharded, split_rows, to_device
 from torsh_distributed.train.continuing.divided_batches import DividedBatches
 from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
+from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
@@ -41,6 +42,7 @@ from torsh_distributed.train.use.generation import generate
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
     from torsh_distributed.train.checkpointing import EngineCheckpoints
+    from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +86,8 @@ class Engine:
         """Optimizer updates done so far."""
         self.num_skipped = 0
         """Updates skipped because gradients overflowed fp16."""
-        self.epoch = 0
-        self.num_batches = 0
-        """Batches of this epoch handed out so far."""
+        self.ledger = SampleLedger()
+        """Which samples are done, and whose those of the step in progress are."""
         self._loss_fn = loss_fn
         self._device = next(strategy.unwrapped.parameters()).device
         self.precision = make_precision(plan.precision, self._device)
@@ -99,8 +100,26 @@ class Engine:
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
         self._unread_norm: HostValue | None = None
+        self.last_norm: HostValue | None = None
+        """The norm of the last update's gradient, where one was measured."""
         # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
         self._evenness = 1.0
+        self._total: int | None = None
+        self._recovery: StepRecovery | None = None
+        if plan.recovery.acts_on_steps:
+            from torsh_distributed.train.recovery.step_recovery import StepRecovery
+
+            self._recovery = StepRecovery(self, plan.recovery)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        return self.ledger.epoch
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this epoch whose update is done."""
+        return self.ledger.num_batches
 
     @property
     def model(self) -> nn.Module:
@@ -115,57 +134,72 @@ class Engine:
     def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
         """This rank's share of every batch of `loader`, epoch after epoch until `training.steps` updates are done.
 
-        The loader's batches are global: the same at every world size, each sample seen by one rank. After
-        `load_state_dict` the first epoch resumes where it stopped. `epochs` ends the iteration earlier.
+        The loader's batches are global: the same at every world size, each sample seen by one rank. A batch counts as
+        done with its update, or when the next one is asked for. After a load the epoch resumes where it stopped.
+        `epochs` ends the iteration earlier.
         """
         if self.elastic is not None:
             self.elastic.join()
-        last = None if epochs is None else self.epoch + epochs
-        while (last is None or self.epoch < last) and self.num_steps < self.plan.training.steps:
-            found, was_whole_epoch = False, self.num_batches == 0
-            pieces = self._sharded(loader, epoch=self.epoch, skip=self.num_batches)
+        ledger, training = self.ledger, self.plan.training
+        last = None if epochs is None else ledger.epoch + epochs
+        is_epoch_known = False
+        while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
+            version, was_whole_epoch, found = ledger.version, ledger.num_batches == 0, is_epoch_known
+            pieces = self._sharded(loader, self._order())
             self._pieces = pieces if isinstance(pieces, DividedBatches) else None
             for piece in events.each_in_phase("data", pieces):
-                self.num_batches += 1
-                if piece.total < self.strategy.data_degree:
+                if piece.total < self.strategy.data_degree and not training.exactly_once:
+                    ledger.open(piece.total, ids=piece.ids, position=piece.position)
                     self._warn_left_out(piece.total)
+                    ledger.pass_over()
                     continue
                 found = True
                 yield self._take(piece)
-                self._evenness = 1.0
-                if self.num_steps >= self.plan.training.steps:
+                self._evenness, self._total = 1.0, None
+                if ledger.version != version:  # rolled back
+                    break
+                ledger.pass_over()  # unless its update is done
+                if self.num_steps >= training.steps:
                     self.settle()
                     return
-            if not found and was_whole_epoch:
-                raise InvalidArgument(
-                    "the loader gave no batch that every rank can have a share of",
-                    hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
-                    num_ranks=self.strategy.data_degree,
-                )
-            self.epoch += 1
-            self.num_batches = 0
+            else:
+                if not found and was_whole_epoch:
+                    raise InvalidArgument(
+                        "the loader gave no batch that every rank can have a share of",
+                        hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
+                        num_ranks=self.strategy.data_degree,
+                    )
+                ledger.next_epoch()
+                is_epoch_known = False
+                continue
+            is_epoch_known = found
 
     def step(self, batch: Batch) -> float:
         """One optimizer update on this rank's `batch`; returns the mean loss over the whole batch, on every rank.
 
         The batch is split into `training.gradient_accumulation` microbatches; gradients are averaged with the last.
         After an exception the parameters are unchanged, unless a rank died during the update itself. In an elastic job
-        that goes on in place, a lost rank is no exception: the others do its part of the batch.
+        that goes on in place, a lost rank is no exception: the others do its part of the batch. Nor is what the plan's
+        section `recovery` handles: a step that was rolled back returns the loss that caused it.
         """
         return self.step_once(batch) if self.elastic is None else self.elastic.step(batch)
 
     def step_once(self, batch: Batch) -> float:
         """`step` in the present world: raises if a rank is lost."""
+        if self._recovery is not None:
+            return self._recovery.step(batch)
         for piece in self.microbatches(batch):
             self.backward(self.forward(piece))
         return self.apply()
 
-    def microbatches(self, batch: Batch) -> Iterator[Batch]:
+    def microbatches(self, batch: Batch, *, num_pieces: int | None = None) -> Iterator[Batch]:
         """Start an update: `batch` in `training.gradient_accumulation` parts, or fewer if it has fewer samples.
 
         Call `forward` and `backward` on each, then `apply`: the gradients are those of the whole batch. The gradients
-        of an update that was started but never applied are discarded.
+        of an update that was started but never applied are discarded. `num_pieces` overrides the plan; the largest
+        part is then the first.
         """
+        events.reached("step", self.num_steps)
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
@@ -173,7 +207,8 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
         update = self._update = _Update(num_samples=num_samples)
-        pieces = split_rows(batch, num_samples, self.plan.training.gradient_accumulation)
+        count = num_pieces or self.plan.training.gradient_accumulation
+        pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None)
         for number, (piece, share) in enumerate(pieces):
             update.share, update.is_last = share, number == len(pieces) - 1
             yield piece
@@ -245,7 +280,8 @@ class Engine:
             self.learning_rate.advance()
         else:
             self.num_skipped += 1
-        self._unread_norm = norm
+        self._unread_norm = self.last_norm = norm
+        self.ledger.commit(self.num_steps - int(is_done))
         comm_s = self.strategy.take_comm_s()
         if events.wanted(events.StepEvent):
             events.emit(
@@ -335,7 +371,7 @@ class Engine:
             return self._together(
                 lambda: evaluate(
                     self.strategy,
-                    self._sharded(loader, epoch=0, skip=0),
+                    self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
                     loss_fn=self._loss_fn,
                     precision=self.precision,
                     device=self._device,
@@ -391,8 +427,7 @@ class Engine:
             "learning_rate": self.learning_rate.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
-            "epoch": self.epoch,
-            "num_batches": self.num_batches,
+            **self.ledger.state_dict(),
             "random": gather_random_states(),
             "rank_state": {"place": self._place(), "strategy": self.strategy.state_dict()},
         }
@@ -408,8 +443,7 @@ class Engine:
         self.learning_rate.load_state_dict(state["learning_rate"], data_degree=self.strategy.data_degree)
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
-        self.epoch = state["epoch"]
-        self.num_batches = state["num_batches"]
+        self.ledger.load_state_dict(state)
         restore_random_states(state["random"], seed=self.plan.training.seed + self.num_steps)
         if list(state["rank_state"]["place"]) == self._place():
             self.strategy.load_state_dict(state["rank_state"]["strategy"])
@@ -451,7 +485,11 @@ class Engine:
         return self._take(self._pieces.divide(*place))
 
     def _take(self, piece: RankBatch) -> Batch:
-        self._evenness = piece.num_samples * self.strategy.data_degree / piece.total
+        """This rank's share of a global batch; the ledger knows whose the rest is."""
+        degree = self.strategy.data_degree
+        self.ledger.open(piece.total, ids=piece.ids, position=piece.position)
+        self.ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
+        self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
         return to_device(piece.batch, self._device)
 
     def _together(self, call: Callable[[], T]) -> T:
@@ -463,15 +501,20 @@ class Engine:
             self._update = _Update()
         return self._update
 
-    def _sharded(self, loader: Iterable[Batch], *, epoch: int, skip: int) -> Iterator[RankBatch]:
+    def _sharded(self, loader: Iterable[Batch], order: DataOrder) -> Iterator[RankBatch]:
         divide = sharded if self.elastic is None else DividedBatches
-        return divide(
-            loader,
-            part=self.strategy.data_rank,
-            num_parts=self.strategy.data_degree,
+        return divide(loader, order, part=self.strategy.data_rank, num_parts=self.strategy.data_degree)
+
+    def _order(self) -> DataOrder:
+        """From where on the next batches are read."""
+        return DataOrder(
             seed=self.plan.training.seed,
-            epoch=epoch,
-            skip=skip,
+            epoch=self.ledger.epoch,
+            skip=self.ledger.num_batches,
+            position=self.ledger.position,
+            is_exactly_once=self.plan.training.exactly_once,
+            compares_ranks=self.elastic is None,  # one that joins later would compare alone
+            is_deterministic=self.plan.distributed.deterministic,
         )
 
     def _warn_left_out(self, num_samples: int) -> None:
@@ -480,7 +523,10 @@ class Engine:
         events.emit(events.LogEvent(level="warning", message=message, step=self.num_steps))
 
     def _global(self, num_samples: int | None) -> int | None:
-        return None if num_samples is None else round(num_samples * self.strategy.data_degree / self._evenness)
+        """Samples of the whole batch; where it does not come from `batches`, all ranks are taken to have as many."""
+        if num_samples is None:
+            return None
+        return self._total if self._total is not None else num_samples * self.strategy.data_degree
 
     def _place(self) -> list[int]:
         return [process_group.rank(), process_group.world_size()]

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.comm.groups.test_abort import start
 from tests.parallel.composed.test_combinations import engine_of, plan_of, run
 from tests.train.test_checkpointing import OPTIMIZER_ONLY, digests
-from torsh_distributed.checkpoint import recover
+from torsh_distributed.checkpoint import CheckpointMetadata, NeighbourReplicas, recover
+from torsh_distributed.checkpoint.stateful_objects import describe
 from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CheckpointError, TorshError
+from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.plan import CheckpointConfig, MeshConfig, Plan
 from torsh_distributed.train import Engine
 
@@ -84,6 +87,37 @@ def test_a_lost_rank_is_restored_from_its_neighbour(world: World, tmp_path: Path
         assert (num_steps, found, world_size) == (3, {3: 0}, 4)
         assert one_copy > 0
     assert not list(tmp_path.glob("step-*"))
+
+
+def take_three() -> tuple[list[tuple[int, int]], int, int]:
+    replicas = NeighbourReplicas()
+    buffer = torch.zeros(1000)
+    module = torch.nn.Module()
+    module.register_buffer(f"of_rank_{dist.get_rank()}", buffer)
+    for step in (1, 2, 3):
+        buffer.fill_(float(step))
+        assert replicas.update(describe({"model": module}), {}, CheckpointMetadata(step=step))
+        replicas.wait()
+        dist.barrier()
+    saved = recover(replicas)
+    assert saved.metadata.step == 3
+    for rank in range(2):
+        found = torch.zeros(1000)
+        saved.fill(f"model.of_rank_{rank}", StateParts().layout("", found), found)
+        assert found.unique().tolist() == [3.0]
+    saved.close()
+    dist.barrier()
+    own = replicas.shelf.get(dist.get_rank(), 3)
+    assert own is not None
+    result = replicas.shelf.inventory(), replicas.num_bytes, own.memory.nbytes
+    replicas.close()
+    return result
+
+
+def test_a_rank_has_two_snapshots_of_its_own_and_two_of_its_neighbour(world: World) -> None:
+    for inventory, num_bytes, one in world.run(take_three):
+        assert inventory == [(0, 2), (0, 3), (1, 2), (1, 3)]
+        assert num_bytes == 4 * one
 
 
 def lose_two(folder: str) -> list[str]:

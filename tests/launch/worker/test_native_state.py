@@ -7,7 +7,12 @@ import signal
 import subprocess
 import sys
 
-from torsh_distributed.launch.worker.native_state import CpuLook, catches_signal, look_at_cpu, read_native_state
+from torsh_distributed.launch.worker.native_state import (
+    CpuLook,
+    catches_signal,
+    look_at_cpu,
+    read_native_state,
+)
 
 
 def test_a_process_that_reads_a_pipe_is_seen_with_what_it_reads() -> None:

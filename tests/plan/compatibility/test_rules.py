@@ -167,6 +167,16 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"mesh": {"cp": 1, "dp": 2}},
         2,
     ),
+    "compiled-sequence-pieces": (
+        {"compile": {"enabled": True}, "mesh": {"dp": 1, "tp": 2}, "tensor": {"sequence_parallel": True}},
+        {"tensor": {"sequence_parallel": False}},
+        2,
+    ),
+    "compiled-whole-layers-on-tp": (
+        {"compile": {"enabled": True, "graph_breaks": "refuse"}, "mesh": {"dp": 1, "tp": 2}},
+        {"compile": {"graph_breaks": "warn"}},
+        2,
+    ),
     "compiled-split-backward": (
         {
             "mesh": {"pp": 2},
@@ -219,6 +229,26 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"ddp": {"find_unused_parameters": False}},
         2,
     ),
+    "smaller-microbatch-in-parts": (
+        {"mesh": {"shard": 2}, "recovery": {"out_of_memory": "smaller_microbatch"}},
+        {"mesh": {"shard": 1, "dp": 2}},
+        2,
+    ),
+    "skipped-batches-are-lost": (
+        {"recovery": {"divergence": "roll_back"}, "training": {"exactly_once": True}},
+        {"recovery": {"skip_batches": False}},
+        1,
+    ),
+    "roll-back-without-checkpoints": (
+        {"recovery": {"divergence": "roll_back", "roll_back_from": "checkpoint"}},
+        {"checkpoint": {"enabled": True}},
+        1,
+    ),
+    "copies-in-changing-world": (
+        {"recovery": {"divergence": "roll_back"}, "elastic": {"enabled": True}},
+        {"elastic": {"mode": "restart"}},
+        1,
+    ),
 }
 """Rule to a minimal plan that breaks it, what its way out changes, and the ranks of the broken plan."""
 
@@ -256,14 +286,14 @@ def test_all_clashes_are_reported_at_once() -> None:
             "mesh": {"dp": 1, "tp": 2},
             "offload": {"enabled": True},
             "compress": {"method": "int8"},
-            "retry": {"jitter": 0},
+            "observe": {"prometheus_port": 9610},
         }
     )
     with pytest.raises(ConfigurationError) as caught:
         plan.validate(2)
     assert str(caught.value).splitlines()[:5] == [
         "plan has 4 problems:",
-        "  retry.jitter = 0.0 is not supported by this version yet (leave it at its default, 0.1)",
+        "  observe.prometheus_port = 9610 is not supported by this version yet (leave it at its default, none)",
         (
             "  compress.method = int8 does not go together with mesh.tp = 2: no two ranks average gradients here"
             " (leave the setting out, or add replicas: mesh.dp above 1)"

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.replicas.snapshot_wire import SnapshotConnection
@@ -103,8 +103,8 @@ class SnapshotServer:
     def _take(self, connection: SnapshotConnection, header: dict[str, Any], facts: bytes) -> None:
         """Receive a snapshot in pieces; it counts once its last piece is here."""
         rank, step, num_bytes = header["rank"], header["step"], header["num_bytes"]
-        self._shelf.keep_only(rank, header["keep"])
-        memory: Tensor = self._shelf.room(rank, num_bytes)
+        spare = [one for one in self._shelf.keep_only(rank, header["keep"]) if one.numel() == num_bytes]
+        memory = spare[0] if spare else torch.empty(num_bytes, dtype=torch.uint8)
         view, done = memory.numpy().data, 0
         while done < num_bytes:
             start = done

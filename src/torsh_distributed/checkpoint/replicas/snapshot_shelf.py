@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -31,7 +30,6 @@ class SnapshotShelf:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._snapshots: dict[tuple[int, int], Snapshot] = {}
-        self._spare: dict[int, Tensor] = {}
 
     def put(self, snapshot: Snapshot) -> None:
         """Add a complete snapshot."""
@@ -43,17 +41,11 @@ class SnapshotShelf:
         with self._lock:
             return self._snapshots.get((rank, step))
 
-    def keep_only(self, rank: int, step: int | None) -> None:
-        """Drop a rank's snapshots of all steps but one; the memory of one of them is used again."""
+    def keep_only(self, rank: int, step: int | None) -> list[Tensor]:
+        """Drop a rank's snapshots of all steps but one; returns their memory, to be used again."""
         with self._lock:
-            for key in [key for key in self._snapshots if key[0] == rank and key[1] != step]:
-                self._spare[rank] = self._snapshots.pop(key).memory
-
-    def room(self, rank: int, num_bytes: int) -> Tensor:
-        """Memory for another snapshot of a rank."""
-        with self._lock:
-            spare = self._spare.pop(rank, None)
-        return spare if spare is not None and spare.numel() == num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
+            gone = [key for key in self._snapshots if key[0] == rank and key[1] != step]
+            return [self._snapshots.pop(key).memory for key in gone]
 
     def inventory(self) -> list[tuple[int, int]]:
         """Rank and step of every complete snapshot."""
@@ -62,7 +54,6 @@ class SnapshotShelf:
 
     @property
     def num_bytes(self) -> int:
-        """Of all snapshots and of the memory kept for the next ones."""
+        """Of all snapshots."""
         with self._lock:
-            held = [one.memory for one in self._snapshots.values()]
-            return sum(one.nbytes for one in (*held, *self._spare.values()))
+            return sum(one.memory.nbytes for one in self._snapshots.values())

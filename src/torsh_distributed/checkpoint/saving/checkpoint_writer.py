@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT = timedelta(hours=2)
 """How long the ranks wait for the slowest disk; a rank that dies is noticed at once."""
+SAVING = "save a checkpoint"
+"""What ranks that could save say another one could not do."""
 _NICENESS = 10
 """The writer's thread gives way to training."""
 
@@ -125,7 +127,8 @@ class CheckpointWriter:
         """
         self.wait()
         started = time.monotonic()
-        with fail_together("save a checkpoint", self._group):
+        events.reached("save")
+        with fail_together(SAVING, self._group):
             self._open()
             values = {own_file(self._rank): serialize(own)}
             if self._rank == 0:
@@ -166,6 +169,21 @@ class CheckpointWriter:
         following, self._following = self._following, None
         if following is not None:
             following.result()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Wait until nothing is being written; returns, on every rank, what failed after the commit.
+
+        A commit that failed was told by its event, and is not told again.
+        """
+        try:
+            self.wait_for_commit()
+        except CheckpointError:
+            return None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Wait, and let other jobs write to the directory."""

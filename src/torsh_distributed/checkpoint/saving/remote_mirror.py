@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER
+from torsh_distributed.circuit_breaker import CircuitBreaker
 from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
@@ -28,7 +29,10 @@ PATIENT = RetryConfig(max_retries=6, initial_delay_s=0.25, max_delay_s=30.0, tot
 
 
 class RemoteMirror:
-    """Checkpoints under a URL. Transfers that fail are tried again as `policy` says, with growing delays."""
+    """Checkpoints under a URL. Transfers that fail are tried again as `policy` says, with growing delays.
+
+    After many failures none is tried for a while, so a service that is down does not cost a timeout for every file.
+    """
 
     def __init__(self, url: str, policy: RetryConfig = PATIENT) -> None:
         # Here, not above: torch brings it along, but few jobs use it.
@@ -36,6 +40,7 @@ class RemoteMirror:
 
         self.url = url
         self._policy = policy
+        self._breaker = CircuitBreaker(url, policy)
         self._losses: dict[int, float | None] = {}
         try:
             self._files, root = url_to_fs(url)
@@ -119,15 +124,22 @@ class RemoteMirror:
     def _tried(self, what: str, call: Callable[[], R]) -> R:
         """Call it, again if it fails: storage behind a network does, now and then."""
 
+        # Asked once: a call that is being repeated is not given up for the failures it adds itself.
+        self._breaker.require_closed()
+
         @retry(self._policy)
         def attempt() -> Any:
             try:
-                return call()
+                found = call()
             except _FOR_GOOD:
+                self._breaker.succeeded()  # the service answers
                 raise  # not an error of ours, so not tried again
             except Exception as error:  # each of fsspec's packages raises the errors of its own library
+                self._breaker.failed(error)
                 text = f"cannot {what} {self.url}: {str(error) or type(error).__name__}"
                 raise IoError(text, errno=error.errno if isinstance(error, OSError) else None) from error
+            self._breaker.succeeded()
+            return found
 
         try:
             result: R = attempt()

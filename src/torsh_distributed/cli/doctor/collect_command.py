@@ -23,7 +23,7 @@ def collect(
     pid: Annotated[int | None, typer.Option(help="Launcher of a running job: add what it is doing.")] = None,
 ) -> None:
     """Bundle versions, checks, variables, logs and plans for a bug report, with secrets masked."""
-    from torsh_distributed.launch.nodes.diagnosis_listener import ask_launcher
+    from torsh_distributed.launch.control.job_commands import ask_launcher
     from torsh_distributed.observe.bug_report.collect import collect as write_bundle
     from torsh_distributed.observe.machine.validate import validate_environment
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torsh_distributed.errors import InvalidArgument, ProcessGroupNotFound
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import parse_endpoint
 
 _JOB, _MACHINE = "A running job", "This machine"
@@ -61,24 +61,15 @@ def doctor(
 
 def _find(name: str) -> int:
     """The launcher's process id of the job with that name."""
-    from torsh_distributed.launch.nodes.diagnosis_listener import running_jobs
+    from torsh_distributed.launch.control.job_commands import find_job
 
-    jobs = running_jobs()
-    named = [job for job in jobs if name in (job.run_id, str(job.pid))]
-    if len(named) != 1:
-        known = ", ".join(f"{job.run_id} (pid {job.pid})" for job in jobs) or "none"
-        raise ProcessGroupNotFound(
-            f"no job named {name!r} runs here" if not named else f"several jobs are named {name!r}",
-            hint=f"running here: {known}; give --pid",
-            job=name,
-        )
-    return named[0].pid
+    return find_job(name).pid
 
 
 def _list_jobs(*, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from torsh_distributed.launch.nodes.diagnosis_listener import running_jobs
+    from torsh_distributed.launch.control.job_commands import running_jobs
 
     jobs = running_jobs()
     if as_json:
@@ -91,7 +82,7 @@ def _list_jobs(*, as_json: bool) -> None:
 
 
 def _ask(pid: int, *, as_json: bool) -> None:
-    from torsh_distributed.launch.nodes.diagnosis_listener import ask_launcher
+    from torsh_distributed.launch.control.job_commands import ask_launcher
 
     found = ask_launcher(pid, "diagnosis")
     typer.echo(json_format.dumps(found) if as_json else "\n".join(_diagnosis_lines(found)))

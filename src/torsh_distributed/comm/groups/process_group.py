@@ -35,6 +35,7 @@ from torsh_distributed.errors import (
     TorshError,
     translate_errors,
 )
+from torsh_distributed.plan.sections.retry import RetryConfig
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def start_world(
     has_agent_store: bool = False,
     attempt: int = 0,
     node: str | None = None,
+    retry: RetryConfig | None = None,
 ) -> None:
     """Meet the other ranks and bring up torch's default group; every rank calls this once.
 
@@ -87,7 +89,12 @@ def start_world(
     if store is None:
         is_host = rank == 0 and not has_agent_store
         store = open_store(
-            master_addr, master_port, is_host=is_host, timeout_s=timeout_s, has_torch_agent=has_agent_store
+            master_addr,
+            master_port,
+            is_host=is_host,
+            timeout_s=timeout_s,
+            has_torch_agent=has_agent_store,
+            policy=retry,
         )
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):

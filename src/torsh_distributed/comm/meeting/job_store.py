@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, job_secret
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.plan.sections.retry import RetryConfig
 
 
 def job_store_url(host: str, port: int) -> str | None:
@@ -24,7 +25,7 @@ def job_store_url(host: str, port: int) -> str | None:
     return url if url and is_ours else None
 
 
-def open_job_store(url: str, timeout: timedelta) -> dist.Store:
+def open_job_store(url: str, timeout: timedelta, *, retry: RetryConfig | None = None) -> dist.Store:
     """Connect to the launcher's store; raises if this process does not know the job's secret."""
     secret = job_secret()
     if secret is None:
@@ -33,4 +34,4 @@ def open_job_store(url: str, timeout: timedelta) -> dist.Store:
             hint="keep TORSH_SECRET_FILE in the environment of processes that join the job",
             store=url,
         )
-    return open_store_at(url, timeout_s=timeout.total_seconds(), token=secret.decode())
+    return open_store_at(url, timeout_s=timeout.total_seconds(), token=secret.decode(), retry=retry)

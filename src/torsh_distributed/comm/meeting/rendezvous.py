@@ -85,7 +85,15 @@ class Roster:
         return self.node_ranks(rank).index(rank)
 
 
-def open_store(host: str, port: int, *, is_host: bool, timeout_s: float, has_torch_agent: bool = False) -> dist.Store:
+def open_store(
+    host: str,
+    port: int,
+    *,
+    is_host: bool,
+    timeout_s: float,
+    has_torch_agent: bool = False,
+    policy: RetryConfig | None = None,
+) -> dist.Store:
     """Connect to the store of the job at host:port, hosting it first on the rank that should.
 
     `has_torch_agent`: torchrun serves a store of torch's there.
@@ -95,10 +103,12 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float, has_tor
     limit = timedelta(seconds=timeout_s)
     launchers = job_store_url(host, port)
     if launchers is not None:
-        return open_job_store(launchers, limit)
+        return open_job_store(launchers, limit, retry=policy)
     secret = None if has_torch_agent else job_secret()
     if secret is not None:
-        return open_store_at(tcp_url(host, port), timeout_s=timeout_s, is_server=is_host, token=secret.decode())
+        return open_store_at(
+            tcp_url(host, port), timeout_s=timeout_s, is_server=is_host, token=secret.decode(), retry=policy
+        )
     if is_host:
         listener = _listen(host, port)
         actual_port = listener.getsockname()[1]

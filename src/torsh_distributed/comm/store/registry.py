@@ -13,6 +13,7 @@ from torsh_distributed.comm.store.redis import RedisKeyspace
 from torsh_distributed.comm.store.store import Store
 from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.plan.sections.retry import RetryConfig
 
 _EXAMPLES = {
     "memory": "memory://",
@@ -25,7 +26,12 @@ _EXAMPLES = {
 
 
 def open_store(
-    url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, is_server: bool = False, token: str | None = None
+    url: str,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    is_server: bool = False,
+    token: str | None = None,
+    retry: RetryConfig | None = None,
 ) -> Store:
     """Open the store at `url`; when this returns it has answered once.
 
@@ -36,7 +42,8 @@ def open_store(
     redis://host:port/db  a Redis server (rediss:// with TLS); needs the [redis] extra
 
     `timeout_s` bounds connecting, each operation, and waiting for keys if a call gives no other limit.
-    `token` is the job's shared secret for tcp:// and unix://; both sides must have the same.
+    `token` is the job's shared secret for tcp:// and unix://; both sides must have the same. `retry` says how often a
+    question to a server is repeated after its connection was lost.
     """
     parts = urlsplit(url)
     if (is_server and parts.scheme != "tcp") or (token is not None and parts.scheme not in ("tcp", "unix")):
@@ -45,10 +52,19 @@ def open_store(
         )
     if not timeout_s > 0:
         raise InvalidArgument("a store's timeout is above 0 seconds", timeout_s=timeout_s)
-    return Store(_open_keyspace(url, parts, timeout_s=timeout_s, is_server=is_server, token=token), timeout_s=timeout_s)
+    keyspace = _open_keyspace(url, parts, timeout_s=timeout_s, is_server=is_server, token=token, policy=retry)
+    return Store(keyspace, timeout_s=timeout_s)
 
 
-def _open_keyspace(url: str, parts: SplitResult, *, timeout_s: float, is_server: bool, token: str | None) -> Keyspace:
+def _open_keyspace(
+    url: str,
+    parts: SplitResult,
+    *,
+    timeout_s: float,
+    is_server: bool,
+    token: str | None,
+    policy: RetryConfig | None,
+) -> Keyspace:
     match parts.scheme:
         case "memory":
             if parts.netloc or parts.path:
@@ -62,9 +78,9 @@ def _open_keyspace(url: str, parts: SplitResult, *, timeout_s: float, is_server:
             host, port = _host_and_port(url, parts)
             if port == 0 and not is_server:
                 raise InvalidArgument("port 0 is for the server; a client needs the real one", url=url)
-            return TcpKeyspace((host, port), timeout_s=timeout_s, is_server=is_server, token=token)
+            return TcpKeyspace((host, port), timeout_s=timeout_s, is_server=is_server, token=token, policy=policy)
         case "unix":
-            return TcpKeyspace(str(_file_path(url, parts)), timeout_s=timeout_s, token=token)
+            return TcpKeyspace(str(_file_path(url, parts)), timeout_s=timeout_s, token=token, policy=policy)
         case "redis" | "rediss":
             _host_and_port(url, parts, default_port=6379)
             return RedisKeyspace(url, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
-"""Commands to a running job: a Unix socket whose name has the job's, for this user alone.
+"""How `torsh doctor` and `torsh scale` reach a running launcher: a Unix socket named by its pid, for this user alone.
 
-The name is abstract: it has no file, so a launcher that is killed leaves nothing behind, and two jobs cannot have the
-same one. One packet with a JSON object asks, one answers.
+The name is abstract: it has no file, so a launcher that is killed leaves nothing behind, and /proc/net/unix lists what
+runs. One JSON object in a line asks, one answers, and the connection ends.
 """
 
 from __future__ import annotations
@@ -10,74 +10,108 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.errors import CommunicationError, ConfigurationError, ProcessGroupNotFound
+from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout, ProcessGroupNotFound
 from torsh_distributed.launch.local.loop import Loop
 
-_NAME = "\0torsh-run-{uid}-{run_id}"
-_MAX_BYTES = 4096
-_MAX_CALLERS = 8
-_ANSWER_TIMEOUT_S = 10.0
+_NAME = "torsh-job-{uid}-{pid}"
+_MAX_QUESTION_BYTES = 4096
+_MAX_ASKERS = 8
+_LIMIT_S = 5.0
 _CREDENTIALS = struct.Struct("3i")
 
-JobCommand = Callable[[dict[str, Any]], dict[str, Any]]
+Reply = Callable[[dict[str, Any]], None]
+JobCommand = Callable[[dict[str, Any], Reply], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningJob:
+    """A job of this user on this machine."""
+
+    pid: int
+    """Of its launcher."""
+    run_id: str
+    num_ranks: int
+    node_rank: int
+    command: str
 
 
 class JobCommands:
-    """The launcher's end, driven by its loop. `answer` turns a question into a reply."""
+    """The launcher's end, driven by its loop.
 
-    def __init__(self, loop: Loop, run_id: str, answer: JobCommand) -> None:
+    A command is called with its arguments and a function to reply with, now or later.
+    """
+
+    def __init__(self, loop: Loop, job: RunningJob, commands: Mapping[str, JobCommand]) -> None:
         self._loop = loop
-        self._answer = answer
-        self._callers: set[socket.socket] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._commands = {"job": lambda _, reply: reply(asdict(job)), **commands}
+        self._askers: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
         try:
-            self._listener.bind(_NAME.format(uid=os.getuid(), run_id=run_id))
+            self._listener.bind("\0" + _NAME.format(uid=os.getuid(), pid=job.pid))
         except OSError as error:
             self._listener.close()
             raise ConfigurationError(
-                f"a job called {run_id} runs on this machine already",
-                hint="give this one another name with --rdzv-id",
-                run_id=run_id,
+                "this process runs a job already", hint="start each job from a process of its own", pid=job.pid
             ) from error
-        self._listener.setblocking(False)
-        self._listener.listen(_MAX_CALLERS)
+        self._listener.listen(_MAX_ASKERS)
         loop.watch(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         try:
-            caller, _ = self._listener.accept()
+            asker, _ = self._listener.accept()
         except OSError:  # it left again
             return
-        credentials = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0) or len(self._callers) >= _MAX_CALLERS:
-            caller.close()
+        if len(self._askers) >= _MAX_ASKERS or not _is_allowed(asker):
+            asker.close()
             return
-        caller.setblocking(False)
-        self._callers.add(caller)
-        self._loop.watch(caller.fileno(), lambda: self._serve(caller))
+        asker.setblocking(False)
+        self._askers.add(asker)
+        self._loop.watch(asker.fileno(), partial(self._read, asker))
+        self._loop.call_later(_LIMIT_S, partial(self._drop, asker))
 
-    def _serve(self, caller: socket.socket) -> None:
+    def _read(self, asker: socket.socket) -> None:
         try:
-            question = json.loads(caller.recv(_MAX_BYTES) or b"null")
-            if isinstance(question, dict):
-                caller.send(json.dumps(self._answer(question)).encode())
-        except BlockingIOError:
+            question = json.loads(asker.recv(_MAX_QUESTION_BYTES))
+        except (OSError, ValueError, RecursionError):
+            self._drop(asker)
             return
-        except (OSError, ValueError):  # it left, or is no client of ours
-            pass
-        self._loop.unwatch(caller.fileno())
-        self._callers.discard(caller)
-        caller.close()
+        self._loop.unwatch(asker.fileno())
+        command = self._commands.get(str(question.pop("ask", None))) if isinstance(question, dict) else None
+        if command is None:
+            self._drop(asker)
+        else:
+            command(question, partial(self._reply, asker))
+
+    def _reply(self, asker: socket.socket, answer: dict[str, Any]) -> None:
+        if asker not in self._askers:
+            return
+        asker.settimeout(_LIMIT_S / 10)  # an answer fits the socket's buffer, unless the asker has stopped reading
+        try:
+            asker.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError:
+            self._drop(asker)
+            return
+        self._drop(asker)
+
+    def _drop(self, asker: socket.socket) -> None:
+        if asker in self._askers:
+            self._askers.remove(asker)
+            self._loop.unwatch(asker.fileno())
+            asker.close()
 
     def close(self) -> None:
-        """Take no more commands."""
-        for one in (self._listener, *self._callers):
-            self._loop.unwatch(one.fileno())
-            one.close()
-        self._callers.clear()
+        """Stop answering."""
+        for asker in list(self._askers):
+            self._drop(asker)
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
 
     def __enter__(self) -> Self:
         return self
@@ -86,32 +120,73 @@ class JobCommands:
         self.close()
 
 
-def ask_job(run_id: str, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the job called `run_id` on this machine."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(_ANSWER_TIMEOUT_S)
+def _is_allowed(asker: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this user, or to root."""
+    raw = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] in (os.getuid(), 0)
+
+
+# The side of the user
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs of this user that run on this machine now."""
+    prefix = "@" + _NAME.format(uid=os.getuid(), pid="")
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if line.strip()}
+    found = []
+    for pid in sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)):
         try:
-            sock.connect(_NAME.format(uid=os.getuid(), run_id=run_id))
-        except OSError as error:
+            found.append(RunningJob(**ask_launcher(pid, "job")))
+        except (CommunicationError, ProcessGroupNotFound, TypeError):  # it has just ended, or is of another version
+            continue
+    return found
+
+
+def find_job(name: str) -> RunningJob:
+    """The job of that name, or whose launcher has that process id."""
+    jobs = running_jobs()
+    named = [job for job in jobs if name in (job.run_id, str(job.pid))]
+    if len(named) != 1:
+        known = ", ".join(f"{job.run_id} (pid {job.pid})" for job in jobs) or "none"
+        raise ProcessGroupNotFound(
+            f"no job named {name!r} runs here" if not named else f"several jobs are named {name!r}",
+            hint=f"running here: {known}; give the pid, on the machine of node 0",
+            job=name,
+        )
+    return named[0]
+
+
+def ask_launcher(pid: int, question: str, *, timeout_s: float = _LIMIT_S, **arguments: Any) -> dict[str, Any]:
+    """Ask the launcher with that process id; raises if there is none, or if it does not answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect("\0" + _NAME.format(uid=_owner(pid), pid=pid))
+            sock.sendall(json.dumps({"ask": question, **arguments}).encode())
+            parts = []
+            while part := sock.recv(1 << 16):
+                parts.append(part)
+        except (ConnectionRefusedError, FileNotFoundError):
             raise ProcessGroupNotFound(
-                f"no elastic job called {run_id} runs on this machine",
-                hint="its launcher says its name when it starts; ask on the machine of node 0",
-                run_id=run_id,
-                available_jobs=running_jobs(),
-            ) from error
-        try:
-            sock.send(json.dumps(question).encode())
-            reply = json.loads(sock.recv(_MAX_BYTES) or b"null")
-        except (OSError, ValueError) as error:
-            raise CommunicationError(f"the job {run_id} did not answer: {error}", run_id=run_id) from error
-    if not isinstance(reply, dict):
-        raise CommunicationError(f"the job {run_id} did not answer", run_id=run_id)
-    return reply
+                f"process {pid} is not a launcher of `torsh run` on this machine",
+                hint="`torsh doctor --job all` lists the jobs that run here; give the launcher's pid, not a worker's",
+                pid=pid,
+            ) from None
+        except TimeoutError:
+            raise OperationTimeout(
+                f"the launcher with pid {pid} did not answer within {timeout_s:g} s", operation=question, pid=pid
+            ) from None
+    try:
+        answer = json.loads(b"".join(parts))
+    except ValueError:
+        raise CommunicationError(f"the launcher with pid {pid} ended while it was asked", pid=pid) from None
+    assert isinstance(answer, dict), "a launcher answers with an object"
+    return answer
 
 
-def running_jobs() -> list[str]:
-    """Names of this user's elastic jobs on this machine."""
-    prefix = _NAME.format(uid=os.getuid(), run_id="").replace("\0", "@")
-    with open("/proc/net/unix") as lines:  # noqa: PTH123 - read line by line
-        names = [line.split()[-1] for line in lines]
-    return sorted({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+def _owner(pid: int) -> int:
+    """The user whose launcher it is: root may ask anyone's."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return os.getuid()

@@ -36,9 +36,14 @@ from torsh_distributed.launch.local.worker_line import WorkerLine, is_stopped, w
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.local.workers import Spare, Worker, WorkerExit, Workers
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
-from torsh_distributed.launch.worker.native_state import CpuLook, catches_signal, look_at_cpu, read_native_state
-from torsh_distributed.launch.worker.progress import read_progress
+from torsh_distributed.launch.worker.native_state import (
+    CpuLook,
+    catches_signal,
+    look_at_cpu,
+    read_native_state,
+)
 from torsh_distributed.launch.worker.rank_status import RaisedError, RankStatus, raised_from, status_from
+from torsh_distributed.launch.worker.recording.progress import read_progress
 
 _STDERR_WAIT_S = 0.5
 _SHORT_STDERR_WAIT_S = 0.02

@@ -125,15 +125,20 @@ class Leader:
             give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
         )
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of the user's, and say what is done about it."""
-        target = question.get("workers")
-        if question.get("command") != "scale" or not isinstance(target, int) or self._elastic is None:
-            return {"is_done": False, "text": "this job does not know that command"}
+    def scale(self, target: object) -> dict[str, Any]:
+        """Change the number of workers, and say what is done about it."""
+        if not isinstance(target, int) or self._elastic is None:
+            return {"is_done": False, "text": "this job was not started with --elastic: its workers stay the same"}
         if self.coordinator.phase is not JobPhase.RUNNING:
             return {"is_done": False, "text": f"the job is {self.coordinator.phase}"}
         problem = self._elastic.scale(target)
         return {"is_done": problem is None, "text": problem or f"{target} workers are wanted now"}
+
+    def scale_by(self, change: int) -> None:
+        """The user's signal: as many workers more, or fewer."""
+        if self._elastic is not None:
+            answer = self.scale(self._elastic.target + change)
+            self._output.say(str(answer["text"]))
 
     def _begin_inquiry(self, attempt: int) -> None:
         if self._inquiry is not None:

@@ -33,6 +33,7 @@ from torsh_distributed.launch.nodes.records import (
     Ended,
     Failed,
     Finished,
+    ForgetWorkers,
     FromLeader,
     FromNode,
     Interrupted,
@@ -100,6 +101,8 @@ class Node:
                     self._attempt.ask()
             case ChangeMembers():
                 self._change_members(message)
+            case ForgetWorkers():
+                self._forget_workers(message)
             case AddWorker():
                 self._add_worker(message)
             case Stop():
@@ -146,9 +149,11 @@ class Node:
         """A worker's beat, or what it tells about its place in the world."""
         if self._health is None:
             return
-        self._health.beat(member, pid)
+        self._health.beat(member)
         if message["type"] != "elastic":
             return
+        if message.get("what") == "ready":
+            self._health.watch(member, pid)
         numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
@@ -167,10 +172,6 @@ class Node:
         attempt = self._attempt
         if attempt is None or attempt.number != message.attempt:
             return
-        if self._health is not None:
-            for member in message.lost:
-                self._health.forget(member)
-        attempt.forgive(message.lost)
         attempt.tell(
             {
                 "type": "view",
@@ -180,6 +181,14 @@ class Node:
                 "leaving": message.leaving,
             }
         )
+
+    def _forget_workers(self, message: ForgetWorkers) -> None:
+        if self._attempt is None or self._attempt.number != message.attempt:
+            return
+        if self._health is not None:
+            for member in message.members:
+                self._health.forget(member)
+        self._attempt.forgive(message.members)
 
     def _add_worker(self, message: AddWorker) -> None:
         attempt = self._attempt

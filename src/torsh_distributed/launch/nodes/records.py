@@ -162,8 +162,16 @@ class ChangeMembers:
     epoch: int
     members: tuple[int, ...]
     is_urgent: bool
-    lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetWorkers:
+    """An elastic job goes on without these workers: they are ended, and their end fails nothing."""
+
+    kind: Literal["forget_workers"] = "forget_workers"
+    attempt: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +207,9 @@ class End:
 FromNode = (
     JoinRequest | Failed | Ended | Said | Finished | Stopped | DiagnosisWanted | Interrupted | MemberSaid | Heartbeat
 )
-FromLeader = JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | AddWorker | Stop | End | Heartbeat
+FromLeader = (
+    JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | ForgetWorkers | AddWorker | Stop | End | Heartbeat
+)
 Message = FromNode | FromLeader
 
 

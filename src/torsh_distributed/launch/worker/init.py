@@ -16,10 +16,10 @@ from torsh_distributed.comm.collectives.matching import enable_checks
 from torsh_distributed.comm.groups.process_group import destroy_process_group, start_world
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
-from torsh_distributed.launch.worker.event_recording import record_events
 from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
+from torsh_distributed.launch.worker.recording.event_recording import record_events
 from torsh_distributed.log_level import set_log_level
-from torsh_distributed.plan import Plan
+from torsh_distributed.plan import Plan, RetryConfig
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
     _observe(chosen.observe.events_dir)
     found = read_environment()
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
-    _start(backend or section.backend, found, limit_s, store=None)
+    _start(backend or section.backend, found, limit_s, store=None, retry=chosen.retry)
     return found
 
 
@@ -90,7 +90,14 @@ def _observe(events_dir: str | None) -> None:
     enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
 
 
-def _start(backend: str, place: Environment, timeout_s: float, *, store: dist.Store | None) -> None:
+def _start(
+    backend: str,
+    place: Environment,
+    timeout_s: float,
+    *,
+    store: dist.Store | None,
+    retry: RetryConfig | None = None,
+) -> None:
     rank, world_size = place.rank, place.world_size
     if JOIN_VARIABLE in os.environ and store is None:
         # The others train already: alone until the first batch, when the Engine enters their world.
@@ -106,6 +113,7 @@ def _start(backend: str, place: Environment, timeout_s: float, *, store: dist.St
         has_agent_store=place.has_agent_store,
         attempt=place.attempt,
         node=None if place.node_rank is None else f"node-{place.node_rank}",
+        retry=retry,
     )
     _log.info("joined as %s", place)
 

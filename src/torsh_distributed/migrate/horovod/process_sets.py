@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -13,7 +13,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
-from torsh_distributed.migrate.horovod.world_state import RegisteredSet, WorldState, is_up, world
+from torsh_distributed.migrate.horovod.world_state import JoinedSet, RegisteredSet, WorldState, is_up, world
 
 
 class ProcessSet:
@@ -72,6 +72,11 @@ global_process_set: ProcessSet = _GlobalSet()
 
 def engine_of(process_set: ProcessSet) -> SetEngine:
     """The engine of a registered set that this process is in. Raises InvalidArgument otherwise."""
+    return registered_set(process_set).engine
+
+
+def registered_set(process_set: ProcessSet) -> JoinedSet:
+    """A registered set that this process is in. Raises InvalidArgument otherwise."""
     state = world()
     found = None if process_set.process_set_id is None else state.sets.get(process_set.process_set_id)
     if found is None:
@@ -84,7 +89,7 @@ def engine_of(process_set: ProcessSet) -> SetEngine:
         raise InvalidArgument(
             f"rank {state.rank} is not in the process set", hint="only its ranks call this", ranks=found.ranks
         )
-    return found.engine
+    return cast(JoinedSet, found)
 
 
 def set_ranks(process_set: ProcessSet) -> list[int]:

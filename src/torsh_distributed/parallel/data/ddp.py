@@ -111,6 +111,8 @@ class DistributedDataParallel(TorchDDP):
             **{_BUFFERS: config.broadcast_buffers},  # type: ignore[arg-type]  # mypy cannot see which name it is
         )
         self._settings = config
+        self.num_buffer_syncs = 0
+        """How often forward has begun to broadcast the buffers: once a step, if there are any."""
         self._reduce_dtype = reduce_dtype
         self._trained = {
             plain_name(name): param
@@ -216,6 +218,11 @@ class DistributedDataParallel(TorchDDP):
             if not str(error).startswith(_UNFINISHED):
                 raise
             raise self._unused_error(str(error)) from error
+
+    @override
+    def _sync_buffers(self) -> None:
+        self.num_buffer_syncs += 1
+        super()._sync_buffers()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, with inputs on its device as under torch's."""

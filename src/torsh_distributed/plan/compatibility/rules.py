@@ -13,6 +13,7 @@ from torsh_distributed.plan.compatibility.batch_rules import BATCH_RULES
 from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
 from torsh_distributed.plan.compatibility.gradient_rules import GRADIENT_RULES
 from torsh_distributed.plan.compatibility.offload_rules import OFFLOAD_RULES
+from torsh_distributed.plan.compatibility.recovery_rules import RECOVERY_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
 from torsh_distributed.plan.compatibility.speed_rules import SPEED_RULES
 from torsh_distributed.plan.plan_sections import PlanSections
@@ -25,6 +26,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     *EXPERT_RULES,
     *BATCH_RULES,
     *SPEED_RULES,
+    *RECOVERY_RULES,
 )
 
 

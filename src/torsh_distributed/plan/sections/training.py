@@ -40,6 +40,11 @@ class TrainingConfig(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seed of the initial weights and of the order of samples."""
 
+    exactly_once: bool = False
+    """Promise that an epoch has every sample once, after any restart and at any number of ranks: data that cannot say
+    where they are, and orders that cannot be repeated, are refused. A batch with fewer samples than ranks is trained on
+    too."""
+
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """Kernel of scaled_dot_product_attention that is tried first on a GPU; the others follow where it does not apply.
     `auto` leaves the order to torch."""

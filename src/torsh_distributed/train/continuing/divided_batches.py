@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import replace
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from torsh_distributed.train.batches import Batch, RankBatch, count_samples, rows_of, sharded, take_rows
+from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, rows_of, sharded, take_rows
 
 
 class DividedBatches(Iterator[RankBatch]):
@@ -19,17 +18,15 @@ class DividedBatches(Iterator[RankBatch]):
     so nothing is read twice.
     """
 
-    def __init__(
-        self, loader: Iterable[Batch], *, part: int, num_parts: int, seed: int, epoch: int = 0, skip: int = 0
-    ) -> None:
+    def __init__(self, loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: int) -> None:
         self._loader = loader
         self._share = (part, num_parts)
-        self._order = (seed, epoch)
-        self._taken = skip
-        self._whole: Batch | None = None
+        self._order = order
+        self._taken = order.skip
+        self._whole: RankBatch | None = None
         is_mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        self._source: Iterator[Any] | None = None if is_mapped else itertools.islice(loader, skip, None)
         self._pieces = self._open() if is_mapped else None
+        self._source = None if is_mapped else sharded(loader, order, part=0, num_parts=1)
 
     @override
     def __next__(self) -> RankBatch:
@@ -46,6 +43,7 @@ class DividedBatches(Iterator[RankBatch]):
         """The share of the current batch as part `part` of `num_parts`; later ones are divided likewise."""
         self._share = (part, num_parts)
         if self._pieces is None:
+            assert self._whole is not None, "a batch is divided again after it was taken"
             return self._cut(self._whole)
         self._taken -= 1
         self._pieces = self._open()
@@ -58,12 +56,11 @@ class DividedBatches(Iterator[RankBatch]):
             self._pieces = self._open()
 
     def _open(self) -> Iterator[RankBatch]:
-        (part, num_parts), (seed, epoch) = self._share, self._order
-        return sharded(self._loader, part=part, num_parts=num_parts, seed=seed, epoch=epoch, skip=self._taken)
-
-    def _cut(self, whole: Batch) -> RankBatch:
         part, num_parts = self._share
-        total = count_samples(whole)
-        share = rows_of(total, part=part, num_parts=num_parts)
-        rows = take_rows(whole, share.start, share.stop) if len(share) else take_rows(whole, 0, 1)
-        return RankBatch(rows, len(share), total)
+        return sharded(self._loader, replace(self._order, skip=self._taken), part=part, num_parts=num_parts)
+
+    def _cut(self, whole: RankBatch) -> RankBatch:
+        part, num_parts = self._share
+        share = rows_of(whole.total, part=part, num_parts=num_parts)
+        start, stop = (share.start, share.stop) if len(share) else (0, 1)
+        return whole._replace(batch=take_rows(whole.batch, start, stop), num_samples=len(share))

@@ -26,6 +26,7 @@ from torsh_distributed.comm.store import TcpStoreServer, open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake
 from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError, OperationTimeout
+from torsh_distributed.plan import RetryConfig
 
 
 def port_of(url: str) -> int:
@@ -301,3 +302,19 @@ with TcpStoreServer() as server:
     print(server.url, flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_question_is_repeated_where_the_server_comes_back() -> None:
+    """The server ends and another starts at its address while the client asks; a write is not repeated."""
+    port = free_port()
+    policy = RetryConfig(max_retries=50, initial_delay_s=0.02, max_delay_s=0.02, total_timeout_s=20)
+    server = TcpStoreServer("127.0.0.1", port)
+    with open_store(f"tcp://127.0.0.1:{port}", retry=policy) as client, ThreadPoolExecutor(1) as pool:
+        client.set("key", "1")
+        server.close()
+        with pytest.raises(CommunicationError):
+            client.add("count", 1)
+        asking = pool.submit(client.num_keys)
+        time.sleep(0.1)
+        with TcpStoreServer("127.0.0.1", port):
+            assert asking.result(timeout=20) == 0

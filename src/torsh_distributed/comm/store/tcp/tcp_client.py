@@ -57,12 +57,20 @@ class TcpKeyspace(Keyspace):
 
     Writes have no reply, as in torch's TCPStore: they take no round trip, and what the same client asks next comes
     after them. A lost connection is replaced at the next call. A call during which it is lost raises CommunicationError
-    and may or may not have taken effect: only the caller knows whether repeating it is safe.
+    and may or may not have taken effect: only the caller knows whether repeating it is safe. Reading is repeated as
+    `policy` says.
     """
 
     def __init__(
-        self, address: StoreAddress, *, timeout_s: float, is_server: bool = False, token: str | None = None
+        self,
+        address: StoreAddress,
+        *,
+        timeout_s: float,
+        is_server: bool = False,
+        token: str | None = None,
+        policy: RetryConfig | None = None,
     ) -> None:
+        self._policy = policy or RetryConfig()
         self._server: TcpStoreServer | None = None
         if not isinstance(address, str):
             host, port = address
@@ -97,6 +105,12 @@ class TcpKeyspace(Keyspace):
 
     @override
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        try:
+            return self._get(keys)
+        except StoreLost:
+            return retry(self._policy)(self._get)(keys)
+
+    def _get(self, keys: Sequence[str]) -> list[bytes | None]:
         if len(keys) == 1:
             reply = self._ask(GET + keys[0].encode())
             return [reply[1:] if reply[:1] == DONE else None]
@@ -132,7 +146,10 @@ class TcpKeyspace(Keyspace):
 
     @override
     def count(self, prefix: str) -> int:
-        (number,) = self._fields(b"count", prefix.encode())
+        try:
+            (number,) = self._fields(b"count", prefix.encode())
+        except StoreLost:
+            (number,) = retry(self._policy)(self._fields)(b"count", prefix.encode())
         return int(number or b"0")
 
     @override

@@ -1,9 +1,9 @@
 """Runs first in every Python process of a worker, so torch's `env://` finds the job's store in scripts without us.
 
-Under `torsh run --as LIBRARY` the first import of that library finds this one's stand-in.
-Importing torch then imports torsh_distributed first, which adds what torch has to know; programs without torch do not
-notice. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize that this one hides runs
-too.
+Importing torch then imports torsh_distributed first, which adds what torch has to know, and the faults that
+TORSH_FAULTS asks for; programs without torch do not notice. Under `torsh run --as LIBRARY` the first import of that
+library finds this one's stand-in. Another interpreter, which has no torsh_distributed, is left alone. The sitecustomize
+that this one hides runs too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class _BeforeTorch:
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
+                if any(os.environ.get(name) for name in ("TORSH_FAULTS", "TORSH_FAULT_LOG")):
+                    # By name: faults belong to a layer above this one.
+                    faults = importlib.import_module("torsh_distributed.elastic.faults.startup")
+                    found: importlib.machinery.ModuleSpec | None = faults.torch_spec()
+                    return found
         return None
 
 

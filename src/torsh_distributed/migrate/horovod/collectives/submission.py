@@ -12,7 +12,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.reduction_names import MOVED_DTYPES, REDUCED_DTYPES
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, OpKind, Request
-from torsh_distributed.migrate.horovod.process_sets import ProcessSet, engine_of
+from torsh_distributed.migrate.horovod.process_sets import ProcessSet, registered_set
 from torsh_distributed.migrate.horovod.world_state import HandleEntry, world
 
 _REDUCES = frozenset({OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.REDUCESCATTER})
@@ -49,7 +49,8 @@ def submit(
 
     `label`: what the name starts with, if not the kind.
     """
-    engine = engine_of(process_set)
+    registered = registered_set(process_set)
+    engine = registered.engine
     allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
     described: list[tuple[str, tuple[int, ...]]] = []
     for tensor in tensors:
@@ -60,18 +61,17 @@ def submit(
                 "Tensor is required to be contiguous.", hint="call .contiguous() on it", shape=tensor.shape
             )
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    device = tensors[0].device.type if tensors else "cpu"
+    device = "cpu" if not tensors or tensors[0].is_cpu else tensors[0].device.type
     if len(tensors) > 1 and any(tensor.device != tensors[0].device for tensor in tensors):
         raise InvalidArgument("the tensors of a grouped operation must be on one device")
-    state = world()
-    handle = next(state.counter)
     if name is None:
-        assert process_set.process_set_id is not None, "it has an engine"
-        name = f"noname.{next(state.sets[process_set.process_set_id].unnamed)}"
+        name = f"noname.{next(registered.unnamed)}"
     full_name = f"{label or kind}.{name}"
     request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
     pending = PendingOp(request, list(tensors), outputs, run)
     engine.submit(pending)
+    state = world()
+    handle = next(state.counter)
     state.handles[handle] = HandleEntry(pending, engine, finish)
     return handle
 

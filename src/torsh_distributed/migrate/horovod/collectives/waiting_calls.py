@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torsh_distributed.migrate.horovod.collectives.submission import submit, synchronize
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
-from torsh_distributed.migrate.horovod.process_sets import ProcessSet, engine_of, global_process_set
+from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, registered_set
 from torsh_distributed.migrate.horovod.world_state import world
+
+_CALLS_BETWEEN_JOINS = 10**12
+"""More than there are: unnamed operations before and after a join never have the same number."""
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -24,8 +29,11 @@ def join(device: int = -1) -> int:
     For ranks that run out of data first. Means are still over all ranks. Returns the rank that came last. `device` is
     Horovod's: zeros are made on the device of the operation.
     """
-    engine = engine_of(global_process_set)
+    joined = registered_set(global_process_set)
     op = PendingOp(Request("join", OpKind.JOIN), [])
-    engine.submit(op)
-    last = engine.wait(op)
+    joined.engine.submit(op)
+    last = joined.engine.wait(op)
+    # Ranks have made different numbers of calls; from here on they make the same again.
+    joined.num_joins += 1
+    joined.unnamed = itertools.count(joined.num_joins * _CALLS_BETWEEN_JOINS)
     return world().members.index(last)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.events import CheckpointEvent, StepEvent, emit
-from torsh_distributed.launch.worker.progress import Progress, ProgressWriter, read_progress
+from torsh_distributed.launch.worker.recording.progress import Progress, ProgressWriter, read_progress
 
 STEPS = st.none() | st.integers(0, 2**62)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import note_error_in_flight
-from torsh_distributed.launch.worker.progress import ProgressWriter
+from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
+from torsh_distributed.launch.worker.recording.progress import ProgressWriter
 
 LIMIT_VARIABLE = "TORSH_EVENTS_MAX_MB"
 """The most that the events of a rank take; the oldest are dropped. `torsh run --trace` sets it."""
 
 # By process: a forked child records into its own files.
-_recorders: dict[int, list[JsonlSink | ProgressWriter]] = {}
+_recorders: dict[int, list[JsonlSink | MemorySamples | ProgressWriter]] = {}
 
 
 def record_events(directory: str | Path | None = None) -> None:
@@ -24,10 +25,10 @@ def record_events(directory: str | Path | None = None) -> None:
     """
     if os.getpid() in _recorders:
         return
-    started: list[JsonlSink | ProgressWriter] = []
+    started: list[JsonlSink | MemorySamples | ProgressWriter] = []
     chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
     if chosen:
-        started.append(JsonlSink(chosen, limit_bytes=_limit_bytes()))
+        started += [JsonlSink(chosen, limit_bytes=_limit_bytes()), MemorySamples()]
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
         started.append(ProgressWriter(progress, on_leaving=note_error_in_flight))

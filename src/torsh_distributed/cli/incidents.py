@@ -1,0 +1,64 @@
+"""`torsh incidents`: what failed in a run, what was done about it, and how often and how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+EventsDir = Annotated[Path, typer.Argument(help="Directory of the run's events (TORSH_EVENTS_DIR).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def incidents(directory: EventsDir, json: Json = False) -> None:
+    """Show the incidents of a run: failures, actions, times to failure and to recovery."""
+    from torsh_distributed.elastic.incidents.incident_history import (
+        failure_statistics,
+        observed_seconds,
+        read_incidents,
+    )
+
+    found = read_incidents(directory)
+    numbers = failure_statistics(found, observed_s=observed_seconds(directory))
+    if json:
+        record = {
+            "incidents": [dataclasses.asdict(one) for one in found],
+            "statistics": {kind: dataclasses.asdict(one) for kind, one in numbers.items()},
+        }
+        typer.echo(json_format.dumps(record, indent=1))
+        return
+    if not found:
+        typer.echo("no incidents")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("when", "failure", "ranks", "step", "action", "status", "took")
+    for one in found:
+        when = datetime.fromtimestamp(one.opened_at).strftime("%H:%M:%S")
+        took = "" if one.duration_s is None else f"{one.duration_s:.2f} s"
+        ranks = ", ".join(map(str, one.ranks))
+        table.add_row(when, one.failure, ranks, "" if one.step is None else str(one.step), one.action, one.status, took)
+    summary = Table("failure", "incidents", "resolved", "mean time to failure", "mean time to recovery")
+    for kind, stats in numbers.items():
+        summary.add_row(
+            kind,
+            str(stats.num_incidents),
+            str(stats.num_resolved),
+            _seconds(stats.mean_time_to_failure_s),
+            _seconds(stats.mean_time_to_recovery_s),
+        )
+    console = Console()
+    console.print(table)
+    console.print(summary)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"

@@ -1,0 +1,121 @@
+"""How likely a rank fails soon, as a score from 0 to 1, from trends in its events: memory that grows towards its limit,
+and a rank that gets slower than it was.
+
+A score is not a probability: 0.7 and more is worth a look, and how often that was right is measured on recordings of
+real runs (`tests/elastic/incidents/recordings`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torsh_distributed.events import Event, MemoryEvent, StepEvent
+
+ALARM = 0.7
+"""A score from here on is reported."""
+_WINDOW = 40
+_LEAST = 8
+_SIGNIFICANT = 4.0
+"""A slope counts if it is this many times its standard error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RiskScore:
+    """The risk of one rank at one moment."""
+
+    time: float
+    rank: int
+    score: float
+    reason: str
+    """memory or slowing."""
+    detail: str
+
+
+@dataclass(frozen=True)
+class _Trend:
+    """A straight line through measurements: value at the last of them, change per unit of x, error of that change."""
+
+    last: float
+    slope: float
+    error: float
+
+    @property
+    def is_rising(self) -> bool:
+        return self.slope > 0 and self.slope > _SIGNIFICANT * self.error
+
+
+def _trend(xs: Sequence[float], ys: Sequence[float]) -> _Trend:
+    middle_x, middle_y = statistics.fmean(xs), statistics.fmean(ys)
+    spread = sum((x - middle_x) ** 2 for x in xs)
+    if spread == 0:
+        return _Trend(ys[-1], 0.0, math.inf)
+    slope = sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True)) / spread
+    rest = sum((y - middle_y - slope * (x - middle_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+    error = math.sqrt(rest / max(1, len(xs) - 2) / spread)
+    return _Trend(middle_y + slope * (xs[-1] - middle_x), slope, error)
+
+
+class RiskMonitor:
+    """Scores ranks from their events. `horizon_s`: a limit that is reached within it scores 1, at twice it 0.5."""
+
+    def __init__(self, *, horizon_s: float = 60.0) -> None:
+        self._horizon_s = horizon_s
+        self._memory: dict[int, deque[tuple[float, float]]] = {}
+        self._own_s: dict[int, deque[tuple[float, float]]] = {}
+        self._usual_s: dict[int, float] = {}
+
+    def observe(self, event: Event) -> RiskScore | None:
+        """Take in an event of any rank; the rank's score by it, once there is enough to say."""
+        if isinstance(event, MemoryEvent):
+            return self._observe_memory(event)
+        if isinstance(event, StepEvent):
+            return self._observe_step(event)
+        return None
+
+    def _observe_memory(self, event: MemoryEvent) -> RiskScore | None:
+        points = self._memory.setdefault(event.rank, deque(maxlen=_WINDOW))
+        points.append((event.time, float(event.allocated_bytes)))
+        if len(points) < _LEAST or event.limit_bytes is None:
+            return None
+        trend = _trend([at for at, _ in points], [used for _, used in points])
+        score, left_s = 0.0, math.inf
+        if trend.is_rising:
+            left_s = max(0.0, event.limit_bytes - trend.last) / trend.slope
+            score = 1.0 if left_s <= self._horizon_s else self._horizon_s / left_s
+        detail = f"{event.device} memory grows by {trend.slope / 2**20:.1f} MiB/s, full in {left_s:.0f} s"
+        return RiskScore(time=event.time, rank=event.rank, score=score, reason="memory", detail=detail)
+
+    def _observe_step(self, event: StepEvent) -> RiskScore | None:
+        """A rank's own time is what it does not wait for others; it is compared with what it was at first."""
+        if event.comm_s is None:
+            return None
+        points = self._own_s.setdefault(event.rank, deque(maxlen=_WINDOW))
+        points.append((float(event.step), max(0.0, event.duration_s - event.comm_s)))
+        own = [took_s for _, took_s in points]
+        if len(points) < 2 * _LEAST:
+            return None
+        # The first steps warm up caches and allocators.
+        usual = self._usual_s.setdefault(event.rank, statistics.median(own[_LEAST:]))
+        if usual <= 0:
+            return None
+        recent = statistics.median(own[-_LEAST:])
+        is_rising = _trend([at for at, _ in points], own).is_rising
+        growth = recent / usual - 1
+        score = min(1.0, max(0.0, growth)) if is_rising or growth > 1 else 0.0
+        detail = f"a step takes {recent * 1e3:.1f} ms of its own, {recent / usual:.1f} times as long as at first"
+        return RiskScore(time=event.time, rank=event.rank, score=score, reason="slowing", detail=detail)
+
+
+def alarms(events: Iterable[Event], *, horizon_s: float = 60.0) -> list[RiskScore]:
+    """The first alarm of each rank and reason in a run's events, in the order of time."""
+    monitor = RiskMonitor(horizon_s=horizon_s)
+    found: dict[tuple[int, str], RiskScore] = {}
+    for event in sorted(events, key=lambda one: one.time):
+        risk = monitor.observe(event)
+        if risk is not None and risk.score >= ALARM:
+            found.setdefault((risk.rank, risk.reason), risk)
+    return list(found.values())

@@ -1,0 +1,2 @@
+"""Every sample of an epoch once: `sample_ledger` says what is done and whose the rest is, `data_position` which data
+can keep that promise, `audit` proves it; `seeded_samples` makes random transforms repeatable."""

@@ -1,0 +1,102 @@
+"""Which data can promise every sample once: data with indices in a repeatable order, and streams that can say where
+they are. Others are refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from torsh_distributed.comm.agreement import require_same
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.errors import InvalidArgument
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A stream that can say where it is: plain values, equal on all ranks."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Where it is, after what it has given out."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next `iter()` goes on there."""
+
+
+def positioned(loader: Iterable[Any]) -> Positioned | None:
+    """What says where this stream is: the loader itself, or the dataset that a DataLoader reads in this process."""
+    if isinstance(loader, Positioned):
+        return loader
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return None
+    # In workers copies of the dataset read ahead; the one here does not move.
+    is_here = loader.num_workers == 0
+    return loader.dataset if is_here and isinstance(loader.dataset, Positioned) else None
+
+
+def begin_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Tell a loader, its sampler or its dataset the epoch, if it wants to know: the order may depend on it."""
+    parts: list[Any] = [loader]
+    if isinstance(loader, DataLoader):
+        parts += [loader.batch_sampler, loader.sampler, loader.dataset]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def require_exactly_once(loader: Iterable[Any]) -> None:
+    """Refuse a stream that cannot say where it is; data with indices are checked when their order is known."""
+    if isinstance(loader, Sequence) or positioned(loader) is not None:
+        return
+    kind = type(loader).__name__
+    hint = "give it state_dict() and load_state_dict(), or set training.exactly_once = false"
+    if isinstance(loader, DataLoader):
+        if not isinstance(loader.dataset, IterableDataset):
+            return
+        kind = f"{kind} over {type(loader.dataset).__name__}"
+        if isinstance(loader.dataset, Positioned):
+            hint = "read it with num_workers=0: copies in workers cannot say where they are"
+    raise InvalidArgument(
+        f"training.exactly_once: {kind} cannot say where it is, so a resumed run could repeat or lose samples",
+        hint=hint,
+        loader=kind,
+    )
+
+
+def require_one_order(
+    batches: Sequence[Sequence[int]],
+    again: Sequence[Sequence[int]],
+    loader: DataLoader[Any],
+    *,
+    epoch: int,
+    compares_ranks: bool,
+) -> None:
+    """Refuse an order that differs when asked again, or has a sample twice.
+
+    With `compares_ranks` also one that differs between ranks; every rank calls this then.
+    """
+    name = type(loader.sampler if loader.batch_size is not None else loader.batch_sampler).__name__
+    flat = [index for indices in batches for index in indices]
+    problem = None
+    if [list(one) for one in batches] != [list(one) for one in again]:
+        problem = "gives another order each time it is asked"
+    elif len(set(flat)) != len(flat):
+        problem = "gives a sample more than once in an epoch"
+    if problem is not None:
+        raise InvalidArgument(
+            f"training.exactly_once: {name} {problem}",
+            hint="shuffle with DataLoader(shuffle=True), or make its order a function of set_epoch() alone",
+            sampler=name,
+            epoch=epoch,
+        )
+    if compares_ranks and process_group.is_initialized():
+        digest = hashlib.blake2b(repr(batches).encode(), digest_size=8).hexdigest()
+        require_same(
+            {"order of samples": digest},
+            group=resolve_group(None),
+            what=f"epoch {epoch} of {name}",
+            hint="engine.batches cuts global batches: give it a sampler that is the same on all ranks",
+        )

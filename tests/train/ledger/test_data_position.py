@@ -1,0 +1,120 @@
+"""Which data may promise every sample once, and that they keep it after an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.train.batches import DataOrder, RankBatch, sharded
+from torsh_distributed.train.ledger.data_position import positioned
+
+
+class Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Counting(IterableDataset[Tensor]):
+    """A stream of 10 numbers that knows where it is, and goes another way in every epoch."""
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.epoch = 0
+        self.num_read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place < 10:
+            self.place += 1
+            self.num_read += 1
+            yield torch.tensor(100 * self.epoch + self.place - 1)
+        self.place = 0
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(10))
+
+
+class Unrepeatable(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(10).tolist())
+
+    def __len__(self) -> int:
+        return 10
+
+
+def read(loader: Any, **order: Any) -> list[RankBatch]:
+    return list(sharded(loader, DataOrder(seed=3, is_exactly_once=True, **order), part=0, num_parts=1))
+
+
+def numbers(batches: list[RankBatch]) -> list[int]:
+    return [int(value) for piece in batches for value in piece.batch]
+
+
+def test_a_stream_resumes_by_its_position_without_reading_what_is_done() -> None:
+    whole = read(DataLoader(Counting(), batch_size=4), epoch=2)
+    assert numbers(whole) == list(range(200, 210))
+    data = Counting()
+    rest = read(DataLoader(data, batch_size=4), epoch=2, skip=1, position=whole[0].position)
+    assert numbers(rest) == list(range(204, 210))
+    assert data.num_read == 6
+
+
+def test_a_loader_that_knows_its_place_is_asked_itself() -> None:
+    class Loader(Counting):
+        pass
+
+    loader = Loader()
+    assert positioned(loader) is loader
+    assert positioned(DataLoader(loader)) is loader
+    assert positioned(DataLoader(loader, num_workers=1)) is None
+    assert positioned(DataLoader(Endless())) is None
+
+
+def test_lists_and_shuffled_data_are_accepted() -> None:
+    assert numbers(read(list(torch.arange(6).split(4)))) == list(range(6))
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    whole = read(loader, epoch=1)
+    assert sorted(numbers(whole)) == list(range(10))
+    assert numbers(read(loader, epoch=1, skip=2)) == numbers(whole)[8:]
+    assert [piece.ids for piece in whole] == [piece.batch.tolist() for piece in whole]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoader(Endless()), "DataLoader over Endless cannot say where it is"),
+        (lambda: DataLoader(Counting(), num_workers=1), "DataLoader over Counting cannot say where it is"),
+        (lambda: iter([torch.ones(1)]), "list_iterator cannot say where it is"),
+        (lambda: DataLoader(Numbers(), sampler=Unrepeatable()), "Unrepeatable gives another order each time"),
+        (
+            lambda: DataLoader(Numbers(), sampler=RandomSampler(Numbers(), replacement=True, num_samples=40)),
+            "RandomSampler gives a sample more than once",
+        ),
+        (
+            lambda: DataLoader(Numbers(), sampler=WeightedRandomSampler([1.0] * 10, 40)),
+            "WeightedRandomSampler gives another order each time",
+        ),
+    ],
+)
+def test_what_could_lose_or_repeat_samples_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        read(make())
