@@ -294,6 +294,7 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    plan_variables = _plan_variables(plan, num_ranks=num_nodes * num_workers)
     changes = elastic_spec(
         _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
     )
@@ -320,7 +321,7 @@ def run(
         serves_torch_store=torch_store,
         env={
             **context.meta.get(_WORKER_VARIABLES, {}),
-            **_plan_variables(plan, num_ranks=num_nodes * num_workers),
+            **plan_variables,
             **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
         },
         shutdown_timeout_s=shutdown_timeout,
