@@ -315,14 +315,14 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
     changes = elastic_spec(
-        _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        _planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
     )
     if mpi and changes is not None:
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
         )
-    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -390,15 +390,11 @@ def elastic_spec(
     return ElasticSpec(**{**planned, **given})
 
 
-def _planned_elastic(path: Path | None) -> dict[str, Any]:
+def _planned_elastic(plan: Plan | None) -> dict[str, Any]:
     """What a plan says for the launcher; empty if it does not ask for it."""
-    if path is None:
+    if plan is None or not plan.elastic.enabled:
         return {}
-    from torsh_distributed.plan import Plan
-
-    section = Plan.compose(path, environ=os.environ).elastic
-    if not section.enabled:
-        return {}
+    section = plan.elastic
     return {
         "min_workers": section.min_workers,
         "max_workers": section.max_workers,
