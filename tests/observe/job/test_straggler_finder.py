@@ -36,12 +36,21 @@ def test_a_rank_30_percent_slower_is_named_within_five_steps_and_nobody_else(num
 
 def test_one_slow_step_and_steps_that_are_not_whole_name_nobody() -> None:
     finder = StragglerFinder()
-    for step in range(200):
+    for step in range(3000):
         finder.add(0, step, 0.02, num_ranks=2)
         if step % 3:
             finder.add(1, step, 0.2 if step == 100 else 0.02, num_ranks=2)
     assert finder.stragglers == []
-    assert len(finder._waiting) <= 64
+    assert len(finder._waiting) <= 512
+
+
+def test_ranks_may_tell_of_hundreds_of_steps_one_after_the_other() -> None:
+    finder = StragglerFinder()
+    for first in range(0, 1000, 200):
+        for rank in range(4):
+            for step in range(first, first + 200):
+                finder.add(rank, step, 0.026 if rank == 2 and step >= 600 else 0.02, num_ranks=4)
+    assert [(one.rank, one.since_step) for one in finder.stragglers] == [(2, 600)]
 
 
 def test_a_world_of_one_has_no_stragglers() -> None:

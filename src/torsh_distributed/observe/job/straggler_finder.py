@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 _WINDOW = 4
 _USUAL = 60
-_STEPS_WAITED_FOR = 64
+_STEPS_WAITED_FOR = 512
+"""A summary of a rank brings up to 200 steps, and another rank's may come a summary later."""
+_TIMES_WAITED_FOR = 100_000
 _NOISE_FACTOR = 4.5
 _EARLY_SCATTER = 0.06
 """Assumed before a rank's own is known: six percent."""
@@ -40,6 +42,7 @@ class StragglerFinder:
     def __init__(self, *, threshold: float = 0.15) -> None:
         self._least_excess = math.log1p(threshold)
         self._waiting: dict[int, dict[int, float]] = {}
+        self._given_up = -1
         self._newest: dict[int, deque[float]] = {}
         self._usual: dict[int, deque[float]] = {}
         self._found: dict[int, Straggler] = {}
@@ -57,14 +60,16 @@ class StragglerFinder:
 
     def add(self, rank: int, step: int, busy_s: float, *, num_ranks: int) -> None:
         """A rank's busy time in a step; a step is judged once all `num_ranks` have told theirs."""
-        if num_ranks < 2 or not math.isfinite(busy_s) or busy_s <= 0:
+        if num_ranks < 2 or not math.isfinite(busy_s) or busy_s <= 0 or step <= self._given_up:
             return
         told = self._waiting.setdefault(step, {})
         told[rank] = busy_s
         if len(told) >= num_ranks:
             self._judge(step, self._waiting.pop(step))
-        while len(self._waiting) > _STEPS_WAITED_FOR:
-            self._waiting.pop(next(iter(self._waiting)))
+        while len(self._waiting) > min(_STEPS_WAITED_FOR, max(16, _TIMES_WAITED_FOR // num_ranks)):
+            # The oldest step, not the one that was told of first: a late rank tells of older ones.
+            self._given_up = min(self._waiting)
+            del self._waiting[self._given_up]
 
     def _judge(self, step: int, busy: Mapping[int, float]) -> None:
         ordered = sorted(busy.values())
