@@ -30,8 +30,8 @@ def process_metrics() -> RankMetrics:
 def metric(name: str, *, kind: str = "gauge", unit: str = "", help: str = "") -> Metric:
     """A metric of yours: `metric("eval_accuracy").record(0.93)`. Kinds: gauge, counter, distribution.
 
-    It is reported with the others, exported as `torsh_custom_<name>`, and may be used in rules of alerts. Recording
-    takes less than a microsecond, from any thread; where nothing reports, values are kept in a ring.
+    It is reported with the others, exported as `torsh_custom_<name>`, and may be used in rules of alerts. Record from
+    any thread; where nothing reports, values are kept in a ring.
     """
     return process_metrics().custom(name, kind=kind, unit=unit, help=help)
 
