@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from tests.bed.world import ROOT
 from tests.observe.packets import FakeRank, job_of_two
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.observe.export.grafana_dashboard import grafana_dashboard
@@ -203,22 +207,38 @@ def test_an_export_that_is_not_understood_is_refused(text: str) -> None:
         make_exporter(text)
 
 
-@pytest.mark.needs_library("wandb")
-def test_wandb_takes_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+def in_a_process_of_its_own(function: Callable[[Path], None], folder: Path) -> None:
+    """Both trackers leave threads, processes and variables behind in the process that uses them."""
+    code = f"from pathlib import Path; from {__name__} import {function.__name__} as run; run(Path({str(folder)!r}))"
+    env = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def export_to_wandb(folder: Path) -> None:
     exporter = make_exporter("wandb:test")
     view = job_of_two(5)
     exporter.export(view)
     exporter.close(view)
-    assert list(tmp_path.rglob("*.wandb"))
 
 
-@pytest.mark.needs_library("mlflow")
-def test_mlflow_takes_the_curve(tmp_path: Path) -> None:
+@pytest.mark.needs_library("wandb")
+def test_wandb_takes_the_curve(tmp_path: Path) -> None:
+    in_a_process_of_its_own(export_to_wandb, tmp_path)
+    (written,) = tmp_path.rglob("*.wandb")
+    assert written.stat().st_size > 0
+
+
+def export_to_mlflow(folder: Path) -> None:
     import mlflow
 
-    exporter = make_exporter(f"mlflow:sqlite:///{tmp_path}/mlflow.db")
+    exporter = make_exporter(f"mlflow:file://{folder}/runs")
     view = job_of_two(5)
     view.header.exit_code = 0
     exporter.export(view)
@@ -226,6 +246,11 @@ def test_mlflow_takes_the_curve(tmp_path: Path) -> None:
     exporter.close(view)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
     assert [point.step for point in history] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.needs_library("mlflow")
+def test_mlflow_takes_the_curve(tmp_path: Path) -> None:
+    in_a_process_of_its_own(export_to_mlflow, tmp_path)
 
 
 def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
