@@ -115,4 +115,4 @@ def inject(*faults: Fault | str) -> Iterator[Injector]:
 def _rank() -> int:
     """As the launcher numbered this process; ranks may be renumbered when others are lost."""
     text = os.environ.get("RANK")
-    return events.current_rank() if text is None else int(text)
+    return max(0, events.current_rank()) if text is None else int(text)
