@@ -53,6 +53,7 @@ def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Pa
     assert outcome.output.count("regrouped:") == 3
 
 
+@pytest.mark.matrix
 def test_a_stopped_worker_is_replaced_and_cannot_come_back(tmp_path: Path) -> None:
     def meanwhile(folder: Path) -> None:
         pid = wait_for_mark(folder, rank=1, step=5, within_s=60)

@@ -70,7 +70,6 @@ FOUR_RANKS = [
     ("num_ranks", "cases"),
     [
         pytest.param(2, TWO_RANKS, id="2 ranks"),
-        pytest.param(4, FOUR_RANKS[1::3], id="4 ranks, in short"),
         pytest.param(4, FOUR_RANKS, id="4 ranks", marks=pytest.mark.matrix),
     ],
 )

@@ -21,6 +21,7 @@ def add_ranks(start: int, *, factor: float = 1.0) -> float:
     return float(total)
 
 
+@pytest.mark.matrix
 def test_results_come_by_rank() -> None:
     assert hvd.run(add_ranks, (10,), {"factor": 2.0}, num_proc=2, use_gloo=True) == [42.0, 42.0]
 
