@@ -57,8 +57,8 @@ docs: $(READY) ## build the site into site/, warnings are errors
 bench: $(READY) ## run every benchmark case; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-benchcheck: $(READY) ## try every benchmark case for some seconds; keeps nothing
-	$(BIN)/python -m benchmarks --quick
+benchcheck: $(READY) ## try every benchmark case, or CASES, for some seconds; keeps nothing
+	$(BIN)/python -m benchmarks --quick $(CASES)
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) site dist build runs .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -55,10 +55,10 @@ def _times(run: ChaosRun) -> list[float]:
     return [one.next_step_s for one in run.outcomes if one.next_step_s is not None]
 
 
-def _after_fault(name: str, count: int, root: Path) -> Iterator[Row | Note]:
-    ours, rival = _launchers()
+def _after_fault(name: str, count: int, root: Path, launchers: list[str]) -> Iterator[Row | Note]:
+    ours = launchers[0]
     found: dict[str, list[float]] = {}
-    for launcher in (ours, rival):
+    for launcher in launchers:
         # torchrun restarts everybody each time, and does not notice a stopped rank: a few times are enough to see it.
         few = count if launcher == ours else min(count, 3)
         if launcher != "torsh run --elastic" and name in _WAITS_FOR_EVER:
@@ -114,10 +114,12 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     yield Note(text=f"ours is `{_launchers()[0]}`; a number is the median, its upper end the 95th percentile")
     with tempfile.TemporaryDirectory(prefix="torsh-chaos-") as folder:
         root = Path(folder)
-        kinds = list(_KINDS)[:1] if budget.is_quick else list(_KINDS)
-        for name in kinds:
-            yield from _after_fault(name, 1 if budget.is_quick else 50, root)
-        yield from _storm(6.0 if budget.is_quick else 60.0, root)
+        if budget.is_quick:
+            yield from _after_fault(next(iter(_KINDS)), 1, root, _launchers()[:1])
+            return
+        for name in _KINDS:
+            yield from _after_fault(name, 50, root, _launchers())
+        yield from _storm(60.0, root)
 
 
 def _with_p95(samples: list[float]) -> Measurement:

@@ -36,10 +36,13 @@ def measure(methods: list[str]) -> dict[str, tuple[int, int]]:
     for method in methods:
         codec = make_codec(method)
         codec.average(x, group, Key())  # ranks compare settings the first time
-        before = sent_on_eth0()
-        counted = codec.average(x, group, Key(step=1)).num_bytes
-        dist.barrier()
-        found[method] = counted, sent_on_eth0() - before
+        sent = []
+        for step in (1, 2):  # a packet that a busy machine sends twice is counted twice, so the lesser is right
+            before = sent_on_eth0()
+            counted = codec.average(x, group, Key(step=step)).num_bytes
+            dist.barrier()
+            sent.append(sent_on_eth0() - before)
+        found[method] = counted, min(sent)
     return found
 
 
