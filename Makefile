@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 READY := $(VENV)/.ready
 PYTEST_ARGS ?=
+# "dev,services" adds the servers and trackers that a few tests talk to; without them these are skipped.
+EXTRAS ?= dev
 
 .PHONY: train test unit matrix lint docs bench benchcheck clean help
 help:
@@ -28,7 +30,7 @@ $(RUNTIME): $(INSTALLED) | $(BIN)/python
 
 $(READY): $(INSTALLED) | $(BIN)/python
 	@echo "setting up $(VENV) with the tools of development (a minute or two the first time)"
-	@$(INSTALL) '.[dev]'
+	@$(INSTALL) '.[$(EXTRAS)]'
 	@touch $(RUNTIME) $(READY)
 
 train: $(RUNTIME) ## set up and train a small GPT on two local workers

@@ -6,6 +6,7 @@ from torsh_distributed import errors as errors
 from torsh_distributed import events as events
 from torsh_distributed import launch as launch
 from torsh_distributed import migrate as migrate
+from torsh_distributed import observe as observe
 from torsh_distributed import parallel as parallel
 from torsh_distributed import plan as plan
 from torsh_distributed import train as train

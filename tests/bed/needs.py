@@ -102,6 +102,12 @@ def mpi() -> str | None:
 
 
 @functools.cache
+def command(name: str) -> str | None:
+    """A program on the PATH: `needs_command("promtool")`."""
+    return None if shutil.which(name) is not None else f"no {name} on the PATH"
+
+
+@functools.cache
 def library(name: str) -> str | None:
     """A Python package that ours works with but does not need: `needs_library("transformers")`."""
     return None if importlib.util.find_spec(name) is not None else f"no {name}; pip install {name}"
@@ -121,6 +127,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_browser": browser,
     "needs_mpi": mpi,
     "needs_library": library,
+    "needs_command": command,
     "needs_torchvision": torchvision,
 }
 _HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})

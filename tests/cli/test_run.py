@@ -101,7 +101,6 @@ PLANS = {
     "an unknown key": "[training]\nstepz = 10\n",
     "too few ranks": "[mesh]\ndp = 3\ntp = 2\n",
     "two keys that clash": '[mesh]\nshard = 2\n[fsdp]\nstrategy = "hybrid_shard"\n',
-    "what this version lacks": "[observe]\nprometheus_port = 9000\n",
 }
 
 

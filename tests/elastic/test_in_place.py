@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,7 @@ def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Pa
     assert outcome.output.count("regrouped:") == 3
 
 
+@pytest.mark.matrix
 def test_a_stopped_worker_is_replaced_and_cannot_come_back(tmp_path: Path) -> None:
     def meanwhile(folder: Path) -> None:
         pid = wait_for_mark(folder, rank=1, step=5, within_s=60)
@@ -138,7 +141,7 @@ def test_a_raised_exception_is_a_loss_too_and_says_so(tmp_path: Path) -> None:
 def test_scaling_up_and_down_lets_workers_in_and_out_between_two_steps(tmp_path: Path) -> None:
     def meanwhile(folder: Path) -> None:
         wait_for_mark(folder, rank=0, step=5, within_s=60)
-        assert ask_launcher(find_job("scaled").pid, "scale", workers=3)["is_done"]
+        os.kill(find_job("scaled").pid, signal.SIGTTIN)
         wait_for_joined(folder, member=2)
         assert ask_launcher(find_job("scaled").pid, "scale", workers=1)["is_done"]
         assert not ask_launcher(find_job("scaled").pid, "scale", workers=99)["is_done"]

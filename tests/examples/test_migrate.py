@@ -49,6 +49,7 @@ def test_the_options_of_the_script_work(option: str) -> None:
     assert float(re.findall(r"Accuracy: ([\d.]+)%", done.stdout)[-1]) > 90, done.stdout
 
 
+@pytest.mark.matrix
 def test_an_elastic_script_continues_from_its_commit_after_a_crash(tmp_path: Path) -> None:
     script = str(FOLDER / "horovod_elastic.py")
     done = run("-np", "2", "--reset-limit", "2", "python", script, "--crash-marker", str(tmp_path / "crashed"))

@@ -148,6 +148,7 @@ def test_uncompiled_functions_run_as_written() -> None:
 
 SHORT: list[Case] = [
     ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "activation": {"strategy": "selective"}}),
+    ("gpt", {**COMPILE, "mesh": {"dp": 1, "tp": 2}}),
 ]
 LONG: list[tuple[int, list[Case]]] = [
     (1, [("gpt", {**ONE, **COMPILE}), ("gpt", {**ONE, "compile": {"enabled": True, "scope": "model"}})]),
@@ -162,7 +163,6 @@ LONG: list[tuple[int, list[Case]]] = [
             ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "fsdp": {"strategy": "shard_optimizer"}}),
             ("gpt", {**COMPILE, "mesh": {"dp": 1, "shard": 2}, "training": {"gradient_accumulation": 2}}),
             ("gpt", {**COMPILE, "mesh": {"dp": 1, "tp": 2}}),
-            ("gpt", {**COMPILE, "mesh": {"dp": 1, "tp": 2}, "tensor": {"sequence_parallel": True}}),
             ("gpt", {**COMPILE, "mesh": {"dp": 1, "pp": 2}, "pipeline": {"num_microbatches": 2}}),
             ("moe", {**COMPILE, "mesh": {"dp": 1, "ep": 2}}),
         ],
@@ -185,7 +185,7 @@ def assert_golden(
                 assert mine == pytest.approx(expected, rel=2e-4), sections
 
 
-def test_compiled_layers_train_as_one_process_does_in_shards(world: World) -> None:
+def test_compiled_layers_train_as_one_process_does_in_shards_and_pieces(world: World) -> None:
     assert_golden(world, 2, SHORT, train_traced)
 
 

@@ -89,6 +89,7 @@ def check(world: World, kind: str, folder: Path, stages: list[tuple[int, list[Pl
         first += len(plans)
 
 
+@pytest.mark.matrix
 def test_a_tied_model_goes_through_the_axes_bit_for_bit(world: World, tmp_path: Path) -> None:
     check(
         world,

@@ -20,6 +20,13 @@ COMMANDS = {
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),
     "env": ("torsh_distributed.cli.environment", "Show this process's place in a job, its variables and its backends."),
+    "dashboard": (
+        "torsh_distributed.cli.observe.dashboard",
+        "Show a job's event files as a live page, or as a report.",
+    ),
+    "top": ("torsh_distributed.cli.observe.top", "Show a job at the terminal: its event files, or a page's address."),
+    "compare": ("torsh_distributed.cli.observe.compare", "Compare two runs by their event files."),
+    "metrics": ("torsh_distributed.cli.observe.metrics", "Say what is measured; make a Grafana dashboard."),
     "doctor": (
         "torsh_distributed.cli.doctor.doctor_command",
         "Check this machine before a run, or say what a running job is stuck in.",
@@ -49,6 +56,10 @@ COMMANDS = {
     "incidents": (
         "torsh_distributed.cli.incidents",
         "Show the incidents of a run: failures, actions, times to failure and to recovery.",
+    ),
+    "migrate": (
+        "torsh_distributed.cli.migrate",
+        "Look at scripts of other libraries: what runs as it is, and what to write instead.",
     ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }

@@ -7,13 +7,24 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
 from torsh_distributed.cli.error_message import print_error
+from torsh_distributed.cli.observe.options import (
+    DEFAULT_PAGE_PORT,
+    Alerts,
+    Dashboard,
+    DashboardHost,
+    DashboardPort,
+    Export,
+    HtmlReport,
+    PrometheusPort,
+    observe_settings,
+)
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch.spec import (
     LOOPBACK,
@@ -26,6 +37,9 @@ from torsh_distributed.launch.spec import (
     parse_nnodes,
     parse_nproc,
 )
+
+if TYPE_CHECKING:
+    from torsh_distributed.plan import Plan
 
 CONTEXT_SETTINGS = {
     # Options after the script belong to the script.
@@ -191,7 +205,10 @@ JoinTimeout = Annotated[
     ),
 ]
 HeartbeatTimeout = Annotated[
-    float, typer.Option(help="Seconds of silence after which a node counts as lost.", rich_help_panel=_LIMITS)
+    float | None,
+    typer.Option(
+        help="Seconds of silence after which a node counts as lost: 10, with --elastic 1.", rich_help_panel=_LIMITS
+    ),
 ]
 
 Elastic = Annotated[
@@ -274,11 +291,18 @@ def run(
     shutdown_timeout: ShutdownTimeout = 3.0,
     signal_timeout: SignalTimeout = 25.0,
     join_timeout: JoinTimeout = 300.0,
-    heartbeat_timeout: HeartbeatTimeout = 10.0,
+    heartbeat_timeout: HeartbeatTimeout = None,
     elastic: Elastic = False,
     min_workers: MinWorkers = None,
     max_workers: MaxWorkers = None,
     on_loss: LossPolicy = None,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
+    dashboard_host: DashboardHost = LOOPBACK,
+    prometheus_port: PrometheusPort = None,
+    html_report: HtmlReport = None,
+    export: Export = None,
+    alerts: Alerts = None,
 ) -> None:
     """Start a script on every worker, supervise it, and say why it ended.
 
@@ -291,6 +315,14 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
+    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
+    changes = elastic_spec(
+        _planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+    )
+    if mpi and changes is not None:
+        raise InvalidArgument(
+            "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
+        )
     spec = JobSpec(
         entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -310,16 +342,24 @@ def run(
         serves_torch_store=torch_store,
         env={
             **context.meta.get(_WORKER_VARIABLES, {}),
-            **_plan_variables(plan, num_ranks=num_nodes * num_workers),
+            **({} if plan is None else {"TORSH_PLAN": str(plan.resolve())}),
             **_trace_variables(trace, trace_limit_mb, num_ranks=num_nodes * num_workers),
         },
+        observe=observe_settings(
+            chosen,
+            dashboard=dashboard,
+            dashboard_port=dashboard_port,
+            dashboard_host=dashboard_host,
+            prometheus_port=prometheus_port,
+            html_report=html_report,
+            export=export,
+            alerts=alerts,
+        ),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
-        heartbeat_timeout_s=heartbeat_timeout,
-        elastic=elastic_spec(
-            _planned_elastic(plan), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
-        ),
+        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None else 1.0),
+        elastic=changes,
     )
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
         if dry_run:
@@ -350,15 +390,11 @@ def elastic_spec(
     return ElasticSpec(**{**planned, **given})
 
 
-def _planned_elastic(path: Path | None) -> dict[str, Any]:
+def _planned_elastic(plan: Plan | None) -> dict[str, Any]:
     """What a plan says for the launcher; empty if it does not ask for it."""
-    if path is None:
+    if plan is None or not plan.elastic.enabled:
         return {}
-    from torsh_distributed.plan import Plan
-
-    section = Plan.compose(path, environ=os.environ).elastic
-    if not section.enabled:
-        return {}
+    section = plan.elastic
     return {
         "min_workers": section.min_workers,
         "max_workers": section.max_workers,
@@ -481,19 +517,20 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _plan_variables(path: Path | None, *, num_ranks: int) -> dict[str, str]:
-    """TORSH_PLAN for the workers, after the check of `torsh plan validate` for their number.
+def _read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
+    """The plan of the workers, after the check of `torsh plan validate` for their number.
 
     Exits with status 2, as for any other wrong option, if the plan cannot run.
     """
     if path is None:
-        return {}
+        return None
     from torsh_distributed.plan import Plan
 
     try:
         # As the workers read it: variables TORSH_PLAN__SECTION__KEY win over the file.
-        Plan.compose(path, environ=os.environ).validate(num_ranks)
+        plan = Plan.compose(path, environ=os.environ)
+        plan.validate(num_ranks)
     except ConfigurationError as error:
         print_error(error)
         raise typer.Exit(2) from error
-    return {"TORSH_PLAN": str(path.resolve())}
+    return plan

@@ -68,6 +68,8 @@ def why_not(plan: Plan, engine: Engine) -> str | None:
         return f"the plan splits the model ({type(engine.strategy).__name__}): a lost rank takes a part of it along"
     if engine.strategy.compressor is not None:
         return f"compress.method is {plan.compress.method}: its state differs from rank to rank"
+    if plan.offload.enabled:
+        return "offload.enabled: its state is in files and memory of its own"
     if plan.ddp.auto_size:
         return "ddp.auto_size: a rank that joins has measured other buckets"
     return None
@@ -140,7 +142,8 @@ class InPlaceRecovery:
 
     # Between two steps
 
-    def _note_votes(self, total: float) -> None:
+    def _note_votes(self, loss: float, total: float) -> None:
+        self._loss = loss
         pending = self._client.pending
         has_all = pending is not None and total == pending.epoch * process_group.world_size()
         self._agreed_epoch = pending.epoch if pending is not None and has_all else 0
@@ -258,7 +261,7 @@ def _is_of_communication(error: Exception) -> bool:
 class _MeanAndEpoch(PendingNumber):
     """A sum of two numbers, one of which is the mean loss. Our CPU backends send it when it is waited for."""
 
-    def __init__(self, sent: Tensor, on_votes: Callable[[float], None]) -> None:
+    def __init__(self, sent: Tensor, on_votes: Callable[[float, float], None]) -> None:
         self._sent = sent
         self._on_votes = on_votes
         self._work: Work[Tensor] | None = None
@@ -273,5 +276,5 @@ class _MeanAndEpoch(PendingNumber):
         else:
             total = self._sent if process_group.world_size() == 1 else all_reduce(self._sent)
         loss, votes = total.tolist()
-        self._on_votes(votes)
+        self._on_votes(loss, votes)
         return float(loss)

@@ -18,7 +18,7 @@ from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
-from torsh_distributed.launch.local.signals import SignalInbox
+from torsh_distributed.launch.local.signals import SCALING, SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
 from torsh_distributed.launch.nodes.leader import Leader
@@ -45,22 +45,25 @@ def launch_job(spec: JobSpec) -> int:
             from torsh_distributed.events import JsonlSink
 
             stack.enter_context(JsonlSink(events_dir))
-        inbox = stack.enter_context(SignalInbox())
+        inbox = stack.enter_context(SignalInbox(can_scale=spec.elastic is not None and spec.is_leader))
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
         output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
-        loop.watch(inbox.fd, lambda: _take_signals(inbox, node))
+        loop.watch(inbox.fd, lambda: _take_signals(inbox, node, leader))
+        leader: Leader | None = None
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
+            leader.on_measured = node.take_measured
             if spec.nnodes > 1:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
             if spec.elastic is not None:
-                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {spec.run_id} N`")
+                name = os.getpid() if spec.run_id == "none" else spec.run_id
+                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {name} N`")
             stack.enter_context(_open_to_commands(spec, loop, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
@@ -131,9 +134,12 @@ def describe_job(spec: JobSpec) -> list[str]:
     return lines
 
 
-def _take_signals(inbox: SignalInbox, node: Node) -> None:
+def _take_signals(inbox: SignalInbox, node: Node, leader: Leader | None) -> None:
     for number in inbox.take():
-        node.interrupt(number)
+        if number in SCALING and leader is not None:
+            leader.scale_by(SCALING[number])
+        else:
+            node.interrupt(number)
 
 
 def _connect(leader: Leader, node: Node, loop: Loop) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.observe.settings import ObserveSettings
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
@@ -134,6 +135,9 @@ class JobSpec:
 
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the workers, on top of the launcher's own and the job's."""
+
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
+    """Who looks at the job: pages, exports, a report."""
 
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""

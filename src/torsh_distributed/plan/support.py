@@ -11,10 +11,7 @@ from collections.abc import Mapping
 from torsh_distributed.plan.compatibility.offload_rules import pages_model
 from torsh_distributed.plan.plan_sections import PlanSections
 
-NOT_YET: Mapping[str, tuple[str, ...] | None] = {
-    "observe.prometheus_port": None,
-    "observe.collection_interval_s": None,
-}
+NOT_YET: Mapping[str, tuple[str, ...] | None] = {}
 """Sections and keys that are not built yet, with the values that are not, or None for all. A capability that lands
 removes its own."""
 

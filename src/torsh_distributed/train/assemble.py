@@ -15,6 +15,7 @@ from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
+from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
@@ -66,6 +67,7 @@ def parallelize(
         for notice in chosen.notices():
             _log.warning(notice)
     chosen = chosen.resolve(process_group.world_size())
+    note_fact("mesh", chosen.mesh.degrees)
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     stored = _stored_weights(model, weights, param_init_fn)

@@ -57,6 +57,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Pa
     assert "dp 3 × tp 1 × pp 1 = 3, but the world has 2 ranks" in done.stderr
 
 
+@pytest.mark.matrix
 def test_the_report_says_where_the_time_went(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("[mesh]\ntp = 2\n[training]\nsteps = 3\nbatch_size = 4\n")

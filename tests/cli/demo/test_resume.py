@@ -84,6 +84,7 @@ def train_alone(steps: int) -> dict[int, float]:
     return {number: engine.step(batch) for number, batch in enumerate(engine.batches(demo.loader), 1)}
 
 
+@pytest.mark.matrix
 def test_a_job_whose_launcher_is_killed_goes_on_with_tensor_parallelism(world: World, tmp_path: Path) -> None:
     _, code = cut(tmp_path, "cut", "SIGKILL", steps=8, at=3)
     assert code == -signal.SIGKILL

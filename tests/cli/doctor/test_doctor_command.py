@@ -22,7 +22,7 @@ def test_the_machine_is_checked_and_bad_variables_fail_it(monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = CliRunner().invoke(doctor_command.app, ["--no-all-reduce", "--json"])
-    assert done.exit_code == 1
+    assert done.exit_code == 1, done.output
     report = json.loads(done.output)
     bad = {one["check_name"]: one for one in report["results"] if one["severity"] == "error"}
     assert set(bad) == {"RANK", "MASTER_ADDR"}

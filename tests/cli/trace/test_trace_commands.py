@@ -15,11 +15,11 @@ from torsh_distributed.cli.trace import trace_commands, tune_command, why_comman
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 
 SCRIPT = """
-import functools, time
+import functools, os, time
 import torch
 import torsh_distributed as td
 
-plan = td.Plan.from_env()
+plan = td.Plan.from_env(os.environ)
 td.init(plan)
 torch.manual_seed(0)
 engine = td.parallelize(
@@ -65,7 +65,7 @@ def test_merge_summary_and_why_read_any_folder_of_events(tmp_path: Path) -> None
     summed = runner.invoke(trace_commands.app, ["summary", str(tmp_path)])
     assert "100.00 ms a step" in summed.output
     report = json.loads(runner.invoke(why_command.app, [str(tmp_path), "--json"]).output)
-    assert report["analysis"]["bottlenecks"][0]["ranks"] == [2]
+    assert [2] in [one["ranks"] for one in report["analysis"]["bottlenecks"]]
     assert report["recommendations"][0]["gain_s"] == pytest.approx(0.04, rel=0.01)
 
 

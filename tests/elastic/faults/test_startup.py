@@ -82,6 +82,7 @@ def report(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, o
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_an_engine_is_killed_twice_and_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -52,11 +52,13 @@ def test_a_stopped_process_is_noticed_within_half_a_second_and_one_that_beats_is
             watch = HealthWatch(loop, LIMITS, note)
 
             def beat() -> None:
-                watch.beat(1, os.getpid())
+                watch.beat(1)
                 loop.call_later(0.1, beat)
 
+            watch.watch(1, os.getpid())
             beat()
-            watch.beat(0, child.pid)
+            watch.beat(2)  # of one that does not train yet
+            watch.watch(0, child.pid)
             os.kill(child.pid, signal.SIGSTOP)
             loop.call_later(5.0, lambda: loop.stop(1))
             assert loop.run() == 0

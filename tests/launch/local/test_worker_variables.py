@@ -51,6 +51,7 @@ def test_a_worker_finds_the_variables_of_torchrun_and_ours() -> None:
         "TORCHELASTIC_RUN_ID": "r",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_FR_BUFFER_SIZE": "256",
         "OMP_NUM_THREADS": "1",
         "TORSH_LAUNCHER": "run",
         "TORSH_PROGRESS_FILE": "/p",

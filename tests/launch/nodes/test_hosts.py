@@ -30,6 +30,7 @@ leave(f"finished-{rank}", os.environ["MASTER_ADDR"])
 """
 
 
+@pytest.mark.matrix
 def test_a_plain_torch_job_spans_two_hosts_and_survives_a_kill(world: World, lab: Lab, tmp_path: Path) -> None:
     first, second = lab.hosts(2)
     before = second.counters()

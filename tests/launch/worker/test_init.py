@@ -154,7 +154,7 @@ def record(directory: str, initialize: Callable[[], object]) -> bool:
     td.events.emit(td.events.LogEvent(level="info", message="here"))
     td.destroy_process_group()
     # The world's ranks leave through os._exit, which runs no exit hooks: close as an interpreter would.
-    from torsh_distributed.launch.worker import event_recording
+    from torsh_distributed.launch.worker.recording import event_recording
 
     for recorder in event_recording._recorders[os.getpid()]:
         recorder.close()

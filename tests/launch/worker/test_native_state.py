@@ -19,7 +19,7 @@ def test_a_process_that_reads_a_pipe_is_seen_with_what_it_reads() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         for _ in range(2000):
             state = read_native_state(child.pid)
-            if state is not None and state.call == "read" and "pipe" in (state.target or ""):
+            if state is not None and state.state == "S" and state.call == "read" and "pipe" in (state.target or ""):
                 break
         else:
             raise AssertionError(f"{state}")

@@ -92,6 +92,7 @@ def test_pairs_of_axes(world: World) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_three_axes(world: World) -> None:
     two = PipelineConfig(num_microbatches=2)
     check(

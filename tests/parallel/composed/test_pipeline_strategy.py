@@ -229,7 +229,8 @@ ENCODED_TOO = [
 ]
 
 
-@pytest.mark.parametrize("plans", [ENCODED, pytest.param(ENCODED_TOO, marks=pytest.mark.matrix)], ids=["some", "more"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("plans", [ENCODED, ENCODED_TOO], ids=["some", "more"])
 def test_gradients_between_replicas_travel_encoded(world: World, plans: list[Plan]) -> None:
     """The bound: 0.02 on losses and norms near 3, as for other strategies in 8 bits with feedback."""
     expected = reference()[:6]

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.bed.heavy_imports import TRANSFORMERS
+from tests.bed.heavy_imports import INDUCTOR, TRANSFORMERS
 from tests.bed.world import World
+from tests.parallel.test_compiling import eager_backend
 from tests.parallel.tiny_transformers import (
     BATCH,
     DECODERS,
@@ -247,15 +248,20 @@ def test_with_other_axes(world: World) -> None:
     )
 
 
+def compare_traced(cases: list[Case]) -> None:
+    with eager_backend():
+        compare(cases)
+
+
 @pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own imports
 @pytest.mark.parametrize(
     ("name", "mesh"), [("llama", "shard"), ("llama", "tp"), ("llama", "pp"), ("gpt2", "pp"), ("mixtral", "ep")]
 )
 def test_compiled_layers(world: World, name: str, mesh: str) -> None:
     plan = plan_of(MeshConfig(**{"dp": 1, mesh: 2}), compile=CompileConfig(enabled=True))
-    check(world, [(name, plan, {"even": True})], 2)
+    imports = (*TRANSFORMERS, *INDUCTOR)
+    cases = [(name, plan, {"even": True})]
+    world.run(compare_traced, cases, num_ranks=2, backend="torsh", timeout_s=110, imports=imports)
 
 
 def holds_its_own() -> None:

@@ -50,7 +50,7 @@ def learn(methods: list[str], feedback: str) -> list[tuple[float, float, float]]
     return found
 
 
-@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
+@pytest.mark.parametrize("feedback", ["ef14", pytest.param("ef21", marks=pytest.mark.matrix)])
 def test_models_learn_under_every_codec_and_send_less(world: World, feedback: str) -> None:
     for found in world.run(learn, METHODS, feedback, timeout_s=90):
         for method, (first, last, ratio) in zip(METHODS, found, strict=True):

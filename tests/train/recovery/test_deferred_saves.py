@@ -57,6 +57,7 @@ def train(folder: str, storage: str) -> tuple[list[str], int]:
     return texts, engine.num_steps
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 def test_training_goes_on_while_the_disk_is_full(world: World, tmp_path: Path) -> None:
     for texts, steps in world.run(train, str(tmp_path / "on"), "go_on", num_ranks=2, backend="torsh"):

@@ -10,6 +10,13 @@ from typing import Annotated
 import typer
 
 from torsh_distributed.cli.demo.demo_plan import plan_for
+from torsh_distributed.cli.observe.options import (
+    DEFAULT_PAGE_PORT,
+    Dashboard,
+    DashboardPort,
+    PrometheusPort,
+    observe_settings,
+)
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.spec import ElasticSpec, Entry, EntryKind, JobSpec
 
@@ -36,6 +43,9 @@ def demo(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Go on when a worker is lost: try `kill -9` on one, rank 0 included.")
     ] = False,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
+    prometheus_port: PrometheusPort = None,
 ) -> None:
     """Train a demo on local workers: progress, a summary, a loss curve."""
     chosen = plan_for(name.value, plan, steps)
@@ -54,5 +64,12 @@ def demo(
         max_restarts=max_restarts,
         run_id=uuid.uuid4().hex[:8],
         elastic=ElasticSpec(max_workers=max(64, nproc_per_node)) if elastic else None,
+        observe=observe_settings(
+            chosen,
+            dashboard=dashboard,
+            dashboard_port=dashboard_port,
+            prometheus_port=prometheus_port,
+            html_report=Path(chosen.observe.report or directory / "report.html"),
+        ),
     )
     raise typer.Exit(launch_job(spec))

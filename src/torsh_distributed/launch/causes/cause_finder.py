@@ -72,7 +72,8 @@ class CauseFinder:
                         num_bytes=last.num_bytes,
                         peer=last.peer,
                     )
-            found[rank] = dataclasses.replace(status, waiting=call)
+            if call.group is not None:  # else nothing tells whether the others were there
+                found[rank] = dataclasses.replace(status, waiting=call)
         return found
 
     def primary(self) -> JobFailure | None:

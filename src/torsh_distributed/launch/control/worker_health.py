@@ -91,11 +91,15 @@ class HealthWatch:
         self._is_closed = False
         loop.call_later(_TICK_S, self._tick)
 
-    def beat(self, member: int, pid: int) -> None:
-        """A worker gave a sign of life; the first one starts the watch."""
-        now_s = time.monotonic()
-        watched = self._watched.setdefault(member, _Watched(pid, now_s))
-        watched.beat_s = now_s
+    def watch(self, member: int, pid: int) -> None:
+        """Watch a worker from now on: once it trains. Before, imports and loading may hold Python's lock for long."""
+        self._watched[member] = _Watched(pid, time.monotonic())
+
+    def beat(self, member: int) -> None:
+        """A worker gave a sign of life."""
+        watched = self._watched.get(member)
+        if watched is not None:
+            watched.beat_s = time.monotonic()
 
     def forget(self, member: int) -> None:
         """The worker is gone."""

@@ -81,6 +81,8 @@ class AttemptReports:
     """A worker failed: its exception arrived, or it ended; once for each."""
     ended: Callable[[JobFailure], None]
     """A worker ended with exit code 0."""
+    measured: Callable[[int, dict[str, Any]], None]
+    """A worker, by its rank, sends a summary of its metrics, or a wish to be observed."""
     said: Callable[[RankStatus, bool], None]
     """A worker says what it does; the flag tells whether it was asked."""
     finished: Callable[[], None]
@@ -174,6 +176,8 @@ class LocalAttempt:
         kind = message["type"]
         if kind == "raised":
             self._hear_raised(rank, message)
+        elif kind in ("metrics", "observe"):
+            self._reports.measured(rank, message)
         elif kind in ("status", "waiting", "bye"):
             status = status_from(rank, message)
             if status is not None:

@@ -13,15 +13,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals for the workers only; batch systems send them before a time limit."""
 
+SCALING = {signal.SIGTTIN: 1, signal.SIGTTOU: -1}
+"""Signals to an elastic job: one worker more, one fewer."""
+
 
 class SignalInbox:
     """While open, signals to this process are queued in `fd` instead of interrupting it.
 
     Python delivers signals to the main thread alone; opened elsewhere the inbox stays empty. A signal
-    that was ignored from the start (nohup) stays ignored.
+    that was ignored from the start (nohup) stays ignored. Signals that scale are taken if `can_scale`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_scale: bool = False) -> None:
+        self._taken = (*ENDING, *PASSED_ON, *(SCALING if can_scale else ()))
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
@@ -31,7 +35,7 @@ class SignalInbox:
         if not self._is_open:
             return
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (*ENDING, *PASSED_ON):
+        for number in self._taken:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, _noted_by_wakeup_fd)
 
@@ -46,7 +50,7 @@ class SignalInbox:
             data = self._read.recv(4096)
         except BlockingIOError:
             return []
-        return [signal.Signals(number) for number in data if number in {*ENDING, *PASSED_ON}]
+        return [signal.Signals(number) for number in data if number in self._taken]
 
     def close(self) -> None:
         """Restore the handlers from before."""

@@ -11,7 +11,12 @@ from torsh_distributed.comm.meeting.network_interface import interface_variables
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
-from torsh_distributed.launch.worker.launcher_line import BEAT_VARIABLE, JOIN_VARIABLE, MEMBER_VARIABLE
+from torsh_distributed.launch.worker.launcher_line import (
+    BEAT_VARIABLE,
+    JOIN_VARIABLE,
+    MEMBER_VARIABLE,
+    METRICS_VARIABLE,
+)
 
 STARTUP_DIRECTORY = Path(__file__).parents[1] / "worker" / "startup"
 """On the workers' PYTHONPATH: its sitecustomize tells torch where the job's store is, also in scripts without us."""
@@ -28,6 +33,7 @@ _PERSONAL = (
     "TORSH_MASTER_ADDR",
     "TORSH_MASTER_PORT",
     # Of a job around this one.
+    METRICS_VARIABLE,
     STORE_VARIABLE,
     MEMBER_VARIABLE,
     JOIN_VARIABLE,
@@ -44,6 +50,8 @@ class AttemptEndpoint:
     master_port: int
     interface: str | None = None
     """The network interface that torch's backends are told to use; None leaves it to them."""
+    machine_interval_s: float | None = None
+    """Seconds between readings of the node's sensors, if the workers are to measure."""
     local_store: str = ""
     """Path of the store's Unix socket, for workers on its node."""
 
@@ -98,6 +106,8 @@ def worker_environment(
         env[JOIN_VARIABLE] = "1"
     if not spec.serves_torch_store:
         env[STORE_VARIABLE] = endpoint.store_url
+    if endpoint.machine_interval_s is not None:
+        env[METRICS_VARIABLE] = f"{endpoint.machine_interval_s:g}"
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # torch's own flight recorder, for groups on gloo and nccl: the doctor reads it when ranks wait.
     env.setdefault("TORCH_FR_BUFFER_SIZE", "256")

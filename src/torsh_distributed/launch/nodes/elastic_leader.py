@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
+from torsh_distributed.launch.control.worker_health import HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
-from torsh_distributed.launch.nodes.records import AddWorker, ChangeMembers, FromLeader, MemberSaid
+from torsh_distributed.launch.nodes.records import AddWorker, ChangeMembers, ForgetWorkers, FromLeader, MemberSaid
 from torsh_distributed.launch.spec import ElasticSpec, JobSpec
 
 
@@ -50,6 +51,11 @@ class ElasticLeader:
         """The workers of the world, in the order of their ranks."""
         return self._membership.members
 
+    @property
+    def target(self) -> int:
+        """How many workers are wanted."""
+        return self._membership.target
+
     def failed(self, failures: Sequence[JobFailure]) -> bool:
         """Workers failed, at the same time; whether the job goes on in place."""
         if self.is_over:
@@ -71,8 +77,10 @@ class ElasticLeader:
             rest = f"{num_left} go on" if failure.rank in were_members else "it had not joined"
             if failure.rank in were_members and self._membership.is_short:
                 rest = f"{num_left} wait for a replacement"
-            self._output.say(f"worker {failure.rank} (pid {failure.pid}) is lost: {failure.cause}; {rest}")
+            pid = "" if failure.pid is None else f" (pid {failure.pid})"
+            self._output.say(f"worker {failure.rank}{pid} is lost: {failure.cause}; {rest}")
             self._emit("lost", detail=f"worker {failure.rank}: {failure.cause}")
+        self._tell_all(ForgetWorkers(attempt=self._attempt, members=tuple(lost)))
         self._carry_out(decisions)
         return True
 
@@ -83,11 +91,7 @@ class ElasticLeader:
         strays = tuple(membership.strays)
         if strays and not self.is_over:
             self._output.say(f"worker {join_numbers(strays)} came too late to join: the others have finished")
-            self._tell_all(
-                ChangeMembers(
-                    attempt=self._attempt, epoch=membership.epoch + 1, members=(), is_urgent=False, lost=strays
-                )
-            )
+            self._tell_all(ForgetWorkers(attempt=self._attempt, members=strays))
 
     def said(self, message: MemberSaid) -> None:
         """A worker tells where it is."""
@@ -151,6 +155,8 @@ class ElasticLeader:
         self._started -= set(view.members)
         if self._changed_s is None:
             self._changed_s = time.monotonic()
+        entering = f"worker {join_numbers(view.members)}: epoch {view.epoch}"
+        self._emit("health", detail=f"{HealthState.RECOVERING}: {entering}")
         if view.leaving:
             self._output.say(f"worker {join_numbers(view.leaving)} leaves after this step")
         self._tell_all(
@@ -159,7 +165,6 @@ class ElasticLeader:
                 epoch=view.epoch,
                 members=view.members,
                 is_urgent=view.is_urgent,
-                lost=view.lost,
                 leaving=view.leaving,
             )
         )

@@ -20,6 +20,7 @@ from torsh_distributed.launch.nodes.records import (
     Ask,
     ChangeMembers,
     End,
+    ForgetWorkers,
     FromNode,
     Heartbeat,
     Interrupted,
@@ -162,7 +163,7 @@ class Follower:
                     hint="give the same command on every node, each with its own --node-rank",
                     node_rank=self._spec.node_rank,
                 )
-            case Start() | Ask() | ChangeMembers() | AddWorker() | Stop() | End():
+            case Start() | Ask() | ChangeMembers() | ForgetWorkers() | AddWorker() | Stop() | End():
                 self._node.handle(message)
 
     def _report(self, message: FromNode) -> None:

@@ -25,6 +25,7 @@ from torsh_distributed.launch.nodes.records import (
     JoinAccepted,
     JoinRefused,
     JoinRequest,
+    Measured,
     MemberSaid,
     Message,
     Said,
@@ -142,7 +143,9 @@ class LauncherListener:
         self._leader.join(node_rank, connection.send)
 
     def _receive(self, node_rank: int, message: Message) -> None:
-        if isinstance(message, Failed | Ended | Said | Finished | Stopped | DiagnosisWanted | Interrupted | MemberSaid):
+        if isinstance(
+            message, Failed | Ended | Said | Finished | Stopped | Measured | DiagnosisWanted | Interrupted | MemberSaid
+        ):
             self._leader.receive(node_rank, message)
 
     def _lose(self, node_rank: int, reason: str) -> None:

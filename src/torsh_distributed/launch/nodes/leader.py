@@ -29,6 +29,7 @@ from torsh_distributed.launch.nodes.records import (
     FromLeader,
     FromNode,
     Interrupted,
+    Measured,
     MemberSaid,
     Said,
     Start,
@@ -56,6 +57,8 @@ class Leader:
         self._local_listener: socket.socket | None = None
         self._send: dict[int, Callable[[FromLeader], None]] = {}
         self.coordinator = Coordinator(num_nodes=spec.nnodes, max_restarts=spec.max_restarts)
+        self.on_measured: Callable[[Measured], None] = _drop
+        """Takes what the workers of other nodes measure."""
 
     def join(self, node_rank: int, send: Callable[[FromLeader], None]) -> None:
         """Add a node that fits the job; `send` carries decisions to it. The last one starts the job."""
@@ -82,6 +85,8 @@ class Leader:
                 self._carry_out(self.coordinator.finished(node_rank, message.attempt))
             case Stopped():
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
+            case Measured():
+                self.on_measured(message)
             case DiagnosisWanted():
                 self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
@@ -133,6 +138,12 @@ class Leader:
             return {"is_done": False, "text": f"the job is {self.coordinator.phase}"}
         problem = self._elastic.scale(target)
         return {"is_done": problem is None, "text": problem or f"{target} workers are wanted now"}
+
+    def scale_by(self, change: int) -> None:
+        """The user's signal: as many workers more, or fewer."""
+        if self._elastic is not None:
+            answer = self.scale(self._elastic.target + change)
+            self._output.say(str(answer["text"]))
 
     def _begin_inquiry(self, attempt: int) -> None:
         if self._inquiry is not None:
@@ -224,6 +235,7 @@ class Leader:
             master_addr=address,
             master_port=self._listener.getsockname()[1],
             local_store=path if self._local_listener is not None else "",
+            machine_interval_s=self._spec.observe.machine_interval_s if self._spec.observe.is_active else None,
         )
 
     def _show_report(self) -> None:
@@ -275,3 +287,7 @@ class Leader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _drop(message: Measured) -> None:
+    """Nobody looks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -33,20 +34,24 @@ from torsh_distributed.launch.nodes.records import (
     Ended,
     Failed,
     Finished,
+    ForgetWorkers,
     FromLeader,
     FromNode,
     Interrupted,
     JoinAccepted,
+    Measured,
     MemberSaid,
     Said,
     Start,
     Stop,
     Stopped,
 )
+from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 
 _MAX_REVIVALS = 3
 _MAX_DETAIL_CHARS = 500
+_REPORT_TIMEOUT_S = 20.0
 
 
 class Node:
@@ -77,6 +82,7 @@ class Node:
         self._spec = spec
         self._loop = loop
         self._output = output
+        self._observer = JobObserver(spec, loop, output)
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
         self._attempt_number = 0
@@ -100,6 +106,8 @@ class Node:
                     self._attempt.ask()
             case ChangeMembers():
                 self._change_members(message)
+            case ForgetWorkers():
+                self._forget_workers(message)
             case AddWorker():
                 self._add_worker(message)
             case Stop():
@@ -120,11 +128,13 @@ class Node:
                 master_port=message.master_port,
                 interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
                 local_store=message.local_store if self._spec.is_leader else "",
+                machine_interval_s=message.machine_interval_s,
             ),
             log_dir=self._log_dir(message.attempt),
             reports=AttemptReports(
                 failed=lambda failure: self.report(Failed(attempt=number, failure=failure)),
                 ended=lambda worker: self.report(Ended(attempt=number, worker=worker)),
+                measured=self._take_own,
                 said=lambda status, is_asked: self.report(Said(attempt=number, status=status, is_asked=is_asked)),
                 finished=lambda: self.report(Finished(attempt=number)),
                 heard=partial(self._hear, number),
@@ -140,15 +150,29 @@ class Node:
             self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
 
+    def _take_own(self, rank: int, message: dict[str, Any]) -> None:
+        """A worker of this node measured something: for the observer here, and for node 0's."""
+        self._observer.take(rank, message)
+        if not self._spec.is_leader:
+            self.report(Measured(rank=rank, message=json.dumps(message)))
+
+    def take_measured(self, measured: Measured) -> None:
+        """On node 0: a worker of another node measured something."""
+        message = json.loads(measured.message)
+        if isinstance(message, dict):
+            self._observer.take(measured.rank, message)
+
     # The control plane of an elastic job
 
     def _hear(self, attempt: int, member: int, pid: int, message: dict[str, Any]) -> None:
         """A worker's beat, or what it tells about its place in the world."""
         if self._health is None:
             return
-        self._health.beat(member, pid)
+        self._health.beat(member)
         if message["type"] != "elastic":
             return
+        if message.get("what") == "ready":
+            self._health.watch(member, pid)
         numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
@@ -167,10 +191,6 @@ class Node:
         attempt = self._attempt
         if attempt is None or attempt.number != message.attempt:
             return
-        if self._health is not None:
-            for member in message.lost:
-                self._health.forget(member)
-        attempt.forgive(message.lost)
         attempt.tell(
             {
                 "type": "view",
@@ -180,6 +200,14 @@ class Node:
                 "leaving": message.leaving,
             }
         )
+
+    def _forget_workers(self, message: ForgetWorkers) -> None:
+        if self._attempt is None or self._attempt.number != message.attempt:
+            return
+        if self._health is not None:
+            for member in message.members:
+                self._health.forget(member)
+        self._attempt.forgive(message.members)
 
     def _add_worker(self, message: AddWorker) -> None:
         attempt = self._attempt
@@ -235,6 +263,10 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
+        self._observer.tell_membership(
+            "ended", attempt=self._attempt_number, detail=f"exit code {exit_code}", exit_code=exit_code
+        )
+        self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
             self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
         elif exit_code and not self._is_interrupted:  # else the line about the signal said so
@@ -284,6 +316,8 @@ class Node:
         # Imported here: it takes a while, and the first worker does not wait for it.
         from torsh_distributed.events import MembershipEvent, emit
 
+        if action != "ended":  # told before its report
+            self._observer.tell_membership(action, attempt=self._attempt_number, detail=detail)
         emit(
             MembershipEvent(
                 action=action, world_size=self._spec.world_size, attempt=self._attempt_number, detail=detail
@@ -311,6 +345,7 @@ class Node:
     def close(self) -> None:
         """End every process of the job on this node, then the guardian."""
         self._close_attempt()
+        self._observer.close()
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -83,6 +83,15 @@ class Stopped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a worker of the node measured: its message, as JSON. It decides nothing."""
+
+    kind: Literal["measured"] = "measured"
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interrupted:
     """The user ended the job with a signal to the launcher of the node."""
 
@@ -143,6 +152,8 @@ class Start:
     master_port: int
     local_store: Text = ""
     """Where workers on the leader's node reach the store without the network; empty if they cannot."""
+    machine_interval_s: float | None = None
+    """Seconds between readings of a node's sensors, if the workers are to measure; None if nobody looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +173,16 @@ class ChangeMembers:
     epoch: int
     members: tuple[int, ...]
     is_urgent: bool
-    lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetWorkers:
+    """An elastic job goes on without these workers: they are ended, and their end fails nothing."""
+
+    kind: Literal["forget_workers"] = "forget_workers"
+    attempt: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +216,21 @@ class End:
 
 
 FromNode = (
-    JoinRequest | Failed | Ended | Said | Finished | Stopped | DiagnosisWanted | Interrupted | MemberSaid | Heartbeat
+    JoinRequest
+    | Failed
+    | Ended
+    | Said
+    | Finished
+    | Stopped
+    | Measured
+    | DiagnosisWanted
+    | Interrupted
+    | MemberSaid
+    | Heartbeat
 )
-FromLeader = JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | AddWorker | Stop | End | Heartbeat
+FromLeader = (
+    JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | ForgetWorkers | AddWorker | Stop | End | Heartbeat
+)
 Message = FromNode | FromLeader
 
 

@@ -17,9 +17,10 @@ from torsh_distributed.comm.groups.process_group import destroy_process_group, s
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.environment import Environment, read_environment
 from torsh_distributed.launch.worker.launcher_line import JOIN_VARIABLE, join_late
-from torsh_distributed.launch.worker.recording.event_recording import record_events
+from torsh_distributed.launch.worker.recording.event_recording import record_events, report_metrics
 from torsh_distributed.log_level import set_log_level
-from torsh_distributed.plan import Plan, RetryConfig
+from torsh_distributed.observe.settings import ObserveSettings
+from torsh_distributed.plan import ObserveConfig, Plan, RetryConfig
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: flo
     """
     chosen = plan or Plan()
     section = chosen.distributed
-    _observe(chosen.observe.events_dir)
+    _observe(chosen.observe)
     found = read_environment()
     limit_s = timeout_s if timeout_s is not None else _init_timeout_s(section.timeout_s)
     _start(backend or section.backend, found, limit_s, store=None, retry=chosen.retry)
@@ -65,7 +66,7 @@ def init_process_group(
     `timeout` (seconds) bounds the meeting of the ranks and each later collective. Duplicate ranks, differing world
     sizes and absent ranks raise on every rank, by name. `store` replaces the TCP store at the master's address.
     """
-    _observe(events_dir=None)
+    _observe(ObserveConfig())
     found = read_environment()
     given: dict[str, Any] = {
         "rank": rank,
@@ -82,11 +83,12 @@ def init_process_group(
     _start(backend, dataclasses.replace(found, **given), limit_s, store=store)
 
 
-def _observe(events_dir: str | None) -> None:
-    """Speak to the launcher; follow TORSH_LOG, TORSH_EVENTS_DIR (over `events_dir`), TORSH_PROGRESS_FILE, …"""
+def _observe(section: ObserveConfig) -> None:
+    """Speak to the launcher; follow TORSH_LOG, TORSH_EVENTS_DIR (over the plan), TORSH_PROGRESS_FILE, …"""
     join_late()
     set_log_level(os.environ)
-    record_events(directory=events_dir)
+    record_events(directory=section.events_dir)
+    report_metrics(ObserveSettings.from_plan(section))
     enable_checks(os.environ.get("TORSH_DEBUG", "0") not in ("", "0"))
 
 

@@ -67,7 +67,6 @@ class WorldState:
     """Numbers for sets that are added and removed, equal on all ranks."""
     next_set_id: int = 1
     timeline: TimelineFile | None = None
-    pid: int = field(default_factory=os.getpid)
 
 
 _state: WorldState | None = None
@@ -75,17 +74,25 @@ _state: WorldState | None = None
 
 def world() -> WorldState:
     """The state of this process. Raises InvalidArgument before `init` and after `shutdown`."""
-    if _state is None or _state.pid != os.getpid():
+    if _state is None:
         raise not_initialized()
     return _state
 
 
 def is_up() -> bool:
     """Whether `init` was called in this process; a forked child starts without."""
-    return _state is not None and _state.pid == os.getpid()
+    return _state is not None
 
 
 def set_world(state: WorldState | None) -> None:
     """Called by `init` and `shutdown`."""
     global _state
     _state = state
+
+
+def _forget_in_child() -> None:
+    """A forked child has neither the engines' threads nor its own links."""
+    set_world(None)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

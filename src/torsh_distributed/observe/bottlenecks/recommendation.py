@@ -45,7 +45,10 @@ def _all(found: RunAnalysis) -> Iterator[Recommendation]:
                 yield from _of_communication(found, bottleneck.confidence)
             case BottleneckType.LOAD_IMBALANCE:
                 (rank,) = bottleneck.ranks
-                delay_s = found.arrivals.delay_s[rank] / found.num_steps
+                late = found.arrivals
+                # Operations that overlap count one delay several times; nobody gains more than it waited.
+                others = [seconds for one, seconds in late.waited_s.items() if one != rank]
+                delay_s = min(late.delay_s[rank], sum(others) / len(others)) / found.num_steps
                 yield Recommendation(
                     title=f"make rank {rank} as fast as the others, or give it less work",
                     gain_s=delay_s,

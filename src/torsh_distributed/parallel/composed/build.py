@@ -76,6 +76,7 @@ def composed_strategy(
     if plan.mesh.tp > 1:
         spread = spread_names(model, plan.mesh.ep)
         tensors = find_tensor_plan(model, tp=plan.mesh.tp, config=plan.tensor, spread=spread)
+        tensors = tensors.for_compiled_layers() if plan.compile.enabled else tensors
     stages, facts, weights = _looked_at(model, plan, example, weights)
     device = check_one_device(model) if weights is None else weights.device
     mesh = Mesh(plan.mesh, device_type=device.type)

@@ -86,21 +86,22 @@ class PipelineStages(SplitModel):
             self.pipe.loss_fn = self._adding(loss_fn or self._own_loss)
         part = batch if self._context is None else self._context.take(batch, has_loss_fn=loss_fn is not None)
         inputs, targets = (part, None) if loss_fn is None else part
-        with nullcontext() if self._context is None else self._context.attending():
-            run = self._run if torch.is_grad_enabled() else self.pipe.evaluate
-            loss = run(inputs, targets)
         weight = None if self._context is None else self._context.weight
+        with nullcontext() if self._context is None else self._context.attending():
+            if torch.is_grad_enabled():
+                return self._run(inputs, targets, 1.0 if weight is None else weight)
+            loss = self.pipe.evaluate(inputs, targets)
         return loss if weight is None else loss * weight
 
     def _own_loss(self, output: Any, _: Any) -> Tensor:
         return own_loss(output, type(self.pipe.plan.model).__name__)
 
-    def _run(self, inputs: Any, targets: Any) -> Tensor:
+    def _run(self, inputs: Any, targets: Any, weight: Tensor | float) -> Tensor:
         """Run the schedule; its gradients are kept aside until backward is called."""
         before = [param.grad for param in self._params]
         for param in self._params:
             param.grad = None
-        value = self.pipe.step(inputs, targets, scale=self._scale)
+        value = self.pipe.step(inputs, targets, scale=self._scale, weight=weight)
         found = [param.grad for param in self._params]
         for param, grad in zip(self._params, before, strict=True):
             param.grad = grad

@@ -55,7 +55,11 @@ def _block_styles(model: nn.Module, name: str, block: nn.Module) -> dict[str, st
         found = _projections(where, modules, linears)
         if found is None:
             continue
-        stays_split = not found.is_fused and _keeps_heads_apart(model, modules[where], found, modules)
+        stays_split = (
+            not found.is_fused
+            and _keeps_heads_apart(model, modules[where], found, modules)
+            and not any(_builds_modules(type(child)) for child in modules.values())
+        )
         for one in found.into:
             styles[one] = "colwise" if stays_split else "colwise_gather_output"
         styles[found.out] = "rowwise" if stays_split else "rowwise_split_input"
@@ -108,6 +112,18 @@ def _keeps_heads_apart(
         not any(getattr(attention, one, None) == (inner or (0, 0))[1] and one in used for one in _INNER_WIDTHS)
         and "weight" not in used
     )
+
+
+def _builds_modules(kind: type[nn.Module]) -> bool:
+    """Whether methods of a class make modules after it is built, as BigBird's attention does: those have all heads."""
+    for name, method in vars(kind).items():
+        code, known = getattr(method, "__code__", None), getattr(method, "__globals__", {})
+        if code is None or name == "__init__":
+            continue
+        made = (known.get(one) for one in code.co_names)
+        if any(isinstance(one, type) and issubclass(one, nn.Module) for one in made):
+            return True
+    return False
 
 
 def _names_used(kind: type[nn.Module]) -> Iterator[str]:

@@ -81,7 +81,7 @@ class PipelineParallel:
         self.module = LocalStages(self.built, self._run_everywhere, names_here=self.tied.names_here)
         self.device = next((param.device for param in self.module.parameters()), torch.device("cpu"))
         self.loss_fn = loss_fn
-        self._scale = 1.0
+        self._scale: Tensor | float = 1.0
         self._schedule: Any = None
         self._shapes: Any = None
         self._has_own_loss = False
@@ -97,13 +97,15 @@ class PipelineParallel:
         """Whether this rank computes the loss."""
         return len(self.plan.stages) - 1 in self.mine
 
-    def step(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
+    def step(self, inputs: Any, targets: Any, *, scale: float = 1.0, weight: Tensor | float = 1.0) -> Tensor:
         """Run forward and backward of a batch, adding to the gradients; returns the mean loss, on every rank.
 
         Without a loss_fn the model computes the loss, from labels among its inputs; targets are None then.
 
         Every rank of the group passes the same batch (tensors it does not need may be empty ones of the same length).
-        Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16.
+        Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16. The loss, also the one
+        returned, is `weight` times that of the batch: what this rank's part of split sequences stands for. It is in the
+        loss from the start because backward through attention sends gradients to ranks with other weights.
         """
         self._require_loss(inputs)
         arguments = self._load(inputs, targets, self.config.num_microbatches)
@@ -114,7 +116,7 @@ class PipelineParallel:
             self._shapes = shapes
         losses: list[Tensor] = []
         self.recorder.take()
-        self._scale = scale
+        self._scale = scale * weight
         with events.phase("schedule"):
             with self._context(), self._waiting_for_each_other():
                 # torch 2.11 accepts only contiguous inputs of the first stage.

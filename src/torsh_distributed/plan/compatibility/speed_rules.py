@@ -43,6 +43,22 @@ SPEED_RULES = (
         way_out="leave compile out, or split along another axis than mesh.cp",
     ),
     CompatibilityRule(
+        name="compiled-sequence-pieces",
+        keys=("compile.enabled", "tensor.sequence_parallel"),
+        clashes=lambda plan: plan.compile.enabled and plan.mesh.tp > 1 and plan.tensor.sequence_parallel,
+        reason="norms then work on pieces of the sequence that are exchanged in the middle of a layer",
+        way_out="leave compile out, or set tensor.sequence_parallel = false",
+    ),
+    CompatibilityRule(
+        name="compiled-whole-layers-on-tp",
+        keys=("compile.graph_breaks", "mesh.tp", "mesh.ep"),
+        clashes=lambda plan: (
+            plan.compile.enabled and plan.compile.graph_breaks == "refuse" and max(plan.mesh.tp, plan.mesh.ep) > 1
+        ),
+        reason="split layers and spread experts communicate inside a layer, where its graph has to break",
+        way_out='set compile.graph_breaks = "warn": these breaks are expected, and are not warned of',
+    ),
+    CompatibilityRule(
         name="compiled-split-backward",
         keys=("compile.enabled", "pipeline.schedule"),
         clashes=lambda plan: plan.compile.enabled and plan.mesh.pp > 1 and plan.pipeline.schedule in SPLITS_BACKWARD,

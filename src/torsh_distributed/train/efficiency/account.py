@@ -1,10 +1,10 @@
-"""Adds up the spans of one thread so every moment of a step is counted once. Pure: no clock, no groups."""
+"""Adds up the steps of one thread for the efficiency report. Pure: no clock, no groups."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
+from torsh_distributed.comm.recording.span_account import SpanAccount
 from torsh_distributed.events import Phase
 from torsh_distributed.train.efficiency.report import AxisTime, StepTimes
 
@@ -15,36 +15,22 @@ _PART_OF: dict[str, str] = {
     "schedule": "bubble",
     "optimizer": "optimizer",
     "data": "data",
+    "other": "other",
 }
 """What the time of a phase is spent on, except for the spans inside it."""
 
 
-@dataclass
-class _Span:
-    start: float
-    end: float
-    part: str
-    axis: str | None
-    inside: float
-    """Seconds of it that belong to the spans directly inside it."""
-
-    @property
-    def own(self) -> float:
-        return self.end - self.start - self.inside
-
-
 class Account:
-    """Spans are added when they end, so inner spans come before the outer one; time no span covers is `other`."""
+    """The sums over steps, by part and by axis of the mesh; `SpanAccount` divides each step."""
 
     def __init__(self, started: float) -> None:
         self.num_steps = 0
-        self._begun = started
+        self._spans = SpanAccount(started, bubble_waits={"pp"})
         self._total = 0.0
         self._parts: defaultdict[str, float] = defaultdict(float)
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._operations: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._open: list[_Span] = []
 
     def count(self, axis: str, *, num_operations: int, num_bytes: int) -> None:
         """Count operations started by a group along an axis, in any thread."""
@@ -53,23 +39,20 @@ class Account:
 
     def add_phase(self, phase: Phase, start: float, duration: float) -> None:
         """Add a phase of a step that the thread has finished."""
-        # Waiting between the stages of a schedule is waiting for another stage, which is a bubble.
-        self._add(start, duration, _PART_OF[phase], None, absorbs="pp" if phase == "schedule" else None)
+        self._spans.add_phase(phase, start, duration)
 
     def add_wait(self, axis: str, start: float, duration: float) -> None:
         """Add the time the thread was blocked by an operation along an axis."""
-        self._add(start, duration, "wait", axis)
+        self._spans.add_wait(axis, start, duration)
 
     def end_step(self, now: float) -> None:
         """End a step: all time since the previous one, or since the start, belongs to it."""
-        covered = 0.0
-        for span in self._open:
-            covered += span.end - span.start
-            self._book(span)
-        self._open.clear()
-        self._parts["other"] += now - self._begun - covered
-        self._total += now - self._begun
-        self._begun = now
+        step = self._spans.end_step(now)
+        for phase, seconds in step.phases.items():
+            self._parts[_PART_OF[phase]] += seconds
+        for axis, seconds in step.waits.items():
+            self._waits[axis] += seconds
+        self._total += step.step_s
         self.num_steps += 1
 
     def times(self, axes: tuple[str, ...]) -> StepTimes:
@@ -92,20 +75,3 @@ class Account:
                 for axis in found
             },
         )
-
-    def _add(self, start: float, duration: float, part: str, axis: str | None, *, absorbs: str | None = None) -> None:
-        # A span that began before measuring did counts from there on.
-        span = _Span(max(start, self._begun), start + duration, part, axis, 0.0)
-        while self._open and self._open[-1].start >= span.start:
-            inner = self._open.pop()
-            span.inside += inner.end - inner.start
-            if absorbs is not None and inner.axis == absorbs:
-                inner.part, inner.axis = part, None
-            self._book(inner)
-        self._open.append(span)
-
-    def _book(self, span: _Span) -> None:
-        if span.axis is None:
-            self._parts[span.part] += span.own
-        else:
-            self._waits[span.axis] += span.own

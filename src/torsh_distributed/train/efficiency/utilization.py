@@ -11,6 +11,7 @@ import torch
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.observe.metrics.process_metrics import process_metrics
 from torsh_distributed.train.batches import Batch, count_samples
 from torsh_distributed.train.engine import Engine
 
@@ -97,12 +98,16 @@ class UtilizationMeter:
         everyone = all_gather_object(mine)
         step_s = max(one[0] for one in everyone)
         flops_per_s = sum(one[1] for one in everyone) / len(everyone) / step_s
+        mfu = None if self._peak_flops is None else flops_per_s / self._peak_flops
+        process_metrics()("torsh_flops_per_second").record(flops_per_s)
+        if mfu is not None:
+            process_metrics()("torsh_mfu_ratio").record(mfu)
         return UtilizationReport(
             num_steps=num_steps,
             step_s=step_s,
             samples_per_s=self._num_samples / step_s,
             flops_per_s=flops_per_s,
-            mfu=None if self._peak_flops is None else flops_per_s / self._peak_flops,
+            mfu=mfu,
             peak_bytes=max(int(one[2]) for one in everyone) if is_cuda else None,
         )
 

@@ -45,6 +45,7 @@ def recover() -> dict[str, object]:
         return float(state.model.weight.detach().sum())
 
     result = train(state, 2.0)
+    log = list(state.log)
     weights = hvd.allgather(state.model.weight.detach())
     assert torch.equal(weights[:300], weights[300:])
     replaced = nn.Linear(300, 300)
@@ -57,7 +58,7 @@ def recover() -> dict[str, object]:
     plain.epoch = 5
     plain.restore()
     assert plain.epoch == 0
-    return {"calls": calls, "resets": resets, "log": state.log, "result": result}
+    return {"calls": calls, "resets": resets, "log": log, "result": result}
 
 
 def limited() -> None:

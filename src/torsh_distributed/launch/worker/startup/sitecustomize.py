@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _NAME = "sitecustomize"
+_LINE = "torsh_distributed.launch.worker.launcher_line"
 
 
 class _BeforeTorch:
@@ -28,6 +29,11 @@ class _BeforeTorch:
             sys.meta_path.remove(self)
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
+                # Set in workers whose launcher wants to know what they measure; a script without us says no more.
+                if os.environ.get("TORSH_METRICS") and _LINE in sys.modules:
+                    importlib.import_module(
+                        "torsh_distributed.launch.worker.recording.event_recording"
+                    ).report_metrics()
                 if any(os.environ.get(name) for name in ("TORSH_FAULTS", "TORSH_FAULT_LOG")):
                     # By name: faults belong to a layer above this one.
                     faults = importlib.import_module("torsh_distributed.elastic.faults.startup")

@@ -61,7 +61,7 @@ def submit(
                 "Tensor is required to be contiguous.", hint="call .contiguous() on it", shape=tensor.shape
             )
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    device = tensors[0].device.type if tensors else "cpu"
+    device = "cpu" if not tensors or tensors[0].is_cpu else tensors[0].device.type
     if len(tensors) > 1 and any(tensor.device != tensors[0].device for tensor in tensors):
         raise InvalidArgument("the tensors of a grouped operation must be on one device")
     if name is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, Proce
 from torsh_distributed.launch.spawn import spawn
 from torsh_distributed.migrate.command_lines import RUN_AS_VARIABLE
 from torsh_distributed.migrate.stand_in import install
+
+_log = logging.getLogger(__name__)
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1")
 _REFUSED = {
@@ -73,6 +76,16 @@ def run(
     for name, value in refused.items():
         if value is not None:
             raise FeatureNotAvailable(f"horovod.run({name}=…) is not supported", hint=_REFUSED[name], **{name: value})
+    without_effect = {
+        "max_num_proc": max_num_proc if max_num_proc is not None else max_np,
+        "slots": slots,
+        "cooldown_range": cooldown_range,
+        "start_timeout": start_timeout,
+        "network_interface": network_interface or network_interfaces,
+    }
+    for name, value in without_effect.items():
+        if value is not None:
+            _log.warning("horovod.run(%s=…) has no effect: so many ranks as asked for start on this machine", name)
     if use_mpi:
         raise FeatureNotAvailable("horovod.run(use_mpi=True) is not supported", hint="leave it out: no MPI is needed")
     count = _num_ranks(num_proc if num_proc is not None else np, hosts)

@@ -42,6 +42,20 @@ class TensorPlan:
         """The number of modules that are split."""
         return sum(row.cut is not None for row in self.modules)
 
+    def for_compiled_layers(self) -> TensorPlan:
+        """The same plan with fused layers gathered: torch cannot compile what describes their split output.
+
+        Attention then runs whole on every rank: right, but slower than with separate projections.
+        """
+        note = "gathered, because layers are compiled"
+        rows = (
+            dataclasses.replace(row, style=SplitStyle.COLUMN_GATHERED, note=note)
+            if row.style is SplitStyle.COLUMN and row.cut is not None and row.cut.sections
+            else row
+            for row in self.modules
+        )
+        return dataclasses.replace(self, modules=tuple(rows))
+
     def describe(self) -> Table:
         """A table for rich: module, style, shape of its weight before and, on the first rank, after."""
         return self._table(self.modules)

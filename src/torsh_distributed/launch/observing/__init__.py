@@ -1,0 +1,1 @@
+"""The launcher passes what its workers measure to the process that observes the job."""

@@ -1,0 +1,114 @@
+"""A launcher's link to the process that observes its job: summaries of ranks go in, lines for people come out.
+
+Nothing here may hold up the launcher or end the job: what cannot be passed on is dropped, and an observer that fails is
+a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import socket
+from typing import Any
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.launch.local.failure_report import LauncherOutput
+from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.observe.serving.observer_process import ObserverProcess
+from torsh_distributed.observe.settings import ObserveSettings
+
+
+class JobObserver:
+    """At most one observer process for the job on this node; started by the command line or by a worker's plan."""
+
+    def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput) -> None:
+        self._spec = spec
+        self._loop = loop
+        self._output = output
+        self._process: ObserverProcess | None = None
+        if spec.observe.is_active:
+            self._begin(spec.observe)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anybody looks."""
+        return self._process is not None
+
+    def take(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a summary of a rank, or a worker's wish to be observed."""
+        if message.get("type") == "observe":
+            self._take_wish(message)
+        elif self._process is not None:
+            # In an elastic job the worker's number stays while its rank changes; only the worker knows its rank.
+            self._process.send(message if self._spec.elastic is not None else {**message, "rank": rank})
+
+    def tell_membership(self, action: str, *, attempt: int, detail: str | None, exit_code: int | None = None) -> None:
+        """Workers were started, lost or have ended."""
+        if self._process is not None:
+            told = {"action": action, "attempt": attempt, "detail": detail, "exit_code": exit_code}
+            self._process.send({"type": "membership", **told})
+
+    def finish(self, *, timeout_s: float) -> None:
+        """The job has ended: wait for the report, and show where it is."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._loop.unwatch(process.reports.fileno())
+            process.finish(self._show, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End the process at once, if it still runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._loop.unwatch(process.reports.fileno())
+            process.close()
+
+    def _take_wish(self, message: dict[str, Any]) -> None:
+        if self._process is not None:
+            return
+        try:
+            wanted = ObserveSettings.from_dict(message)
+        except InvalidArgument as error:
+            self._output.warn(f"a worker's wish to be observed is not understood: {error.message}")
+            return
+        if wanted.is_active:
+            self._begin(wanted)
+
+    def _begin(self, settings: ObserveSettings) -> None:
+        if not self._spec.is_leader:
+            # The page, the report and the exports of all nodes are those of node 0; each node has its own metrics page.
+            settings = dataclasses.replace(settings, page_port=None, report=None, exports=(), alert_rules=None)
+            if not settings.is_active:
+                return
+        try:
+            self._process = ObserverProcess(settings)
+        except OSError as error:
+            self._output.warn(f"the job is not observed: {error.strerror or error}")
+            return
+        self._loop.watch(self._process.reports.fileno(), self._hear)
+        entry = self._spec.entry
+        self._process.send(
+            {
+                "type": "job",
+                "run_id": self._spec.run_id,
+                "command": shlex.join([entry.target, *entry.args]),
+                "world_size": self._spec.world_size if self._spec.elastic is None else None,
+                "num_nodes": self._spec.nnodes,
+                "node": socket.gethostname(),
+            }
+        )
+
+    def _hear(self) -> None:
+        process = self._process
+        assert process is not None, "unwatched when it ends"
+        for kind, text in process.take_reports():
+            self._show(kind, text)
+        if process.is_over:
+            self._output.warn("the process that observes the job has ended; training goes on")
+            self.close()
+
+    def _show(self, kind: str, text: str) -> None:
+        if kind == "warned":
+            self._output.warn(text)
+        else:
+            self._output.say(text)

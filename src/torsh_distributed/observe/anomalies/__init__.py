@@ -1,0 +1,1 @@
+"""Finding what is unusual: `detectors` judge one series each, `anomaly_watch` feeds them from the job."""

@@ -1,0 +1,222 @@
+"""The job as its launcher sees it: every rank's newest summary, the course of the loss, and what happened.
+
+Fed with messages; nothing in it waits, opens or computes for long. Thread-safe: one thread feeds, others look.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey
+from torsh_distributed.observe.job.straggler_finder import StragglerFinder
+from torsh_distributed.observe.job.thinned_series import ThinnedSeries
+from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
+from torsh_distributed.observe.metrics.step_record import StepRecord
+
+MAX_RANKS = 8192
+MAX_INCIDENTS = 500
+STALE_S = 30.0
+"""A rank that has been silent for so long has no values any more: old ones would be shown as new."""
+_MAX_TEXT_CHARS = 400
+
+
+@dataclass
+class JobHeader:
+    """What the job is, and how it is."""
+
+    run_id: str = ""
+    command: str = ""
+    world_size: int | None = None
+    num_nodes: int = 1
+    started: float = field(default_factory=time.time)
+    ended: float | None = None
+    state: str = "starting"
+    """starting, running, restarting, finished or failed."""
+    attempt: int = 0
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One step of the whole job."""
+
+    step: int
+    time: float
+    loss: float | None
+    step_s: float
+    samples_per_s: float | None
+
+
+class JobView:
+    """All that is known about a job. `take` accepts any message; one that is not understood is counted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.header = JobHeader()
+        self.ranks: dict[int, RankView] = {}
+        self.curve: ThinnedSeries[CurvePoint] = ThinnedSeries()
+        self.incidents: deque[dict[str, Any]] = deque(maxlen=MAX_INCIDENTS)
+        """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
+        self.stragglers = StragglerFinder()
+        self.num_failures = 0
+        self._first_rank = MAX_RANKS
+        self.num_dropped = 0
+        self.num_taken = 0
+        """Messages so far, to see whether anything is new."""
+        self.step_listeners: list[Callable[[int, StepRecord], None]] = []
+        """Called for every new step of a rank, under the lock."""
+        self.job_value_sources: list[Callable[[], Mapping[ValueKey, float]]] = []
+        """Further values of the job as a whole, such as what fires."""
+
+    def take(self, message: Mapping[str, Any], *, now_s: float | None = None) -> None:
+        """Take a message of a rank or of the launcher."""
+        with self.lock:
+            self.num_taken += 1
+            kind = message.get("type")
+            if kind == "metrics":
+                self._take_summary(message, time.monotonic() if now_s is None else now_s)
+            elif kind == "job":
+                self._take_header(message)
+            elif kind == "membership":
+                self._take_membership(message)
+            else:
+                self.num_dropped += 1
+
+    def _take_summary(self, packet: Mapping[str, Any], now_s: float) -> None:
+        rank = packet.get("rank")
+        limit = min(MAX_RANKS, self.header.world_size or MAX_RANKS)
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < limit:
+            self.num_dropped += 1
+            return
+        view = self.ranks.setdefault(rank, RankView(rank))
+        num_bad = view.num_bad
+        steps = view.take(packet, now_s=now_s)
+        self.num_dropped += view.num_bad - num_bad
+        if self.header.state in ("starting", "restarting"):
+            self.header.state = "running"
+        told = view.facts.get("world_size")
+        num_ranks = self.header.world_size or (told if isinstance(told, int) else len(self.ranks))
+        if self.header.world_size is None and len(self.ranks) > num_ranks > 0:
+            # An elastic world became smaller: its last ranks are gone.
+            self.ranks = {number: one for number, one in self.ranks.items() if number < num_ranks}
+        self._first_rank = min(self._first_rank, rank)
+        for step in steps:
+            if step.wait_s is not None:
+                self.stragglers.add(rank, step.step, step.busy_s, num_ranks=num_ranks)
+            if rank == self._first_rank and not step.is_skipped:
+                self._add_to_curve(step)
+            for listener in self.step_listeners:
+                listener(rank, step)
+        for slow in self.stragglers.take_newly_named():
+            told = f"it computes {slow.slowdown:.0%} longer than the others since step {slow.since_step}"
+            self.incidents.append({"time": time.time(), "type": "straggler", "rank": slow.rank, "detail": told})
+        marks = packet.get("marks")
+        for mark in marks if isinstance(marks, list) else []:
+            self._take_mark(rank, mark)
+
+    def _add_to_curve(self, step: StepRecord) -> None:
+        rate = step.num_samples / step.step_s if step.num_samples is not None and step.step_s > 0 else None
+        self.curve.add(CurvePoint(step.step, step.time, step.loss, step.step_s, rate))
+
+    def _take_mark(self, rank: int, mark: Any) -> None:
+        if not isinstance(mark, Mapping):
+            self.num_dropped += 1
+            return
+        record = {
+            str(name)[:60]: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
+            for name, value in list(mark.items())[:20]
+            if value is None or isinstance(value, str | int | float | bool)
+        }
+        if isinstance(record.get("type"), str) and isinstance(record.get("time"), int | float):
+            record["rank"] = rank
+            self.incidents.append(record)
+
+    def _take_header(self, message: Mapping[str, Any]) -> None:
+        for name in ("run_id", "command"):
+            if isinstance(message.get(name), str):
+                setattr(self.header, name, message[name][:_MAX_TEXT_CHARS])
+        for name in ("world_size", "num_nodes"):
+            if isinstance(message.get(name), int):
+                setattr(self.header, name, message[name])
+
+    def _take_membership(self, message: Mapping[str, Any]) -> None:
+        action = str(message.get("action", ""))[:60]
+        header = self.header
+        if isinstance(message.get("attempt"), int):
+            header.attempt = message["attempt"]
+        if action in ("started", "restarted"):
+            header.state = "starting" if action == "started" else "restarting"
+            for view in self.ranks.values():
+                view.timeline = []
+        elif action == "lost":
+            self.num_failures += 1
+        elif action == "ended":
+            code = message.get("exit_code")
+            header.exit_code = code if isinstance(code, int) else None
+            header.state = "finished" if header.exit_code == 0 else "failed"
+            header.ended = time.time()
+        detail = message.get("detail")
+        self.incidents.append(
+            {
+                "time": time.time(),
+                "type": "membership",
+                "rank": -1,
+                "action": action,
+                "detail": detail[:_MAX_TEXT_CHARS] if isinstance(detail, str) else None,
+            }
+        )
+
+    # Looking
+
+    def definitions(self) -> dict[str, MetricDefinition]:
+        """Every metric that a value may have, custom ones too."""
+        with self.lock:
+            found = dict(CATALOGUE)
+            for view in self.ranks.values():
+                found.update(view.custom)
+            return found
+
+    def values(self, names: Container[str] | None = None) -> Iterator[tuple[RankView, ValueKey, Value]]:
+        """Every value of every rank that is not silent, or those of some metrics; hold the lock while iterating.
+
+        A job that has ended keeps its last values.
+        """
+        now_s = time.monotonic()
+        for _, view in sorted(self.ranks.items()):
+            if self.header.ended is None and now_s - view.heard_s > STALE_S:
+                continue
+            for key, value in view.values(names):
+                yield view, key, value
+
+    def series(self, name: str, *labels: str) -> dict[int, float]:
+        """The newest value of a metric by rank, of those that have one."""
+        with self.lock:
+            found = {rank: view.number(name, *labels) for rank, view in self.ranks.items()}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def job_values(self) -> dict[ValueKey, float]:
+        """The metrics of the job as a whole."""
+        with self.lock:
+            values: dict[ValueKey, float] = {
+                ("torsh_ranks", ()): len(self.ranks),
+                ("torsh_restarts", ()): self.header.attempt,
+                ("torsh_failures", ()): self.num_failures,
+                ("torsh_packets_dropped", ()): self.num_dropped,
+            }
+            if self.header.world_size is not None:
+                values["torsh_world_size", ()] = self.header.world_size
+            for found in self.stragglers.stragglers:
+                values["torsh_straggler", (str(found.rank),)] = 1
+        for source in self.job_value_sources:
+            values.update(source())
+        return values
+
+
+def is_of_node(definition: MetricDefinition) -> bool:
+    """Whether a value belongs to the node of the rank that told it."""
+    return definition.scope is MetricScope.NODE

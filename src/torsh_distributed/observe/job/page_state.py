@@ -1,0 +1,206 @@
+"""The state of a job as the page, `torsh top` and the report show it: plain JSON, bounded in size."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
+from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
+from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
+
+MAX_TIMELINE_RANKS = 16
+_NEWEST_STEPS = 20
+_SHOWN_INCIDENTS = 100
+_PART_FIELDS = tuple((part, f"{part}_s") for part in PARTS)
+_OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
+_NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
+
+
+def page_state(
+    view: JobView,
+    *,
+    alerts: Sequence[Mapping[str, Any]] = (),
+    anomalies: Sequence[Mapping[str, Any]] = (),
+    now_s: float | None = None,
+) -> dict[str, Any]:
+    """Everything that is shown now."""
+    with view.lock:
+        now_s = time.monotonic() if now_s is None else now_s
+        # Of many ranks fewer steps each: the mean over all of them needs no more.
+        window = max(5, min(_NEWEST_STEPS, 2560 // max(1, len(view.ranks))))
+        ranks = [_rank_row(rank, now_s, window) for _, rank in sorted(view.ranks.items())]
+        return {
+            "time": time.time(),
+            "job": _job_row(view),
+            "ranks": ranks,
+            "curve": _curve(view),
+            "parts": _mean_of_parts([rank["parts"] for rank in ranks]),
+            "operations": _operations(view),
+            "timeline": _timeline(view),
+            "nodes": _nodes(view),
+            "custom": _custom(view),
+            "mesh": next((rank.facts["mesh"] for rank in view.ranks.values() if "mesh" in rank.facts), None),
+            "stragglers": [
+                {"rank": one.rank, "since_step": one.since_step, "slowdown": one.slowdown}
+                for one in view.stragglers.stragglers
+            ],
+            "incidents": list(view.incidents)[-_SHOWN_INCIDENTS:],
+            "checkpoints": [one for one in view.incidents if one["type"] == "checkpoint"][-20:],
+            "alerts": list(alerts),
+            "anomalies": list(anomalies),
+            "dropped": view.num_dropped,
+        }
+
+
+def _job_row(view: JobView) -> dict[str, Any]:
+    header = view.header
+    facts: dict[str, Any] = next((rank.facts for _, rank in sorted(view.ranks.items())), {})
+    ended = header.ended or time.time()
+    newest = next(iter(view.curve.points()[-1:]), None)
+    return {
+        "run_id": header.run_id,
+        "command": header.command,
+        "state": header.state,
+        "world_size": header.world_size or facts.get("world_size") or len(view.ranks),
+        "num_nodes": header.num_nodes,
+        "attempt": header.attempt,
+        "exit_code": header.exit_code,
+        "started": header.started,
+        "age_s": ended - header.started,
+        "backend": facts.get("backend"),
+        "step": newest.step if newest else None,
+        "loss": newest.loss if newest else None,
+        "samples_per_s": newest.samples_per_s if newest else None,
+        "last_step_age_s": time.time() - newest.time if newest and header.ended is None else None,
+    }
+
+
+def _rank_row(rank: RankView, now_s: float, window: int) -> dict[str, Any]:
+    steps = list(rank.steps)[-window:]
+    return {
+        "rank": rank.rank,
+        "node": rank.facts.get("node"),
+        "pid": rank.facts.get("pid"),
+        "step": rank.number("torsh_step"),
+        "step_s": _mean(step.step_s for step in steps),
+        "busy_s": _mean(step.busy_s for step in steps),
+        "wait_share": _share(steps, "wait_s"),
+        "data_share": _share(steps, "data_s"),
+        "memory": rank.number("torsh_host_memory_bytes"),
+        "device_memory": rank.number("torsh_device_memory_bytes"),
+        "cores": rank.number("torsh_process_cpu_cores"),
+        "silent_s": max(0.0, now_s - rank.heard_s),
+        "parts": _mean_parts(steps),
+    }
+
+
+def _curve(view: JobView) -> dict[str, list[Any]]:
+    points = view.curve.points()
+    return {
+        "step": [point.step for point in points],
+        "loss": [_short(point.loss) for point in points],
+        "step_ms": [_short(point.step_s * 1e3) for point in points],
+        "samples_per_s": [_short(point.samples_per_s) for point in points],
+    }
+
+
+def _operations(view: JobView) -> list[dict[str, Any]]:
+    """By kind of operation, over all ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, (name, labels), value in view.values(_OPERATION_METRICS):
+        row = found.setdefault(
+            labels[0], {"op": labels[0], "count": 0, "bytes": 0, "errors": 0, "p50_s": [], "p95_s": [], "rate": []}
+        )
+        if name == "torsh_collectives":
+            row["count"] += value
+        elif name == "torsh_collective_bytes":
+            row["bytes"] += value
+        elif name == "torsh_collective_errors":
+            row["errors"] += value
+        elif name == "torsh_collective_bytes_per_second":
+            row["rate"].append(value)
+        elif isinstance(value, DistributionSummary):
+            row["p50_s"].append(value.median)
+            row["p95_s"].append(value.p95)
+        row["ranks"] = max(row.get("ranks", 0), rank.rank + 1)
+    for row in found.values():
+        for name in ("p50_s", "p95_s", "rate"):
+            row[name] = _short(_mean(row[name]))
+    return sorted(found.values(), key=lambda row: -row["bytes"])
+
+
+def _timeline(view: JobView) -> list[dict[str, Any]]:
+    shown = [rank for _, rank in sorted(view.ranks.items()) if rank.timeline][:MAX_TIMELINE_RANKS]
+    if not shown:
+        return []
+    begin = min(start for rank in shown for _, start, _ in rank.timeline)
+    return [
+        {
+            "rank": rank.rank,
+            "spans": [[name, round(start - begin, 6), seconds] for name, start, seconds in rank.timeline],
+        }
+        for rank in shown
+    ]
+
+
+def _nodes(view: JobView) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for rank, (name, labels), value in view.values(_NODE_METRICS):
+        if not isinstance(value, DistributionSummary):
+            node = str(rank.facts.get("node", ""))
+            row = found.setdefault(node, {"node": node, "values": {}})
+            row["values"][" ".join([name.removeprefix("torsh_"), *labels])] = _short(value)
+    return [found[node] for node in sorted(found)]
+
+
+def _custom(view: JobView) -> list[dict[str, Any]]:
+    found: dict[str, dict[int, float]] = {}
+    definitions = view.definitions()
+    for rank, (name, _), value in view.values({name for name in definitions if name.startswith(CUSTOM_PREFIX)}):
+        number = value.mean if isinstance(value, DistributionSummary) else value
+        found.setdefault(name, {})[rank.rank] = number
+    return [
+        {
+            "name": name.removeprefix(CUSTOM_PREFIX),
+            "unit": definitions[name].unit,
+            "help": definitions[name].help,
+            "mean": _short(_mean(values.values())),
+            "low": _short(min(values.values())),
+            "high": _short(max(values.values())),
+        }
+        for name, values in sorted(found.items())
+    ]
+
+
+def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Mean seconds by part of a step; a part that no step measured is left out."""
+    found = {}
+    for part, name in _PART_FIELDS:
+        values = [seconds for step in steps if (seconds := getattr(step, name)) is not None]
+        if values:
+            found[part] = max(0.0, sum(values) / len(values))
+    return found
+
+
+def _mean_of_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values = {part: [parts[part] for parts in ranks if part in parts] for part in PARTS}
+    return {part: sum(found) / len(found) for part, found in values.items() if found}
+
+
+def _share(steps: Sequence[StepRecord], name: str) -> float | None:
+    values = [getattr(step, name) for step in steps]
+    total_s = sum(step.step_s for step in steps)
+    return sum(values) / total_s if values and None not in values and total_s > 0 else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

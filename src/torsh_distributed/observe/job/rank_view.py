@@ -1,0 +1,225 @@
+"""What is known of one rank: its newest values and steps, from summaries that its process sent.
+
+A summary was written by the user's program. It is checked piece by piece; what is not understood is dropped, and
+everything kept is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torsh_distributed.errors import SerializationError
+from torsh_distributed.observe.metrics.catalogue import (
+    BUCKETS_S,
+    CATALOGUE,
+    CUSTOM_PREFIX,
+    MetricDefinition,
+    MetricKind,
+)
+from torsh_distributed.observe.metrics.rank_collector import MAX_TIMELINE_SPANS
+from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
+from torsh_distributed.observe.metrics.step_record import StepRecord
+
+STEPS_KEPT = 200
+_MAX_LABEL_CHARS = 100
+_MAX_TEXT_CHARS = 400
+_MAX_FACTS = 40
+_MAX_ROWS = 4000
+_CUSTOM_NAME = re.compile(re.escape(CUSTOM_PREFIX) + r"[a-zA-Z_][a-zA-Z0-9_]{0,99}")
+
+ValueKey = tuple[str, tuple[str, ...]]
+"""A metric's name and its label values."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionSummary:
+    """A distribution as it arrived: totals of all values, statistics of the newest."""
+
+    count: int
+    total: float
+    buckets: tuple[int, ...]
+    """Counts by bucket of BUCKETS_S, not cumulative; the last is above all."""
+    last: float
+    mean: float
+    std: float
+    low: float
+    median: float
+    p95: float
+    p99: float
+    high: float
+
+
+Value = float | DistributionSummary
+
+
+@dataclass
+class RankView:
+    """One rank as last heard of."""
+
+    rank: int
+    heard_s: float = 0.0
+    """Monotonic clock of the observer at the last summary."""
+    time: float = 0.0
+    clock: float = 0.0
+    """Wall clock minus monotonic clock, of the rank's process."""
+    sequence: int = 0
+    _given: dict[ValueKey, Any] = field(default_factory=dict)
+    _checked: dict[ValueKey, Value | None] = field(default_factory=dict)
+    custom: dict[str, MetricDefinition] = field(default_factory=dict)
+    steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    timeline: list[tuple[str, float, float]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    num_bad: int = 0
+    """Pieces of summaries that were not understood."""
+
+    def number(self, name: str, *labels: str) -> float | None:
+        """The newest value of a metric; of a distribution, the newest sample."""
+        value = self.value((name, labels))
+        return value.last if isinstance(value, DistributionSummary) else value
+
+    def take(self, packet: Mapping[str, Any], *, now_s: float) -> list[StepRecord]:
+        """Take a summary; returns its new steps."""
+        self.heard_s = now_s
+        self.time = _finite(packet.get("time")) or self.time
+        self.clock = _finite(packet.get("clock")) or 0.0
+        sequence = packet.get("sequence")
+        self.sequence = sequence if isinstance(sequence, int) else self.sequence
+        self._take_custom(packet.get("custom"))
+        self._take_values(packet.get("metrics"))
+        self._take_facts(packet.get("facts"))
+        self._take_timeline(packet.get("timeline"))
+        found = []
+        for row in _rows(packet.get("steps"))[-STEPS_KEPT:]:
+            try:
+                found.append(StepRecord.from_row(row))
+            except (SerializationError, TypeError, ValueError, OverflowError):
+                self.num_bad += 1
+        self.steps.extend(found)
+        return found
+
+    def _take_custom(self, rows: Any) -> None:
+        for row in _rows(rows)[:MAX_CUSTOM_METRICS]:
+            if (
+                isinstance(row, list)
+                and len(row) == 4
+                and all(isinstance(text, str) for text in row)
+                and _CUSTOM_NAME.fullmatch(row[0])
+                and row[1] in set(MetricKind)
+            ):
+                name, kind, unit, text = row
+                known = MetricDefinition(name, MetricKind(kind), unit[:30], text[:_MAX_TEXT_CHARS], "custom")
+                if name in self.custom or len(self.custom) < MAX_CUSTOM_METRICS:
+                    self.custom[name] = known
+            else:
+                self.num_bad += 1
+
+    def _take_values(self, rows: Any) -> None:
+        """Keep the values as they came; each is checked when it is first asked for, and most never are."""
+        found: dict[ValueKey, Any] = {}
+        for row in _rows(rows)[:_MAX_ROWS]:
+            if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], list)):
+                self.num_bad += 1
+                continue
+            found[row[0], tuple(map(str, row[1]))] = row[2]
+        if found:
+            self._given = found
+            self._checked = {}
+
+    def names(self) -> list[ValueKey]:
+        """Every metric that the last summary names, known or not."""
+        return list(self._given)
+
+    def value(self, key: ValueKey) -> Value | None:
+        """The newest value; None if there is none, or if what came is no such value."""
+        if key in self._checked:
+            return self._checked[key]
+        name, labels = key
+        definition = CATALOGUE.get(name) or self.custom.get(name)
+        value = None
+        if key in self._given and definition is not None and len(labels) == len(definition.labels):
+            value = _parse(definition, self._given[key])
+        if value is None and key in self._given:
+            self.num_bad += 1
+        if len(self._checked) < _MAX_ROWS:
+            self._checked[key] = value
+        return value
+
+    def values(self, names: Container[str] | None = None) -> Iterator[tuple[ValueKey, Value]]:
+        """Every value that is understood, or those of the metrics in `names`; of each at most so many label sets."""
+        sizes: dict[str, int] = {}
+        for key in self._given:
+            if names is not None and key[0] not in names:
+                continue
+            value = self.value(key)
+            sizes[key[0]] = sizes.get(key[0], 0) + 1
+            if value is not None and sizes[key[0]] <= MAX_LABEL_SETS + 1:
+                yield (key[0], tuple(label[:_MAX_LABEL_CHARS] for label in key[1])), value
+
+    def _take_facts(self, facts: Any) -> None:
+        if isinstance(facts, Mapping):
+            kept = list(facts.items())[:_MAX_FACTS]
+            self.facts = {
+                str(name)[:60]: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
+                for name, value in kept
+                if isinstance(value, str | int | float | bool) or _is_small(value)
+            }
+
+    def _take_timeline(self, rows: Any) -> None:
+        spans = []
+        for row in _rows(rows)[:MAX_TIMELINE_SPANS]:
+            if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str):
+                start, seconds = _finite(row[1]), _finite(row[2])
+                if start is not None and seconds is not None:
+                    spans.append((row[0][:60], start + self.clock, seconds))
+        if spans:
+            self.timeline = spans
+
+
+def _parse(definition: MetricDefinition, value: Any) -> Value | None:
+    if definition.kind is not MetricKind.DISTRIBUTION:
+        return _finite(value)
+    if not isinstance(value, Mapping):
+        return None
+    stats = [_finite(figure) for figure in _rows(value.get("stats"))]
+    buckets = _rows(value.get("buckets"))
+    count, total, last = value.get("n"), _finite(value.get("sum")), _finite(value.get("last"))
+    if (
+        not isinstance(count, int)
+        or total is None
+        or last is None
+        or len(stats) != 7
+        or None in stats
+        or len(buckets) != len(BUCKETS_S) + 1
+        or not all(isinstance(number, int) and number >= 0 for number in buckets)
+    ):
+        return None
+    figures = [figure for figure in stats if figure is not None]
+    return DistributionSummary(count, total, tuple(buckets), last, *figures)
+
+
+def _rows(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON has integers of any size
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _is_small(value: Any) -> bool:
+    """A flat mapping of texts to numbers, such as the degrees of a mesh."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= 16
+        and all(isinstance(key, str) and len(key) <= 30 and isinstance(item, int) for key, item in value.items())
+    )

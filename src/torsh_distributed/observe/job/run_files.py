@@ -1,0 +1,183 @@
+"""A job from its event files (TORSH_EVENTS_DIR): of a run that has ended, or of one that still writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed import events
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.metrics.rank_collector import RankCollector
+from torsh_distributed.observe.metrics.rank_reporter import summary_packet
+
+_RANK_FILE = re.compile(r"rank-(\d{1,6})\.jsonl")
+_LAUNCHER_FILE = re.compile(r"launcher-\d+\.jsonl")
+_READ_BYTES = 1 << 22
+_STEPS_A_PACKET = 100
+
+
+class _EventFile:
+    """One file, read as far as it has whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Any]:
+        """The records since the last call, at most some megabytes of them; None for a line that is no record."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read(_READ_BYTES)
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return [_record(line) for line in data[:end].splitlines()]
+
+
+class _Replay:
+    """The events of one rank, collected as they were when it ran."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.collector = RankCollector()
+        self.facts: dict[str, Any] = {}
+        self._sequence = 0
+        self._clock = 0.0
+        self._time = 0.0
+
+    def take(self, event: events.Event) -> None:
+        self._time = event.time
+        if isinstance(event, events.PhaseEvent | events.WaitEvent | events.CollectiveEvent):
+            self._clock = event.time - (event.start_s + event.duration_s)
+        self.collector.take(event, now_s=event.time - self._clock)
+
+    def packet(self) -> dict[str, Any]:
+        self._sequence += 1
+        return summary_packet(
+            self.collector,
+            rank=self.rank,
+            sequence=self._sequence,
+            time=self._time,
+            clock=self._clock,
+            facts=self.facts,
+        )
+
+
+class EventFiles:
+    """The files of a directory, fed into a JobView; call `poll` again for what was written since."""
+
+    def __init__(self, directory: str | Path, view: JobView | None = None) -> None:
+        self.view = view if view is not None else JobView()
+        self._directory = Path(directory)
+        if not self._directory.is_dir():
+            raise InvalidArgument(
+                "there is no such directory of event files",
+                hint="run the job with TORSH_EVENTS_DIR=DIRECTORY, or observe.events_dir in its plan",
+                directory=str(directory),
+            )
+        self._files: dict[str, _EventFile] = {}
+        self._ranks: dict[int, _Replay] = {}
+        self._has_started = False
+        self.view.header.run_id = self._directory.name
+
+    def poll(self) -> bool:
+        """Read what is new; whether there was anything. Files that do not belong here are left alone."""
+        is_new = False
+        for path in sorted(self._directory.iterdir()):
+            of_rank = _RANK_FILE.fullmatch(path.name)
+            if of_rank is None and _LAUNCHER_FILE.fullmatch(path.name) is None:
+                continue
+            records = self._files.setdefault(path.name, _EventFile(path)).read()
+            is_new = is_new or bool(records)
+            if of_rank is not None:
+                self._take_rank(int(of_rank[1]), records)
+            else:
+                self._take_launcher(records)
+        return is_new
+
+    def read_all(self) -> JobView:
+        """Read until nothing is new."""
+        while self.poll():
+            continue
+        return self.view
+
+    def _take_rank(self, rank: int, records: list[Any]) -> None:
+        replay = self._ranks.setdefault(rank, _Replay(rank))
+        num_steps = 0
+        for record in records:
+            event = event_of(record)
+            if event is None:
+                self.view.num_dropped += 1
+                continue
+            self._note_start(event)
+            replay.take(event)
+            num_steps += isinstance(event, events.StepEvent)
+            if isinstance(event, events.MembershipEvent) and event.action == "joined":
+                replay.facts["world_size"] = event.world_size
+                self.view.header.world_size = event.world_size
+            if num_steps >= _STEPS_A_PACKET:
+                num_steps = 0
+                self.view.take(replay.packet())
+        if records:
+            self.view.take(replay.packet())
+
+    def _take_launcher(self, records: list[Any]) -> None:
+        for record in records:
+            event = event_of(record)
+            if isinstance(event, events.AlertEvent):
+                self.view.incidents.append(events.to_record(event))
+            if not isinstance(event, events.MembershipEvent):
+                continue
+            self._note_start(event)
+            code = re.search(r"exit code (\d+)", event.detail or "")
+            told = {"action": event.action, "attempt": event.attempt, "detail": event.detail}
+            self.view.take({"type": "membership", **told, "exit_code": int(code[1]) if code else None})
+            self.view.header.world_size = event.world_size
+            if event.action == "ended":
+                self.view.header.ended = event.time
+
+    def _note_start(self, event: events.Event) -> None:
+        if not self._has_started or event.time < self.view.header.started:
+            self._has_started = True
+            self.view.header.started = event.time
+
+
+def event_of(record: Any) -> events.Event | None:
+    """The event of a line of a file; None if it is none that this version knows."""
+    if not isinstance(record, Mapping):
+        return None
+    kind = events.event_types().get(str(record.get("type")))
+    if kind is None:
+        return None
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in fields
+    }
+    if not all(_fits(value, fields[name]) for name, value in given.items()):
+        return None
+    try:
+        return kind(**given)
+    except TypeError:  # a field is missing
+        return None
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a value may stand where the field has this annotation; tuples are shown, not computed with."""
+    if value is None:
+        return "None" in annotation
+    if isinstance(value, str):
+        return "str" in annotation or "Phase" in annotation
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "int" in annotation or "float" in annotation
+    return isinstance(value, bool | tuple) and ("bool" in annotation or "tuple" in annotation)
+
+
+def _record(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,299 @@
+"""Fills the metrics of a rank from the event bus and the flight recorder; no layer is asked to do anything for it.
+
+In the emitting thread an event costs an append. It is looked at later, by `fold`, on the reporter's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self
+
+from torsh_distributed import events
+from torsh_distributed.comm.recording.flight_recorder import recorder
+from torsh_distributed.comm.recording.intervals import covered_s
+from torsh_distributed.comm.recording.span_account import SpanAccount, StepSpans
+from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
+from torsh_distributed.observe.metrics.step_record import StepRecord
+
+MAX_PENDING_EVENTS = 50_000
+MAX_STEPS_A_SUMMARY = 200
+MAX_MARKS_A_SUMMARY = 40
+MAX_TIMELINE_SPANS = 80
+_MAX_TEXT_CHARS = 400
+_LONG_S = 1e6
+_POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
+_MARKS = (
+    events.CheckpointEvent,
+    events.MembershipEvent,
+    events.DecisionEvent,
+    events.PressureEvent,
+    events.RebalanceEvent,
+    events.CompileEvent,
+    events.AlertEvent,
+    events.LogEvent,
+)
+_NUMBERS = (
+    events.StepEvent,
+    events.PhaseEvent,
+    events.WaitEvent,
+    events.CollectiveEvent,
+    events.BucketEvent,
+    events.MemoryEvent,
+    events.RoutingEvent,
+)
+
+
+class RankCollector:
+    """The metrics of this process. `attach` begins, `fold` adds up; `steps` and `marks` are what came since.
+
+    `fold` may be called by one thread at a time. Events beyond MAX_PENDING_EVENTS between two folds are dropped and
+    counted.
+    """
+
+    def __init__(self, metrics: RankMetrics | None = None) -> None:
+        self.metrics = metrics if metrics is not None else RankMetrics()
+        self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS_A_SUMMARY)
+        """Steps that no summary has taken yet, newest last."""
+        self.marks: deque[dict[str, Any]] = deque(maxlen=MAX_MARKS_A_SUMMARY)
+        """Rare events that no summary has taken yet, as JSON records."""
+        self.timeline: list[list[Any]] = []
+        """The spans of the last whole step: [name, start relative to the step's begin, seconds]."""
+        self._pending: deque[tuple[events.Event, int, float]] = deque()
+        self._num_dropped = 0
+        self._detach: Callable[[], None] | None = None
+        self._thread = threading.main_thread().ident or 0
+        self._account = SpanAccount(time.monotonic(), bubble_waits=_POINT_TO_POINT)
+        self._has_begun = False
+        self._is_replay = False
+        self._spans: list[list[Any]] = []
+        self._has_waits = False
+        self._groups_with_waits: set[str] = set()
+        self._looked_s = time.monotonic()
+        self._waited_s = 0.0
+        self._window: deque[tuple[StepRecord, int | None]] = deque(maxlen=20)
+
+    def attach(self) -> Self:
+        """Take events from now on, until `detach`."""
+        if self._detach is None:
+            self._detach = events.subscribe(self._take, *_NUMBERS, *_MARKS)
+        return self
+
+    def detach(self) -> None:
+        """Take no more; the metrics stay. A second call does nothing."""
+        detach, self._detach = self._detach, None
+        if detach is not None:
+            detach()
+
+    def _take(self, event: events.Event) -> None:
+        if len(self._pending) < MAX_PENDING_EVENTS:
+            self._pending.append((event, threading.get_ident(), time.monotonic()))
+        else:
+            self._num_dropped += 1
+
+    def take(self, event: events.Event, *, now_s: float) -> None:
+        """Add an event of a finished run, in order, as if its training thread had emitted it at `now_s`."""
+        if isinstance(event, events.CollectiveEvent) or (isinstance(event, events.WaitEvent) and event.num_started):
+            # The flight recorder, which knows how long operations were under way, is gone with its process.
+            self.metrics("torsh_collective_seconds", event.op).record(event.duration_s)
+        if not self._is_replay and isinstance(event, events.PhaseEvent | events.WaitEvent):
+            # The clock of that process, not of this one.
+            self._account = SpanAccount(event.start_s - _LONG_S, bubble_waits=_POINT_TO_POINT)
+            self._is_replay = True
+        self._add(event, self._thread, now_s)
+
+    def fold(self) -> None:
+        """Add up everything that has happened since the last call."""
+        for _ in range(len(self._pending)):
+            self._add(*self._pending.popleft())
+        dropped, self._num_dropped = self._num_dropped, 0
+        if dropped:
+            self.metrics("torsh_observe_dropped").record(dropped)
+        self._look_at_recorder()
+
+    def _add(self, event: events.Event, thread: int, now_s: float) -> None:
+        match event:
+            case events.StepEvent():
+                self._add_step(event, thread, now_s)
+            case events.PhaseEvent():
+                if thread == self._thread:
+                    self._account.add_phase(event.phase, event.start_s, event.duration_s)
+                    self._note_span(event.phase, event.start_s, event.duration_s)
+            case events.WaitEvent():
+                self._add_wait(event, thread)
+            case events.CollectiveEvent():
+                self._add_collective(event)
+            case events.BucketEvent():
+                self.metrics("torsh_gradient_bytes").record(event.num_bytes)
+                if event.wire_bytes is not None:
+                    self.metrics("torsh_gradient_wire_bytes").record(event.wire_bytes)
+            case events.MemoryEvent():
+                self.metrics("torsh_device_memory_bytes").record(event.allocated_bytes)
+                self.metrics("torsh_device_memory_peak_bytes").record(event.peak_bytes)
+            case events.RoutingEvent():
+                self.metrics("torsh_expert_load_variation_ratio").record(event.load_variation)
+                self.metrics("torsh_expert_dropped").record(event.num_dropped)
+            case _:
+                self._add_mark(event)
+
+    # Steps
+
+    def _add_step(self, event: events.StepEvent, thread: int, now_s: float) -> None:
+        if thread != self._thread:
+            # Training runs in another thread than the main one: what was seen so far is not its time.
+            self._thread = thread
+            self._account = SpanAccount(now_s - event.duration_s, bubble_waits=_POINT_TO_POINT)
+        spans = self._account.end_step(now_s)
+        if not self._has_begun:
+            # Nothing says when the first step began but the step itself, which does not count the wait for its data.
+            self._has_begun = True
+            spans.step_s = event.duration_s + spans.phases["data"]
+            spans.phases["other"] = 0.0
+            spans.phases["other"] = max(0.0, spans.step_s - sum(spans.phases.values()) - sum(spans.waits.values()))
+        self.timeline, self._spans = self._spans, []
+        record = self._record_of(event, spans)
+        self.steps.append(record)
+        self._window.append((record, event.num_tokens))
+        self._measure_step(event, record)
+
+    def _record_of(self, event: events.StepEvent, spans: StepSpans) -> StepRecord:
+        phases = spans.phases
+        has_phases = "forward" in phases or "backward" in phases or "schedule" in phases
+        return StepRecord(
+            step=event.step,
+            time=event.time,
+            step_s=spans.step_s,
+            forward_s=phases["forward"] + phases["stage"] if has_phases else None,
+            backward_s=phases["backward"] if has_phases else None,
+            optimizer_s=phases.get("optimizer"),
+            wait_s=sum(spans.waits.values()) if self._has_waits else None,
+            bubble_s=phases.get("schedule"),
+            data_s=phases["data"] if has_phases or "data" in phases else None,
+            other_s=phases["other"],
+            loss=event.loss if event.loss is not None and math.isfinite(event.loss) else None,
+            num_samples=event.num_samples,
+            is_skipped=event.is_skipped,
+        )
+
+    def _measure_step(self, event: events.StepEvent, record: StepRecord) -> None:
+        metrics = self.metrics
+        metrics("torsh_step").record(event.step)
+        metrics("torsh_skipped_steps" if event.is_skipped else "torsh_steps").record(1)
+        metrics("torsh_last_step_timestamp_seconds").record(event.time)
+        for name, value in (
+            ("torsh_loss", event.loss),
+            ("torsh_learning_rate", event.learning_rate),
+            ("torsh_gradient_norm", event.grad_norm),
+            ("torsh_loss_scale", event.loss_scale),
+            ("torsh_samples", event.num_samples),
+            ("torsh_tokens", event.num_tokens),
+            ("torsh_step_seconds", record.step_s),
+            ("torsh_busy_seconds", record.busy_s),
+            ("torsh_forward_seconds", record.forward_s),
+            ("torsh_backward_seconds", record.backward_s),
+            ("torsh_optimizer_seconds", record.optimizer_s),
+            ("torsh_bubble_seconds", record.bubble_s),
+            ("torsh_wait_seconds", record.wait_s),
+            ("torsh_input_wait_seconds", record.data_s),
+        ):
+            if value is not None:
+                metrics(name).record(value)
+        self._measure_window()
+
+    def _measure_window(self) -> None:
+        """Rates over the newest steps."""
+        total_s = sum(record.step_s for record, _ in self._window)
+        if total_s <= 0:
+            return
+        samples = [record.num_samples for record, _ in self._window if record.num_samples is not None]
+        tokens = [num_tokens for _, num_tokens in self._window if num_tokens is not None]
+        waits = [record.wait_s for record, _ in self._window if record.wait_s is not None]
+        data = [record.data_s for record, _ in self._window if record.data_s is not None]
+        for name, values in (
+            ("torsh_samples_per_second", samples),
+            ("torsh_tokens_per_second", tokens),
+            ("torsh_wait_ratio", waits),
+            ("torsh_input_wait_ratio", data),
+        ):
+            if len(values) == len(self._window):
+                self.metrics(name).record(sum(values) / total_s)
+
+    # Communication
+
+    def _add_wait(self, event: events.WaitEvent, thread: int) -> None:
+        self._has_waits = True
+        self._groups_with_waits.add(event.group)
+        if event.num_started:
+            self.metrics("torsh_collectives", event.op).record(event.num_started)
+            self.metrics("torsh_collective_bytes", event.op).record(event.num_bytes)
+        if thread == self._thread:
+            self._waited_s += event.duration_s
+            self._account.add_wait(event.op, event.start_s, event.duration_s)
+            self._note_span(f"wait: {event.op}", event.start_s, event.duration_s)
+
+    def _add_collective(self, event: events.CollectiveEvent) -> None:
+        if event.error is not None:
+            self.metrics("torsh_collective_errors", event.op).record(1)
+        if event.group not in self._groups_with_waits:  # else its backend has told of it already
+            self.metrics("torsh_collectives", event.op).record(1)
+            self.metrics("torsh_collective_bytes", event.op).record(event.num_bytes)
+
+    def _look_at_recorder(self) -> None:
+        """How long operations were under way, from the flight recorder: also those that nobody waited for."""
+        since_s, self._looked_s = self._looked_s, time.monotonic()
+        intervals = []
+        moved: dict[str, list[float]] = {}
+        for record in recorder:
+            if record.is_brief or record.end_s is None or not since_s < record.end_s <= self._looked_s:
+                continue
+            intervals.append((max(record.start_s, since_s), record.end_s))
+            took_s = record.end_s - record.start_s
+            self.metrics("torsh_collective_seconds", record.op).record(took_s)
+            if record.num_bytes:
+                sums = moved.setdefault(record.op, [0.0, 0.0])
+                sums[0] += record.num_bytes
+                sums[1] += took_s
+        for op, (num_bytes, seconds) in moved.items():
+            if seconds > 0:
+                self.metrics("torsh_collective_bytes_per_second", op).record(num_bytes / seconds)
+        waited_s, self._waited_s = self._waited_s, 0.0
+        under_way_s = covered_s(intervals)
+        if under_way_s > 0 and self._has_waits:
+            self.metrics("torsh_overlap_ratio").record(max(0.0, 1 - waited_s / under_way_s))
+
+    def _note_span(self, name: str, start_s: float, duration_s: float) -> None:
+        if len(self._spans) < MAX_TIMELINE_SPANS:
+            self._spans.append([name, round(start_s, 6), round(duration_s, 6)])
+
+    # Rare events
+
+    def _add_mark(self, event: events.Event) -> None:
+        match event:
+            case events.CheckpointEvent():
+                self._add_checkpoint(event)
+            case events.PressureEvent():
+                self.metrics("torsh_memory_pressure", event.action).record(1)
+            case events.CompileEvent():
+                self.metrics("torsh_compile_seconds").record(event.duration_s)
+        self.marks.append(
+            {
+                name: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
+                for name, value in events.to_record(event).items()
+                if value is None or isinstance(value, str | int | float | bool)
+            }
+        )
+
+    def _add_checkpoint(self, event: events.CheckpointEvent) -> None:
+        if event.error is not None:
+            self.metrics("torsh_checkpoint_errors", event.action).record(1)
+            return
+        self.metrics("torsh_checkpoints", event.action).record(1)
+        if event.duration_s is not None:
+            self.metrics("torsh_checkpoint_seconds", event.action).record(event.duration_s)
+        if event.action == "saved":
+            self.metrics("torsh_checkpoint_step").record(event.step)
+            if event.num_bytes is not None:
+                self.metrics("torsh_checkpoint_size_bytes").record(event.num_bytes)

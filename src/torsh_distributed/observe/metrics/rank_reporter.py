@@ -1,0 +1,149 @@
+"""Sends a summary of a rank's metrics about once a second, from a thread of its own, never through a process group."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from torsh_distributed import events
+from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
+from torsh_distributed.observe.metrics.optimizer_steps import OptimizerSteps
+from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
+from torsh_distributed.observe.metrics.rank_collector import RankCollector
+from torsh_distributed.observe.metrics.rank_metrics import Send
+
+MAX_PACKET_BYTES = 60 * 1024
+"""The line to the launcher takes 64 KiB, with what it adds itself."""
+_C10D = "torch.distributed.distributed_c10d"
+_log = logging.getLogger(__name__)
+
+
+class RankReporter:
+    """The thread. What goes wrong in it is logged once and never reaches training."""
+
+    def __init__(
+        self, collector: RankCollector, send: Send, *, interval_s: float = 1.0, machine_interval_s: float = 5.0
+    ) -> None:
+        self._collector = collector
+        self._send = send
+        self._interval_s = interval_s
+        self._sensors = ProcessSensors()
+        # One rank of a node reads the node.
+        self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        self._optimizer_steps = OptimizerSteps()
+        self._sequence = 0
+        self._has_failed = False
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self.facts: dict[str, Any] = {}
+        """What is known about this rank besides numbers, such as its mesh."""
+        collector.attach()
+        self._thread = threading.Thread(target=self._run, name="torsh-metrics", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self._optimizer_steps.install()
+            self.report()
+
+    def install_hooks(self) -> None:
+        """Count the steps of plain loops, if torch is imported already; else the thread does it later."""
+        self._optimizer_steps.install()
+
+    def report(self) -> None:
+        """Send a summary now."""
+        try:
+            with self._lock:
+                self._send(self._packet())
+        except Exception:
+            if not self._has_failed:
+                self._has_failed = True
+                _log.exception("metrics could not be reported; training continues without them")
+
+    def close(self) -> None:
+        """Send the last summary and stop. Closing again does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(timeout=2)
+        self.report()
+        self._optimizer_steps.remove()
+        self._collector.detach()
+
+    def _packet(self) -> dict[str, Any]:
+        collector = self._collector
+        collector.fold()
+        self._sensors.read(collector.metrics)
+        if self._machine is not None:
+            self._machine.read(collector.metrics)
+        self._sequence += 1
+        return summary_packet(
+            collector,
+            rank=_rank(),
+            sequence=self._sequence,
+            time=time.time(),
+            clock=time.time() - time.monotonic(),
+            facts={**_place(), **self.facts},
+        )
+
+
+def summary_packet(
+    collector: RankCollector, *, rank: int, sequence: int, time: float, clock: float, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The message about what was measured; it takes the steps and marks that have come since the last one.
+
+    `clock` is the wall clock minus the monotonic clock.
+    """
+    return _within_limit(
+        {
+            "type": "metrics",
+            "rank": rank,
+            "sequence": sequence,
+            "time": time,
+            "clock": clock,
+            "metrics": collector.metrics.summary(),
+            "custom": collector.metrics.definitions(),
+            "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
+            "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
+            "timeline": collector.timeline,
+            "facts": facts,
+        }
+    )
+
+
+def _within_limit(packet: dict[str, Any]) -> dict[str, Any]:
+    """The packet in at most MAX_PACKET_BYTES: the timeline goes first, then older steps, then what is left over."""
+    for name in ("timeline", "marks", "custom", "steps", "metrics"):
+        while len(json.dumps(packet, default=str)) > MAX_PACKET_BYTES and packet[name]:
+            packet[name] = packet[name][(len(packet[name]) + 1) // 2 :]
+    return packet
+
+
+def _rank() -> int:
+    known = events.current_rank()
+    text = os.environ.get("RANK", "")
+    return known if known >= 0 else int(text) if text.isdigit() else 0
+
+
+def _place() -> dict[str, Any]:
+    found: dict[str, Any] = {"node": socket.gethostname(), "pid": os.getpid()}
+    for name, variable in (
+        ("local_rank", "LOCAL_RANK"),
+        ("world_size", "WORLD_SIZE"),
+        ("node_rank", "NODE_RANK"),
+        ("attempt", "TORCHELASTIC_RESTART_COUNT"),
+    ):
+        text = os.environ.get(variable, "")
+        if text.isdigit():
+            found[name] = int(text)
+    c10d = sys.modules.get(_C10D)
+    if c10d is not None and getattr(c10d, "is_initialized", bool)():
+        found["backend"] = str(c10d.get_backend())
+        found["world_size"] = c10d.get_world_size()
+    return found

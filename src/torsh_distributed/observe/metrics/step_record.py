@@ -1,0 +1,66 @@
+"""One step of one rank, as it travels to the launcher: where its seconds went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+from torsh_distributed.errors import SerializationError
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. The parts add up to `step_s`; a part that was not measured is None."""
+
+    step: int
+    time: float
+    """Wall-clock time of its end."""
+    step_s: float
+    """From the end of the step before to the end of this one."""
+    forward_s: float | None
+    backward_s: float | None
+    optimizer_s: float | None
+    wait_s: float | None
+    """Waiting for other ranks; None where the backend cannot tell."""
+    bubble_s: float | None
+    data_s: float | None
+    other_s: float
+    loss: float | None = None
+    num_samples: int | None = None
+    is_skipped: bool = False
+
+    @property
+    def busy_s(self) -> float:
+        """The time in which the rank waited for nobody and for no data."""
+        return self.step_s - (self.wait_s or 0.0) - (self.data_s or 0.0) - (self.bubble_s or 0.0)
+
+    def to_row(self) -> list[Any]:
+        """As a JSON array, in the order of the fields."""
+        return [_shortened(value) for value in astuple(self)]
+
+    @classmethod
+    def from_row(cls, row: Any) -> StepRecord:
+        """What `to_row` gave, which came from another process; raises SerializationError if it is something else."""
+        if not isinstance(row, list) or len(row) != len(fields(cls)):
+            raise SerializationError("a step that another process sent is not understood", got=repr(row)[:100])
+        *numbers, is_skipped = row
+        for value in numbers:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise SerializationError("a step that another process sent has no numbers", got=repr(row)[:100])
+        if numbers[0] is None or numbers[1] is None or numbers[2] is None or numbers[9] is None:
+            raise SerializationError("a step that another process sent has no time", got=repr(row)[:100])
+        numbers[0] = int(numbers[0])
+        return cls(*numbers, *[bool(is_skipped)])
+
+
+PARTS: Sequence[str] = ("forward", "backward", "optimizer", "wait", "bubble", "data", "other")
+"""The parts of a step, in the order in which they are shown."""
+
+
+def _shortened(value: Any) -> Any:
+    """Numbers with the digits that matter; JSON has no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.10g}") if math.isfinite(value) else None
+    return value

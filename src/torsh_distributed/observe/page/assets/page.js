@@ -1,0 +1,289 @@
+"use strict";
+// Everything of a job is put in as text or as a number, never as markup.
+(() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  const PARTS = ["forward", "backward", "optimizer", "wait", "bubble", "data", "other"];
+  const NAMES = { wait: "waiting for ranks", data: "waiting for data", bubble: "pipeline bubble" };
+  let colourBy = "step_s";
+  let chosen = null;
+  let last = null;
+
+  const byId = (id) => document.getElementById(id);
+  const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+  function el(name, attributes, ...children) {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes || {})) made.setAttribute(key, value);
+    made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+    return made;
+  }
+  function svg(name, attributes, ...children) {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes || {})) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  }
+  const put = (id, ...children) => byId(id).replaceChildren(...children);
+  function count(value) { return isNumber(value) ? Math.round(value).toLocaleString("en") : "–"; }
+  function short(value) {
+    if (!isNumber(value)) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+    return value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  }
+  function seconds(value) {
+    if (!isNumber(value)) return "–";
+    if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+    if (value < 1) return `${(value * 1e3).toFixed(1)} ms`;
+    if (value < 120) return `${value.toFixed(1)} s`;
+    return value < 7200 ? `${(value / 60).toFixed(0)} min` : `${(value / 3600).toFixed(1)} h`;
+  }
+  function bytes(value) {
+    if (!isNumber(value)) return "–";
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let index = 0;
+    while (value >= 1024 && index < units.length - 1) { value /= 1024; index += 1; }
+    return `${value.toFixed(index ? 1 : 0)} ${units[index]}`;
+  }
+  const percent = (value) => (isNumber(value) ? `${(value * 100).toFixed(0)} %` : "–");
+  const clock = (time) => (isNumber(time) ? new Date(time * 1000).toLocaleTimeString() : "");
+
+  function table(id, columns, rows, empty) {
+    if (!rows.length) { put(id, el("p", { class: "dim" }, empty)); return; }
+    const head = el("tr", {}, ...columns.map(([title, , isFigure]) => el("th", { scope: "col", class: isFigure ? "number" : "" }, title)));
+    const body = rows.map((row) => el("tr", {}, ...columns.map(([, cell, isFigure]) => el("td", { class: isFigure ? "number" : "" }, cell(row)))));
+    put(id, el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)));
+  }
+
+  function lineChart(id, xs, ys, label, show) {
+    const points = xs.map((x, index) => [x, ys[index]]).filter(([x, y]) => isNumber(x) && isNumber(y));
+    if (points.length < 2) { put(id, el("p", { class: "dim" }, "not measured yet")); return; }
+    const [width, height, left, bottom, top] = [560, 200, 58, 22, 10];
+    const lowX = points[0][0], highX = points[points.length - 1][0];
+    let lowY = Math.min(...points.map((point) => point[1])), highY = Math.max(...points.map((point) => point[1]));
+    if (lowY === highY) { lowY -= Math.abs(lowY) / 10 || 1; highY += Math.abs(highY) / 10 || 1; }
+    const x = (value) => left + ((value - lowX) / (highX - lowX || 1)) * (width - left - 8);
+    const y = (value) => top + (1 - (value - lowY) / (highY - lowY)) * (height - top - bottom);
+    const marks = [0, 0.5, 1].flatMap((share) => {
+      const value = lowY + share * (highY - lowY);
+      return [svg("line", { class: "axis", x1: left, x2: width - 8, y1: y(value), y2: y(value) }), textAt(left - 6, y(value) + 4, show(value), "end")];
+    });
+    const steps = [lowX, Math.round((lowX + highX) / 2), highX].map((value, index) => textAt(x(value), height - 6, `step ${count(value)}`, ["start", "middle", "end"][index]));
+    const path = points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
+    const newest = points[points.length - 1];
+    put(id, svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${label}, ${points.length} points, now ${show(newest[1])} at step ${newest[0]}`, "data-points": points.length },
+      ...marks, ...steps, svg("path", { class: "curve", d: path })));
+  }
+  function textAt(x, y, text, anchor) {
+    const made = svg("text", { x, y, "text-anchor": anchor || "start" });
+    made.textContent = text;
+    return made;
+  }
+
+  function heat(share) {
+    // From calm to hot, readable in both schemes.
+    return `hsl(${(210 - 190 * share).toFixed(0)} 65% ${(58 - 8 * share).toFixed(0)}%)`;
+  }
+  function drawRanks(state) {
+    const ranks = state.ranks;
+    if (!ranks.length) { put("ranks", el("p", { class: "dim" }, "no rank has reported yet")); return; }
+    const values = ranks.map((rank) => rank[colourBy]);
+    const known = values.filter(isNumber);
+    const low = Math.min(...known), high = Math.max(...known);
+    const columns = Math.min(ranks.length, Math.max(8, Math.ceil(Math.sqrt(ranks.length * 4))));
+    const size = ranks.length > 200 ? 18 : 44;
+    const rows = Math.ceil(ranks.length / columns);
+    const show = colourBy === "memory" ? bytes : colourBy === "wait_share" ? percent : seconds;
+    const slow = new Set(state.stragglers.map((one) => one.rank));
+    const cells = ranks.map((rank, index) => {
+      const value = rank[colourBy];
+      // Small differences are no news: the scale spans at least a fifth of the largest value.
+      const share = isNumber(value) ? (value - low) / Math.max(high - low, Math.abs(high) / 5, 1e-12) : 0;
+      const x = (index % columns) * size, y = Math.floor(index / columns) * size;
+      const label = `rank ${rank.rank}: ${show(value)}${slow.has(rank.rank) ? ", slower than the others" : ""}`;
+      const title = svg("title", {});
+      title.textContent = label;
+      const cell = svg("rect", { class: `cell${chosen === rank.rank ? " chosen" : ""}`, x, y, width: size - 2, height: size - 2, rx: 3, fill: isNumber(value) ? heat(share) : "#9aa4af",
+        tabindex: 0, role: "button", "aria-label": label, "data-rank": rank.rank }, title);
+      const group = svg("g", {}, cell);
+      if (size > 30) {
+        const name = textAt(x + (size - 2) / 2, y + size / 2 + 3, `${rank.rank}${slow.has(rank.rank) ? " ⚠" : ""}`, "middle");
+        name.setAttribute("pointer-events", "none");
+        name.classList.add("on");
+        group.append(name);
+      }
+      return group;
+    });
+    const focused = document.activeElement && document.activeElement.getAttribute("data-rank");
+    const width = columns * size;
+    const drawing = svg("svg", { viewBox: `0 0 ${width} ${rows * size}`, role: "group", "aria-label": `${ranks.length} ranks by ${colourBy}` }, ...cells);
+    drawing.style.maxWidth = `${Math.max(width, 120)}px`;
+    put("ranks", drawing, el("p", { class: "dim" }, known.length ? `${show(low)} to ${show(high)}` : "not measured"));
+    if (focused !== null && focused !== undefined) {
+      const again = drawing.querySelector(`[data-rank="${Number(focused)}"]`);
+      if (again) again.focus();
+    }
+  }
+  function drawRank(state) {
+    const rank = state.ranks.find((one) => one.rank === chosen);
+    if (!rank) { put("rank"); return; }
+    const facts = [["node", rank.node ?? "–"], ["process", rank.pid ?? "–"], ["step", count(rank.step)], ["step time", seconds(rank.step_s)], ["busy", seconds(rank.busy_s)],
+      ["waiting for ranks", percent(rank.wait_share)], ["waiting for data", percent(rank.data_share)], ["memory", bytes(rank.memory)], ["device memory", bytes(rank.device_memory)],
+      ["cores", short(rank.cores)], ["heard of", `${seconds(rank.silent_s)} ago`]];
+    const rows = facts.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
+    put("rank", el("h3", {}, `Rank ${rank.rank}`), el("table", {}, el("tbody", {}, ...rows)), partsBar(rank.parts));
+  }
+
+  function partsBar(parts) {
+    const total = PARTS.reduce((sum, part) => sum + (parts[part] || 0), 0);
+    if (!total) return el("p", { class: "dim" }, "not measured yet");
+    let x = 0;
+    const bars = [], legend = [];
+    for (const part of PARTS) {
+      const value = parts[part];
+      if (!isNumber(value)) continue;
+      const width = (value / total) * 560;
+      const label = `${NAMES[part] || part}: ${seconds(value)}, ${percent(value / total)}`;
+      const title = svg("title", {});
+      title.textContent = label;
+      bars.push(svg("rect", { class: `p-${part}`, x, y: 0, width, height: 28, "data-part": part, "data-seconds": value }, title));
+      legend.push(el("span", {}, svg("svg", { viewBox: "0 0 8 8", "aria-hidden": "true" }, svg("rect", { class: `p-${part}`, width: 8, height: 8 })), label));
+      x += width;
+    }
+    return el("div", {}, svg("svg", { viewBox: "0 0 560 28", role: "img", "aria-label": "parts of a step" }, ...bars), el("div", { class: "legend" }, ...legend));
+  }
+
+  function drawTimeline(rows) {
+    const spans = rows.flatMap((row) => row.spans);
+    if (!spans.length) { put("timeline", el("p", { class: "dim" }, "not measured yet")); return; }
+    const end = Math.max(...spans.map(([, start, took]) => start + took)) || 1;
+    const [width, left, height] = [1100, 60, 26];
+    const drawn = rows.flatMap((row, index) => {
+      const y = index * height;
+      // Long spans first, so what is inside them stays visible.
+      const ordered = [...row.spans].sort((one, other) => other[2] - one[2]);
+      return [textAt(left - 8, y + 16, `rank ${row.rank}`, "end"), ...ordered.map(([name, start, took]) => {
+        const kind = name.startsWith("wait") ? "wait" : name;
+        const title = svg("title", {});
+        title.textContent = `${name}: ${seconds(took)}`;
+        const inset = kind === "wait" ? 5 : 0;
+        return svg("rect", { class: `p-${PARTS.includes(kind) || kind === "stage" || kind === "schedule" ? kind : "other"}`, x: left + (start / end) * (width - left - 4), y: y + 3 + inset,
+          width: Math.max(1, (took / end) * (width - left - 4)), height: height - 6 - 2 * inset, rx: 2 }, title);
+      })];
+    });
+    put("timeline", svg("svg", { viewBox: `0 0 ${width} ${rows.length * height + 20}`, role: "img", "aria-label": `the last step of ${rows.length} ranks, ${seconds(end)}` },
+      ...drawn, textAt(left, rows.length * height + 14, "0"), textAt(width - 4, rows.length * height + 14, seconds(end), "end")));
+  }
+
+  function drawMesh(mesh, worldSize) {
+    byId("mesh-section").hidden = !mesh;
+    if (!mesh) return;
+    const axes = Object.entries(mesh).filter(([, degree]) => degree > 1);
+    const text = Object.entries(mesh).map(([axis, degree]) => `${axis} ${degree}`).join(" × ");
+    const across = axes.length ? axes[axes.length - 1][1] : 1;
+    const shown = Math.min(worldSize, 256);
+    const cells = Array.from({ length: shown }, (_, rank) => {
+      const x = (rank % across) * 34, y = Math.floor(rank / across) * 24;
+      const title = svg("title", {});
+      let rest = rank;
+      const place = [...axes].reverse().map(([axis, degree]) => { const at = rest % degree; rest = Math.floor(rest / degree); return `${axis} ${at}`; }).reverse();
+      title.textContent = `rank ${rank}: ${place.join(", ")}`;
+      return svg("g", {}, svg("rect", { x, y, width: 32, height: 22, rx: 3, fill: heat(axes.length > 1 ? (Math.floor(rank / across) % 8) / 8 : 0) }, title), textAt(x + 16, y + 15, String(rank), "middle"));
+    });
+    const drawing = svg("svg", { viewBox: `0 0 ${across * 34} ${Math.ceil(shown / across) * 24}`, role: "img", "aria-label": text }, ...cells);
+    drawing.style.maxWidth = `${across * 34}px`;
+    put("mesh", el("p", {}, `${text} = ${worldSize} ranks`), drawing);
+  }
+
+  function drawAlerts(alerts) {
+    byId("alerts-section").hidden = !alerts.length;
+    put("alerts", ...alerts.map((alert) => {
+      const line = el("p", { class: ["critical", "error", "emergency"].includes(alert.severity) ? "bad" : "warn" }, `${alert.severity}: ${alert.name} – ${alert.message} (${clock(alert.time)})`);
+      if (alert.is_acknowledged) line.append(" – acknowledged");
+      else if (!document.getElementById("state")) {
+        const button = el("button", { type: "button", "data-alert": alert.id }, "acknowledge");
+        button.addEventListener("click", () => fetch("acknowledge", { method: "POST", headers: { "X-Torsh": "1", "Content-Type": "application/json" }, body: JSON.stringify({ alert: alert.id }) }));
+        line.append(" ", button);
+      }
+      return line;
+    }));
+  }
+
+  function happened(one) {
+    const told = Object.entries(one).filter(([key, value]) => !["time", "rank", "type"].includes(key) && value !== null);
+    return told.map(([key, value]) => `${key} ${isNumber(value) && !Number.isInteger(value) ? short(value) : value}`).join(", ");
+  }
+
+  function draw(state) {
+    last = state;
+    const job = state.job;
+    document.title = `torsh ${job.run_id} – ${job.state}`;
+    byId("run").textContent = job.run_id;
+    const slow = state.stragglers.map((one) => `rank ${one.rank} is ${percent(one.slowdown)} slower than the others`).join(", ");
+    put("summary", el("span", { class: { failed: "bad", finished: "good" }[job.state] || "" }, job.state + (job.exit_code ? ` with exit code ${job.exit_code}` : "")),
+      ` · ${job.command || "a job"} · ${count(job.world_size)} ranks on ${count(job.num_nodes)} nodes${job.backend ? ` · ${job.backend}` : ""}${job.attempt ? ` · restart ${job.attempt}` : ""}`,
+      ...(slow ? [el("span", { class: "warn" }, ` · ${slow}`)] : []));
+    const parts = state.parts, total = PARTS.reduce((sum, part) => sum + (parts[part] || 0), 0);
+    const figures = [["step", count(job.step)], ["loss", short(job.loss)], ["samples/s", short(job.samples_per_s)], ["a step", seconds(total || null)],
+      ["waiting for ranks", isNumber(parts.wait) && total ? percent(parts.wait / total) : "–"], ["running for", seconds(job.age_s)], ["last step", isNumber(job.last_step_age_s) ? `${seconds(Math.max(0, job.last_step_age_s))} ago` : "–"]];
+    put("figures", ...figures.map(([name, value]) => el("li", {}, el("b", {}, value), el("span", {}, name))));
+    drawAlerts(state.alerts);
+    lineChart("loss", state.curve.step, state.curve.loss, "loss by step", short);
+    const hasRate = state.curve.samples_per_s.some(isNumber);
+    byId("rate-title").textContent = hasRate ? "Throughput (samples/s)" : "Step time";
+    if (hasRate) lineChart("rate", state.curve.step, state.curve.samples_per_s, "samples per second by step", short);
+    else lineChart("rate", state.curve.step, state.curve.step_ms, "step time by step", (value) => `${short(value)} ms`);
+    drawRanks(state);
+    drawRank(state);
+    put("parts", partsBar(parts));
+    table("operations", [["operation", (row) => row.op], ["count", (row) => count(row.count), true], ["bytes", (row) => bytes(row.bytes), true], ["median", (row) => seconds(row.p50_s), true],
+      ["p95", (row) => seconds(row.p95_s), true], ["per second", (row) => (isNumber(row.rate) ? `${bytes(row.rate)}/s` : "–"), true], ["errors", (row) => count(row.errors), true]], state.operations, "no operation was seen");
+    drawTimeline(state.timeline);
+    drawMesh(state.mesh, job.world_size);
+    table("checkpoints", [["time", (row) => clock(row.time)], ["what", (row) => row.action], ["step", (row) => count(row.step), true], ["took", (row) => seconds(row.duration_s), true],
+      ["size", (row) => bytes(row.num_bytes), true], ["where", (row) => row.error || row.path || ""]], [...state.checkpoints].reverse(), "none yet");
+    byId("anomalies-section").hidden = !state.anomalies.length;
+    table("anomalies", [["time", (row) => clock(row.time)], ["kind", (row) => row.kind], ["severity", (row) => short(row.severity), true], ["what", (row) => row.message]], [...state.anomalies].reverse(), "none");
+    byId("custom-section").hidden = !state.custom.length;
+    table("custom", [["name", (row) => row.name], ["mean", (row) => `${short(row.mean)} ${row.unit}`, true], ["lowest", (row) => short(row.low), true], ["highest", (row) => short(row.high), true], ["what", (row) => row.help]], state.custom, "none");
+    byId("nodes-section").hidden = !state.nodes.length;
+    table("nodes", [["node", (row) => row.node], ["measured", (row) => Object.entries(row.values).map(([name, value]) => `${name.replaceAll("_", " ")} ${name.includes("bytes") ? bytes(value) : short(value)}`).join(" · ")]], state.nodes, "none");
+    table("incidents", [["time", (row) => clock(row.time)], ["rank", (row) => (row.rank < 0 ? "launcher" : row.rank)], ["what", (row) => row.type], ["", happened]], [...state.incidents].reverse(), "nothing yet");
+    document.body.dataset.drawn = "1";
+  }
+
+  function choose(target) {
+    const rank = target.getAttribute && target.getAttribute("data-rank");
+    if (rank === null || rank === undefined || !last) return;
+    chosen = chosen === Number(rank) ? null : Number(rank);
+    drawRanks(last);
+    drawRank(last);
+  }
+  byId("ranks").addEventListener("click", (event) => choose(event.target));
+  byId("ranks").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(event.target); }
+    const moves = { ArrowRight: 1, ArrowLeft: -1 };
+    if (event.key in moves) {
+      const cells = [...byId("ranks").querySelectorAll("[data-rank]")];
+      const next = cells[cells.indexOf(event.target) + moves[event.key]];
+      if (next) { event.preventDefault(); next.focus(); }
+    }
+  });
+  for (const button of document.querySelectorAll("[data-by]")) {
+    button.addEventListener("click", () => {
+      colourBy = button.getAttribute("data-by");
+      for (const other of document.querySelectorAll("[data-by]")) other.setAttribute("aria-pressed", String(other === button));
+      if (last) drawRanks(last);
+    });
+  }
+
+  const saved = document.getElementById("state");
+  if (saved) draw(JSON.parse(saved.textContent));
+  else {
+    const source = new EventSource("live");
+    source.onmessage = (message) => draw(JSON.parse(message.data));
+    source.onerror = () => {
+      if (last && !["finished", "failed"].includes(last.job.state)) byId("summary").append(" · connection lost");
+      if (last && ["finished", "failed"].includes(last.job.state)) source.close();
+    };
+  }
+})();

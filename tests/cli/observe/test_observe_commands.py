@@ -1,0 +1,82 @@
+"""`torsh dashboard`, `top`, `compare` and `metrics`, from event files and from a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_app import torsh
+from tests.observe.job.test_run_files import write_run
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_finished_run_as_a_page_a_table_and_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "dashboard", str(folder), "--port", "0"]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        address = re.search(r"dashboard at (http://127\.0\.0\.1:\d+/)", line)
+        assert address, line
+        with urllib.request.urlopen(address[1] + "state.json", timeout=20) as answer:
+            assert json.loads(answer.read())["job"]["step"] == 20
+        shown = torsh("top", address[1], "--once")
+        assert shown.returncode == 0, shown.stderr
+        assert "finished" in shown.stdout
+        assert "step 20" in shown.stdout
+        assert "33%" in shown.stdout
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 130
+    finally:
+        server.kill()
+        server.communicate()
+    from_files = torsh("top", str(folder), "--once")
+    assert from_files.stdout == shown.stdout
+    report = tmp_path / "report.html"
+    done = torsh("dashboard", str(folder), "--report", str(report))
+    assert done.stdout == f"report: {report}\n"
+    assert '"state": "finished"' in report.read_text()
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b", step_s=0.06, wait_s=0.04)
+    done = torsh("compare", str(one), str(other))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step time +│ +30 ± .* ms │ +60 ± .* ms │ +\+100.0%", done.stdout), done.stdout
+    rows = json.loads(torsh("compare", str(one), str(other), "--json").stdout)
+    assert {row["what"]: row["difference"] for row in rows}["loss at the end"] == "within noise"
+
+
+def test_what_is_measured_a_dashboard_and_rules_are_written(tmp_path: Path) -> None:
+    assert "torsh_loss (gauge; rank): Mean loss" in torsh("metrics").stdout
+    grafana = tmp_path / "grafana.json"
+    assert torsh("metrics", "--grafana", str(grafana)).returncode == 0
+    assert json.loads(grafana.read_text())["title"] == "torsh-distributed"
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[[rule]]\nname = 'hot'\nmetric = 'torsh_loss'\nvalue = 5\n")
+    assert "expr: torsh_loss > 5" in torsh("metrics", "--alerts", str(rules)).stdout
+
+
+def test_mistakes_are_told_before_a_job_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('started')\n")
+    wrong = torsh("run", "--export", "xml:file", str(script))
+    assert wrong.returncode == 1
+    assert "an export is written kind:target" in wrong.stderr
+    missing = torsh("run", "--alerts", str(tmp_path / "absent.toml"), str(script))
+    assert "the rules cannot be read" in missing.stderr
+    assert "started" not in wrong.stdout + missing.stdout
+    absent = torsh("dashboard", str(tmp_path / "none"))
+    assert "there is no such directory of event files" in absent.stderr

@@ -1,0 +1,271 @@
+"""What is exported, read back by the format's own reader where there is one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.bed.world import ROOT
+from tests.observe.packets import FakeRank, job_of_two
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.observe.export.grafana_dashboard import grafana_dashboard
+from torsh_distributed.observe.export.otlp_metrics import OtlpMetrics
+from torsh_distributed.observe.export.prometheus_text import job_registry, render
+from torsh_distributed.observe.export.pushgateway import Pushgateway
+from torsh_distributed.observe.export.registry import make_exporter
+from torsh_distributed.observe.export.tensorboard_events import crc32c
+from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricKind
+
+
+@contextmanager
+def receiver() -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
+    """An HTTP server that keeps what it is sent: (method, path, body)."""
+    taken: list[tuple[str, str, bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _take(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            taken.append((self.command, self.path, body))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_POST = do_PUT = do_DELETE = _take  # noqa: N815
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", taken
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def job_with_odd_labels() -> Any:
+    view = job_of_two(5)
+    rank = FakeRank(0, node='a"b\\c\nd')
+    rank.step()
+    rank.collector.metrics("torsh_node_load").record(1.0)
+    rank.collector.metrics("torsh_collectives", 'x"y\n').record(1)
+    rank.collector.metrics.custom("accuracy", help="over <b>").record(0.5)
+    view.take(rank.packet())
+    return view
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0"])
+def test_prometheus_reads_every_family_back(accept: str) -> None:
+    body, content_type = render(job_registry(job_with_odd_labels()), accept)
+    parse = parse_open_metrics if "openmetrics" in content_type else parse_text
+    families = {family.name: family for family in parse(body.decode())}
+    for name in ("torsh_loss", "torsh_step_seconds", "torsh_steps", "torsh_custom_accuracy", "torsh_ranks"):
+        assert name in families, sorted(families)
+    histogram = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for sample in families["torsh_step_seconds"].samples
+        if sample.labels.get("rank") == "1"
+    }
+    assert histogram["torsh_step_seconds_count", None] == 5
+    assert histogram["torsh_step_seconds_bucket", "+Inf"] == 5
+    assert histogram["torsh_step_seconds_bucket", "0.05"] == 5
+    assert histogram["torsh_step_seconds_bucket", "0.025"] == 0
+    labels = {sample.labels["op"] for sample in families["torsh_collectives"].samples}
+    assert labels == {"all_reduce", 'x"y\n'}
+    assert {sample.labels["node"] for sample in families["torsh_node_load"].samples} == {'a"b\\c\nd'}
+
+
+def test_otlp_reaches_a_receiver_with_every_point() -> None:
+    view = job_of_two(5)
+    with receiver() as (address, taken):
+        OtlpMetrics(address).export(view)
+    ((method, path, body),) = taken
+    assert (method, path) == ("POST", "/v1/metrics")
+    (resource,) = json.loads(body)["resourceMetrics"]
+    metrics = {metric["name"]: metric for metric in resource["scopeMetrics"][0]["metrics"]}
+    points = metrics["torsh_step_seconds"]["histogram"]["dataPoints"]
+    assert [point["count"] for point in points] == ["5", "5"]
+    assert all(len(point["bucketCounts"]) == len(point["explicitBounds"]) + 1 for point in points)
+    assert metrics["torsh_steps"]["sum"]["isMonotonic"] is True
+    assert metrics["torsh_loss"]["gauge"]["dataPoints"][0]["asDouble"] == pytest.approx(1.6)
+    assert metrics["torsh_step_seconds"]["unit"] == "s"
+
+
+def test_the_pushgateway_gets_the_job_and_a_success_removes_it() -> None:
+    view = job_of_two(5)
+    with receiver() as (address, taken):
+        gateway = Pushgateway(address)
+        gateway.export(view)
+        view.header.exit_code = 1
+        gateway.close(view)
+        view.header.exit_code = 0
+        gateway.close(view)
+    assert [(method, path) for method, path, _ in taken] == [
+        ("PUT", "/metrics/job/torsh/run/test"),
+        ("PUT", "/metrics/job/torsh/run/test"),
+        ("DELETE", "/metrics/job/torsh/run/test"),
+    ]
+    assert b'torsh_loss{rank="0"}' in taken[0][2]
+
+
+def test_files_have_a_row_for_every_value(tmp_path: Path) -> None:
+    view = job_of_two(5)
+    for kind in ("jsonl", "csv"):
+        exporter = make_exporter(f"{kind}:{tmp_path / 'out' / f'metrics.{kind}'}")
+        exporter.export(view)
+        exporter.close(view)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["metric"] == "torsh_step_seconds" and line["labels"] == {"rank": "1"}]
+    assert [line["count"] for line in steps] == [5, 5]
+    assert steps[0]["median"] == pytest.approx(0.03)
+    rows = list(csv.DictReader((tmp_path / "out" / "metrics.csv").read_text().splitlines()))
+    losses = [float(row["value"]) for row in rows if row["metric"] == "torsh_loss" and row["labels"] == "rank=0"]
+    assert losses == pytest.approx([1.6, 1.6])
+
+
+def test_tensorboard_files_hold_every_step(tmp_path: Path) -> None:
+    assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
+    view = job_of_two(5)
+    exporter = make_exporter(f"tensorboard:{tmp_path}")
+    exporter.export(view)
+    exporter.close(view)
+    (path,) = tmp_path.iterdir()
+    losses = {step: scalars["training/loss"] for step, scalars in scalars_of(path) if "training/loss" in scalars}
+    assert losses == pytest.approx({step: 2.1 - 0.1 * step for step in range(1, 6)}, rel=1e-6)
+
+
+@pytest.mark.needs_library("tensorboard")
+def test_tensorboard_itself_reads_them(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_exporter(f"tensorboard:{tmp_path}").export(job_of_two(5))
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("training/loss")
+    assert [event.step for event in found] == [1, 2, 3, 4, 5]
+
+
+def scalars_of(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """A reader of the format, from its description: records with masked checksums, protobuf by hand."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        body = data[12 : 12 + length]
+        for checked, at in ((data[:8], 8), (body, 12 + length)):
+            crc = crc32c(checked)
+            assert struct.unpack_from("<I", data, at)[0] == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        fields = dict(protobuf(body))
+        if 5 in fields:
+            values = [dict(protobuf(value)) for number, value in protobuf(fields[5]) if number == 1]
+            yield fields.get(2, 0), {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
+        data = data[16 + length :]
+
+
+def protobuf(data: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        number = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return number
+
+    while at < len(data):
+        key = varint()
+        kind = key & 7
+        if kind == 0:
+            yield key >> 3, varint()
+            continue
+        length = {1: 8, 5: 4}.get(kind) or varint()
+        yield key >> 3, data[at : at + length]
+        at += length
+
+
+@pytest.mark.parametrize("text", ["", "csv", "csv:", "xml:a", "otlp:file:///etc/passwd", "pushgateway:localhost"])
+def test_an_export_that_is_not_understood_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        make_exporter(text)
+
+
+def in_a_process_of_its_own(function: Callable[[Path], None], folder: Path) -> None:
+    """Both trackers leave threads, processes and variables behind in the process that uses them."""
+    code = f"from pathlib import Path; from {__name__} import {function.__name__} as run; run(Path({str(folder)!r}))"
+    env = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def export_to_wandb(folder: Path) -> None:
+    exporter = make_exporter("wandb:test")
+    view = job_of_two(5)
+    exporter.export(view)
+    exporter.close(view)
+
+
+@pytest.mark.needs_library("wandb")
+def test_wandb_takes_the_curve(tmp_path: Path) -> None:
+    in_a_process_of_its_own(export_to_wandb, tmp_path)
+    (written,) = tmp_path.rglob("*.wandb")
+    assert written.stat().st_size > 0
+
+
+def export_to_mlflow(folder: Path) -> None:
+    import mlflow
+
+    exporter = make_exporter(f"mlflow:file://{folder}/runs")
+    view = job_of_two(5)
+    view.header.exit_code = 0
+    exporter.export(view)
+    run = mlflow.active_run()
+    exporter.close(view)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in history] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.needs_library("mlflow")
+def test_mlflow_takes_the_curve(tmp_path: Path) -> None:
+    in_a_process_of_its_own(export_to_mlflow, tmp_path)
+
+
+def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
+    dashboard = grafana_dashboard()
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(asked) >= len(CATALOGUE) - 1
+    known = set()
+    for name, definition in CATALOGUE.items():
+        suffix = {MetricKind.COUNTER: "_total", MetricKind.DISTRIBUTION: "_bucket"}.get(definition.kind, "")
+        known.add(name + suffix)
+    import re
+
+    named = {name for query in asked for name in re.findall(r"torsh_\w+", query)}
+    assert named <= known
+    assert known - named == {"torsh_last_step_timestamp_seconds"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    json.dumps(dashboard)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+
+from tests.observe.packets import FakeRank, job_of_two
+from torsh_distributed.observe.job.job_view import MAX_INCIDENTS, JobView
+from torsh_distributed.observe.job.page_state import page_state
+from torsh_distributed.observe.job.thinned_series import ThinnedSeries
+
+
+def test_the_view_knows_every_rank_and_the_page_gets_json() -> None:
+    view = job_of_two(10)
+    state = page_state(view)
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
+    assert state["job"]["state"] == "running"
+    assert (state["job"]["step"], state["job"]["loss"]) == (10, pytest.approx(1.1))
+    assert [rank["rank"] for rank in state["ranks"]] == [0, 1]
+    assert state["ranks"][0]["wait_share"] == pytest.approx(1 / 3, rel=0.01)
+    assert sum(state["parts"].values()) == pytest.approx(0.03, rel=0.01)
+    assert state["curve"]["step"] == list(range(1, 11))
+    assert state["operations"][0]["op"] == "all_reduce"
+    assert state["operations"][0]["count"] == 20
+    assert [row["rank"] for row in state["timeline"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {},
+        {"type": "metrics"},
+        {"type": "metrics", "rank": -1},
+        {"type": "metrics", "rank": True},
+        {"type": "metrics", "rank": 10**9},
+        {"type": "metrics", "rank": 0, "metrics": "x", "steps": 5, "marks": {}, "facts": [], "custom": None},
+        {"type": "metrics", "rank": 0, "metrics": [["torsh_loss", [], math.nan], ["unknown", [], 1], [1, 2, 3], None]},
+        {"type": "metrics", "rank": 0, "metrics": [["torsh_step_seconds", [], {"n": 1}], ["torsh_loss", ["x"], 1]]},
+        {"type": "metrics", "rank": 0, "steps": [[1], ["a"] * 13, [None] * 13, [1e400] * 13, None]},
+        {"type": "metrics", "rank": 0, "custom": [["<b>", "gauge", "", ""], ["torsh_custom_x", "bad", "", ""], 4]},
+        {
+            "type": "metrics",
+            "rank": 0,
+            "marks": ["x", {"type": 1}, {"time": 1, "type": "log", "message": "y" * 10_000}],
+        },
+        {"type": "metrics", "rank": 0, "time": 10**400, "clock": "x"},
+        {"type": "job", "world_size": "many", "run_id": 5},
+        {"type": "membership", "action": 5, "attempt": "x", "detail": []},
+    ],
+    ids=range(14),
+)
+def test_garbage_changes_nothing_and_raises_nothing(garbage: dict[str, object]) -> None:
+    view = job_of_two(3)
+    view.take(garbage)
+    state = page_state(view)
+    json.dumps(state, allow_nan=False)
+    assert state["job"]["step"] == 3
+
+
+def test_memory_is_bounded() -> None:
+    view = JobView()
+    rank = FakeRank(0)
+    for number in range(30):
+        for _ in range(100):
+            rank.step()
+        packet = rank.packet()
+        packet["marks"] = [{"type": "log", "time": 1.0, "message": "m", "n": number}] * 60
+        view.take(packet)
+    assert len(view.incidents) == MAX_INCIDENTS
+    assert len(view.curve.points()) <= 1002
+    assert view.curve.num_added == 3000
+    assert view.curve.points()[-1].step == 3000
+    assert len(view.ranks[0].steps) == 200
+
+
+def test_a_thinned_series_keeps_both_ends_and_an_even_spread() -> None:
+    series: ThinnedSeries[int] = ThinnedSeries(capacity=10)
+    for number in range(1000):
+        series.add(number)
+    points = list(series.points())
+    assert (points[0], points[-1]) == (0, 999)
+    assert len(points) <= 12
+    gaps = {after - before for before, after in itertools.pairwise(points[:-1])}
+    assert len(gaps) == 1
+
+
+def test_a_slow_rank_is_named_from_what_ranks_report() -> None:
+    assert page_state(job_of_two(10))["stragglers"] == []
+    (found,) = page_state(job_of_two(10, slowdown=1.5))["stragglers"]
+    assert (found["rank"], found["slowdown"]) == (1, pytest.approx(0.5, abs=0.01))

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
+from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
+from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
+
+
+@pytest.mark.needs_cuda
+def test_the_driver_tells_what_it_measures() -> None:
+    readings = GpuSensors().read()
+    assert readings
+    assert readings[0].total_bytes is not None
+    assert readings[0].total_bytes > 2**30
+    assert 0 <= (readings[0].utilization or 0) <= 1
+    assert readings[0].celsius is None or 5 < readings[0].celsius < 120
+
+
+def test_the_machine_is_read_and_what_is_absent_is_absent() -> None:
+    metrics, sensors = RankMetrics(), MachineSensors(interval_s=0.0)
+    sensors.read(metrics)
+    sensors.read(metrics)
+    values = metrics.values()
+    total = values["torsh_node_memory_total_bytes"]
+    assert total is not None
+    assert 0 < (values["torsh_node_memory_used_bytes"] or 0) < total
+    assert 0 <= (values["torsh_node_cpu_ratio"] or 0) <= 1
+    assert (values["torsh_node_network_receive_bytes"] or 0) >= 0
+    assert None not in [value for name, value in values.items() if name.startswith("torsh_gpu")]
+
+
+def test_a_sensor_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sensors = MachineSensors(interval_s=0.0)
+    calls = []
+
+    def fail(metrics: RankMetrics) -> None:
+        calls.append(1)
+        raise OSError("no such file")
+
+    sensors._readers = [fail]
+    for _ in range(3):
+        sensors.read(RankMetrics())
+    assert len(calls) == 1

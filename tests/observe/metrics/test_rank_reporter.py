@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+from torsh_distributed import events
+from torsh_distributed.observe.metrics.rank_collector import RankCollector
+from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
+from torsh_distributed.observe.metrics.rank_reporter import MAX_PACKET_BYTES, RankReporter
+
+
+def test_summaries_come_by_themselves_and_a_last_one_at_the_end() -> None:
+    packets: list[dict[str, Any]] = []
+    two = threading.Event()
+
+    def send(packet: dict[str, Any]) -> bool:
+        packets.append(packet)
+        if len(packets) == 2:
+            two.set()
+        return True
+
+    reporter = RankReporter(RankCollector(), send, interval_s=0.01)
+    try:
+        events.emit(events.StepEvent(step=1, loss=0.5, duration_s=0.1))
+        assert two.wait(20)
+        reporter.facts["mesh"] = {"dp": 2}
+        events.emit(events.StepEvent(step=2, loss=0.4, duration_s=0.1))
+    finally:
+        reporter.close()
+    assert [row[0] for packet in packets for row in packet["steps"]] == [1, 2], "each step travels once"
+    assert packets[-1]["facts"]["mesh"] == {"dp": 2}
+    names = {name for name, _, _ in packets[-1]["metrics"]}
+    assert {"torsh_host_memory_bytes", "torsh_process_cpu_cores", "torsh_node_memory_total_bytes"} <= names
+
+
+def test_a_packet_never_exceeds_the_line() -> None:
+    collector = RankCollector(RankMetrics())
+    for number in range(200):
+        collector.metrics.custom(f"metric_{number}_{'x' * 80}", kind="distribution", help="h" * 300).record(1 / 3)
+    packets: list[dict[str, Any]] = []
+    reporter = RankReporter(collector, lambda packet: packets.append(packet) is None, interval_s=60)
+    reporter.close()
+    assert len(json.dumps(packets[-1])) <= MAX_PACKET_BYTES
+    assert packets[-1]["metrics"]
+
+
+def test_a_sender_that_raises_does_not_reach_training() -> None:
+    def send(packet: dict[str, Any]) -> bool:
+        raise RuntimeError("the line is broken")
+
+    reporter = RankReporter(RankCollector(), send, interval_s=60)
+    reporter.report()
+    reporter.close()
