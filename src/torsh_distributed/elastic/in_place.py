@@ -114,9 +114,9 @@ class InPlaceRecovery:
                 old = self._client.current.members
                 self._recover(error)
                 is_done = self._num_updates > before
-                if is_done and process_group.rank() == 0:
+                if process_group.rank() == 0:
                     now = self._client.current.members
-                    engine.ledger.report_for([rank for rank, one in enumerate(old) if one not in now])
+                    engine.ledger.report_lost([rank for rank, one in enumerate(old) if one not in now])
                 batch = engine.divide_again(batch, is_done=is_done)
                 if is_done:
                     break

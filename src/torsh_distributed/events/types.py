@@ -189,6 +189,8 @@ class SamplesEvent(Event):
     """The batch's number in the epoch."""
     total: int
     """Samples of the batch, over all ranks."""
+    members: tuple[int, ...]
+    """Whose share this is: the rank that reports, or ranks that were lost before they could."""
     ids: tuple[int, ...]
     """Indices of the dataset, or rows of the batch for a stream."""
 

@@ -191,6 +191,28 @@ def test_only_a_commit_moves_the_position() -> None:
         ledger.assign(1, [0])
 
 
+def test_the_share_of_a_lost_member_counts_once_however_often_it_is_told() -> None:
+    """Member 1 is lost after the update, having reported it or not."""
+    for lives_to_report in (True, False):
+        seen: list[events.SamplesEvent] = []
+        end = events.subscribe(seen.append, events.SamplesEvent)  # type: ignore[arg-type]
+        try:
+            ledgers = [SampleLedger() for _ in range(3)]
+            for me, ledger in enumerate(ledgers):
+                ledger.open(7)
+                ledger.assign(0, [0, 1, 2], me=me)
+                if me != 1 or lives_to_report:
+                    ledger.commit(0)
+            ledgers[0].next_epoch()
+            ledgers[0].report_lost([1])
+            ledgers[0].report_lost([2])  # lost later: it has reported
+        finally:
+            end()
+        (found,) = audit(seen)
+        assert sorted(found.times.elements()) == list(range(7))
+        assert found.torn_batches == ()
+
+
 def test_the_audit_counts_what_was_not_undone() -> None:
     seen: list[events.SamplesEvent] = []
     end = events.subscribe(seen.append, events.SamplesEvent)  # type: ignore[arg-type]

@@ -33,7 +33,8 @@ class EpochAudit:
 def audit(reports: Iterable[SamplesEvent]) -> list[EpochAudit]:
     """Every epoch, in order. A batch that was done again is reported again: its latest reports count.
 
-    They are those that, from the last one back in time, add up to the whole batch.
+    They are those that, from the last one back in time, add up to the whole batch. A share that was reported twice, by
+    its rank and for it, counts once.
     """
     batches: dict[tuple[int, int], list[SamplesEvent]] = {}
     for report in reports:
@@ -42,9 +43,13 @@ def audit(reports: Iterable[SamplesEvent]) -> list[EpochAudit]:
     torn: dict[int, list[int]] = {}
     for (epoch, batch), found in batches.items():
         counts, missing = times.setdefault(epoch, Counter()), found[0].total
+        seen: set[int] = set()
         for report in sorted(found, key=lambda one: one.time, reverse=True):
             if missing <= 0:
                 break
+            if seen.issuperset(report.members):
+                continue
+            seen.update(report.members)
             counts.update(report.ids)
             missing -= len(report.ids)
         if missing != 0:

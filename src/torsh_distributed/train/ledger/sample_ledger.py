@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
@@ -49,6 +49,13 @@ class _OpenBatch:
         return tuple(rows) if self.ids is None else tuple(self.ids[row] for row in rows)
 
 
+class _CommittedBatch(NamedTuple):
+    step: int
+    epoch: int
+    number: int
+    batch: _OpenBatch
+
+
 class SampleLedger:
     """Which samples are done (`epoch`, `num_batches`), and who works on those of the step in progress.
 
@@ -66,7 +73,7 @@ class SampleLedger:
         self.version = 0
         """Changes when batches that were prepared no longer hold: after `take_back`, `load_state_dict`, `recut`."""
         self._open: _OpenBatch | None = None
-        self._last: tuple[int, _OpenBatch] | None = None
+        self._last: _CommittedBatch | None = None
         self._me = 0
 
     @property
@@ -131,23 +138,32 @@ class SampleLedger:
         batch, self._open = self._open, None
         if batch is None:
             return
-        self._last = (step, batch)
+        self._last = _CommittedBatch(step, self.epoch, self.num_batches, batch)
         self._move_past(batch)
-        self.report_for([self._me])
+        self._report([self._me])
 
-    def report_for(self, members: Sequence[int]) -> None:
-        """Report the samples of the last commit that these members had, if somebody wants to know.
+    def report_lost(self, members: Sequence[int]) -> None:
+        """Report the samples of the last commit for members of it that were lost since; one survivor calls this.
 
-        `commit` does it for this member. One member does it for those that were lost after the update had their
-        gradients, and could not report themselves.
+        Their gradients are in the update; whether they lived to report it, nobody knows. Once for each commit: who is
+        lost later has reported it.
         """
+        self._report(members)
+        self._last = None
+
+    def _report(self, members: Sequence[int]) -> None:
         if self._last is None or not events.wanted(events.SamplesEvent):
             return
-        step, batch = self._last
+        step, epoch, number, batch = self._last
         rows = [row for member in members if member not in batch.lost for row in batch.rows_of_member(member)]
         events.emit(
             events.SamplesEvent(
-                step=step, epoch=self.epoch, batch=self.num_batches - 1, total=batch.total, ids=batch.ids_of(rows)
+                step=step,
+                epoch=epoch,
+                batch=number,
+                total=batch.total,
+                members=tuple(members),
+                ids=batch.ids_of(rows),
             )
         )
 
