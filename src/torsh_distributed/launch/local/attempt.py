@@ -114,6 +114,7 @@ class LocalAttempt:
         self._failed: set[int] = set()
         self._forgiven: set[int] = set()
         self._unanswered: set[int] = set()
+        self._silence_timer: Timer | None = None
         self._cpu_looks: dict[int, CpuLook | None] = {}
         self._timers: list[Timer] = []
         self._after_stop: Callable[[], None] | None = None
@@ -223,8 +224,12 @@ class LocalAttempt:
                 self._tell_silence(worker, why_silent(worker.pid))
             else:
                 self._unanswered.add(worker.place.rank)
+        if self._silence_timer is not None:
+            # Of an earlier question: it would take who has yet to answer this one for silent.
+            self._silence_timer.cancel()
         if self._unanswered:
-            self._timers.append(self._context.loop.call_later(_ANSWER_WAIT_S, self._note_silent))
+            self._silence_timer = self._context.loop.call_later(_ANSWER_WAIT_S, self._note_silent)
+            self._timers.append(self._silence_timer)
 
     def _note_silent(self) -> None:
         """What did not answer is told about: with its stack, if a signal makes Python's fault handler write it."""

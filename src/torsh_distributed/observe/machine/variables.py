@@ -31,15 +31,26 @@ _OURS = frozenset(
         "TORSH_PROGRESS_FILE",
         "TORSH_LINE_FD",
         "TORSH_EVENTS_MAX_MB",
+        "TORSH_FAULTS",
+        "TORSH_FAULT_LOG",
+        "TORSH_RUN_AS",
+        "TORSH_METRICS",
+        "TORSH_MEMBER",
+        "TORSH_JOINS",
+        "TORSH_BEAT_S",
+        "TORSH_JOB_MARKS",
+        "TORSH_PMI_ADDRESS",
+        "TORSH_SMTP_PASSWORD",
     ]
 )
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[DiagnosticResult]:
     """Everything about variables; one result that says so if nothing is wrong."""
-    found = [*_not_numbers(environ), *_misspelt(environ)]
+    found = list(_not_numbers(environ))
     if not found:
         found = [*_places(environ), *_master(environ), *_threads(environ), *_debugging(environ)]
+    found += _misspelt(environ)
     yield from found or [DiagnosticResult(check_name="variables", description=_summary(environ))]
 
 
