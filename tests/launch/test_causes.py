@@ -94,11 +94,11 @@ def test_control_c_is_a_line_or_two_but_an_error_on_the_way_out_is_told(world: W
     script = write_script(
         tmp_path,
         """
-        leave(f"ready-{rank}")
-        wait_for("ready-0", "ready-1")
-        if rank == 0:
-            os.kill(launcher, signal.SIGINT)
         try:
+            leave(f"ready-{rank}")
+            wait_for("ready-0", "ready-1")
+            if rank == 0:
+                os.kill(launcher, signal.SIGINT)
             stay()
         finally:
             if rank == 1:
