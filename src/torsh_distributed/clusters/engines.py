@@ -29,7 +29,12 @@ class EngineEntry:
     """The extra of this library that installs the package."""
 
 
-ENGINES: dict[str, EngineEntry] = {}
+ENGINES: dict[str, EngineEntry] = {
+    "ssh": EngineEntry(
+        home="torsh_distributed.clusters.ssh.ssh_engine:SshEngine",
+        summary="a list of hosts, one launcher on each through the system's ssh",
+    ),
+}
 """Adding an engine is one line here and a module with its class."""
 
 
