@@ -22,6 +22,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(folder: Path) -> None:
     """Read the order from stdin, run it, and leave `exit.json`."""
     order = json.loads(sys.stdin.buffer.read())
+    # The submitter waits for the parent; the child is init's, so nobody has to wait for it.
+    if os.fork():
+        os._exit(0)
+    os.setsid()
     log = open_private(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

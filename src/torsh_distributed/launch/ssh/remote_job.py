@@ -1,6 +1,6 @@
 """`launch_over_ssh`: start a launcher on every host, show what they say, pass signals on, end all or none.
 
-The launchers meet as if `torsh run` had been started on every node: node 0 leads, all prove the job's secret, and a host
+The launchers meet as if `torsh run` had been started on every node: node 0 leads, all prove the job's secret, and one
 that falls silent is named by the others. This process holds the connections; if it ends, all launchers do.
 """
 
