@@ -13,6 +13,7 @@ So parameters of two steps never mix, and no rank has to keep a copy of anything
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.state_transfer import RankProgress, send_state, source_of
 from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
+from torsh_distributed.launch.worker.launcher_line import NEWS_VARIABLE
 from torsh_distributed.launch.worker.raised_error import is_transport_text
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
@@ -44,7 +46,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NEWS_TIMEOUT_S = 15.0
-"""How long a failed collective waits for word from the launcher; a stopped process is noticed within half a second."""
+"""How long a failed collective waits for word from the launcher; a stopped process is noticed within half a second.
+
+Engines of others notice a lost node later, and say so in TORSH_NEWS_TIMEOUT_S.
+"""
 _QUICK_BACKENDS = ("torsh", "shm")
 
 
@@ -83,6 +88,7 @@ class InPlaceRecovery:
         self._client = client
         self._world = EpochWorld(client.member)
         self._timeout_s = engine.plan.elastic.scaling_timeout_s
+        self._news_timeout_s = float(os.environ.get(NEWS_VARIABLE) or _NEWS_TIMEOUT_S)
         self._loss = 0.0
         self._agreed_epoch = 0
         self._told_epoch = client.current.epoch
@@ -179,7 +185,7 @@ class InPlaceRecovery:
         if not self._client.is_interrupted:
             if not _is_of_communication(error):
                 raise error
-            if self._client.await_view(_NEWS_TIMEOUT_S, is_wanted=lambda view: view.is_urgent) is None:
+            if self._client.await_view(self._news_timeout_s, is_wanted=lambda view: view.is_urgent) is None:
                 raise error
         self._enter_newest()
 
