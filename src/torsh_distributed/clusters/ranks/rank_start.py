@@ -55,6 +55,7 @@ def _report(error: BaseException) -> None:
     describe = sys.modules["torsh_distributed.launch.worker.raised_error"].describe_error
     found = describe(error, how="exit" if isinstance(error, SystemExit) else "uncaught")
     found.pop("full", None)
+    found["exit_code"] = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     found.update(rank=int(rank), host=socket.gethostname(), at_s=time.time())
     path = os.path.join(folder, f"rank-{rank}.json")  # noqa: PTH118
     try:
