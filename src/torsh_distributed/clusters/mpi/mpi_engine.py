@@ -12,16 +12,16 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.background import (
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import fixed_size
+from torsh_distributed.clusters.job_records import job_directory, state_directory
+from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,
     cancel_background,
     start_in_background,
 )
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
-from torsh_distributed.clusters.engine_options import require_known_options
-from torsh_distributed.clusters.engine_programs import fixed_size
-from torsh_distributed.clusters.job_records import job_directory, state_directory
 from torsh_distributed.clusters.mpi.mpi_command import find_mpiexec, mpiexec_command, which_launcher, with_rank
 from torsh_distributed.clusters.ranks.rank_reports import (
     job_variables,

@@ -26,7 +26,7 @@ def rank_command(submission: Submission, *, python: str = sys.executable) -> lis
     if entry.kind is EntryKind.COMMAND:
         return command_line(entry)
     module = ["-m"] if entry.kind is EntryKind.MODULE else []
-    return [python, "-u", str(Path(rank_start.__file__)), *module, entry.target, *entry.args]
+    return [python, str(Path(rank_start.__file__)), *module, entry.target, *entry.args]
 
 
 def report_directory(folder: Path) -> Path:

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from torsh_distributed.clusters.durations import clock_time
 from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.clusters.time_limits import clock_time
 from torsh_distributed.errors import InvalidArgument
 
 OPTIONS = {
@@ -121,7 +121,7 @@ def _directives(submission: Submission, options: Mapping[str, str], folder: Path
     for line in lines:
         if "\n" in line:
             raise InvalidArgument("an option of sbatch may not have a line break", got=line)
-    return lines
+    return [f'"{line}"' if " " in line else line for line in lines]
 
 
 def _signal_s(options: Mapping[str, str]) -> int:
