@@ -84,7 +84,7 @@ def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
 
 RUNS = {
     "slurm": pytest.param(by_slurm),
-    "mpich": pytest.param(by_mpich, marks=pytest.mark.needs_mpi),
+    "mpich": pytest.param(by_mpich, marks=pytest.mark.needs_command(mpiexec())),
     "open_mpi": pytest.param(by_open_mpi, marks=pytest.mark.needs_command("mpiexec.openmpi")),
     "ssh": pytest.param(by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd")]),
     "ray": pytest.param(

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.background import (
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import fixed_size
+from torsh_distributed.clusters.job_records import job_directory, state_directory
+from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,
     cancel_background,
     start_in_background,
 )
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
-from torsh_distributed.clusters.engine_options import require_known_options
-from torsh_distributed.clusters.engine_programs import fixed_size
-from torsh_distributed.clusters.job_records import job_directory, state_directory
 from torsh_distributed.clusters.mpi.mpi_command import find_mpiexec, mpiexec_command, which_launcher, with_rank
 from torsh_distributed.clusters.ranks.rank_reports import (
-    first_failure,
     job_variables,
     rank_command,
     report_directory,
+    with_cause,
 )
 from torsh_distributed.clusters.run_arguments import refuse_limits
 from torsh_distributed.clusters.submission import Submission
@@ -131,11 +131,7 @@ class MpiEngine(ClusterEngine):
 
     @override
     def status(self, job_id: str) -> JobStatus:
-        found = background_status(job_id)
-        if found.state is not JobState.FAILED:
-            return found
-        cause = first_failure(state_directory() / "jobs" / job_id / "reports")
-        return dataclasses.replace(found, detail="; ".join(filter(None, (found.detail, cause))))
+        return with_cause(background_status(job_id), state_directory() / "jobs" / job_id / "reports")
 
     @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:

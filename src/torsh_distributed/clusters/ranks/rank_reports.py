@@ -7,9 +7,11 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.ranks import rank_start
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.launch.entry import command_line
@@ -24,7 +26,7 @@ def rank_command(submission: Submission, *, python: str = sys.executable) -> lis
     if entry.kind is EntryKind.COMMAND:
         return command_line(entry)
     module = ["-m"] if entry.kind is EntryKind.MODULE else []
-    return [python, "-u", str(Path(rank_start.__file__)), *module, entry.target, *entry.args]
+    return [python, str(Path(rank_start.__file__)), *module, entry.target, *entry.args]
 
 
 def report_directory(folder: Path) -> Path:
@@ -49,14 +51,22 @@ def job_variables(submission: Submission, *, reports: Path, secret_file: Path | 
     return {**found, **submission.env}
 
 
-def first_failure(reports: Path) -> str:
-    """The cause of a job's end in words, from the reports; empty if no rank left one.
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """Which rank ended a job, in words, and the exit code that it had."""
+
+    text: str
+    exit_code: int
+
+
+def first_failure(reports: Path) -> FirstFailure | None:
+    """The cause of a job's end from the reports; None if no rank left one.
 
     A rank that only says that another one is gone is not the cause, however early it noticed.
     """
     found = [_read(path) for path in reports.glob("rank-*.json")] if reports.is_dir() else []
     if not found:
-        return ""
+        return None
     first = min(found, key=lambda one: (bool(one.get("is_consequence")), float(one.get("at_s", 0.0))))
     said = str(first.get("message", "")).strip().partition("\n")[0]
     where = f" at {first['where']}" if first.get("where") else ""
@@ -65,7 +75,17 @@ def first_failure(reports: Path) -> str:
     others = sorted(int(one["rank"]) for one in found if one is not first)
     if others:
         lines.append(f"  then rank {', '.join(map(str, others))}")
-    return "\n".join(lines)
+    return FirstFailure("\n".join(lines), int(first.get("exit_code", 1)))
+
+
+def with_cause(status: JobStatus, reports: Path) -> JobStatus:
+    """The status of a job that failed, with the cause that its ranks wrote down, if they did."""
+    cause = first_failure(reports) if status.state is JobState.FAILED else None
+    if cause is None:
+        return status
+    # The engine reports the highest code of all ranks: those that it ended hide the one that failed.
+    detail = f"{status.detail}; {cause.text}" if status.detail else cause.text
+    return replace(status, detail=detail, exit_code=cause.exit_code)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ could say afterwards which rank failed first, and why.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -27,6 +28,10 @@ def main() -> None:
     """Run what follows on the command line; an exception is reported and raised again."""
     # Batch systems send it before the time limit. A script that saves has a handler; another must not die of it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        # A line is one write, which srun and mpiexec label as one; PYTHONUNBUFFERED would write word by word.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     start = _load_worker_start()
     try:
         start.main()
@@ -55,6 +60,7 @@ def _report(error: BaseException) -> None:
     describe = sys.modules["torsh_distributed.launch.worker.raised_error"].describe_error
     found = describe(error, how="exit" if isinstance(error, SystemExit) else "uncaught")
     found.pop("full", None)
+    found["exit_code"] = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     found.update(rank=int(rank), host=socket.gethostname(), at_s=time.time())
     path = os.path.join(folder, f"rank-{rank}.json")  # noqa: PTH118
     try:

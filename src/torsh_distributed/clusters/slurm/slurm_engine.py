@@ -18,10 +18,10 @@ from torsh_distributed.clusters.engine_programs import ask_program, fixed_size, 
 from torsh_distributed.clusters.job_records import all_records, job_directory, state_directory, write_private
 from torsh_distributed.clusters.log_following import read_growing
 from torsh_distributed.clusters.ranks.rank_reports import (
-    first_failure,
     job_variables,
     rank_command,
     report_directory,
+    with_cause,
 )
 from torsh_distributed.clusters.slurm.slurm_queue import ASK_TIMEOUT_S, ask_slurm
 from torsh_distributed.clusters.slurm.slurm_script import OPTIONS, slurm_script
@@ -61,6 +61,8 @@ class SlurmEngine(ClusterEngine):
         script = folder / _SCRIPT
         write_private(script, self._script(submission, folder))
         try:
+            # First without submitting: a job that fits no node would be taken, and wait for ever.
+            ask_program(["sbatch", "--test-only", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
             said = ask_program(["sbatch", "--parsable", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
         except CommunicationError as error:
             error.hint = f"what there is: {_available()}"
@@ -89,10 +91,7 @@ class SlurmEngine(ClusterEngine):
             return found
         if found.state is JobState.LOST:
             found = _remembered(folder) or found
-        if found.state is JobState.FAILED:
-            cause = first_failure(folder / "reports")
-            return dataclasses.replace(found, detail=f"{found.detail}; {cause}" if cause else found.detail)
-        return found
+        return with_cause(found, folder / "reports")
 
     @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from torsh_distributed.clusters.durations import clock_time
 from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.clusters.time_limits import clock_time
 from torsh_distributed.errors import InvalidArgument
 
 OPTIONS = {
@@ -38,14 +38,14 @@ cd {directory} || exit 1
 rm -f {folder}/"exit$suffix.json" {folder}/reports/rank-*.json
 
 {exports}
-srun --kill-on-bad-exit=1 --label --unbuffered {srun_options}{command}
+srun --kill-on-bad-exit=1 --label {srun_options}{command}
 code=$?
 """
 
 _REQUEUE = """
-# 75: the ranks have saved and can go on. A job that somebody cancelled is not brought back.
+# 75 without a report of a failure: the ranks have saved and can go on.
 again=no
-if [ "$code" -eq 75 ]; then
+if [ "$code" -eq 75 ] && [ -z "$(ls {folder}/reports)" ]; then
     again=yes
 elif [ "$code" -ne 0 ]; then
     failures=$(cat {folder}/"failures$suffix" 2>/dev/null || echo 0)
@@ -54,8 +54,9 @@ elif [ "$code" -ne 0 ]; then
         again=yes
     fi
 fi
+# A job that SLURM itself is ending, because somebody cancelled it, is not brought back.
 if [ "$again" = yes ] && [ ! -e {folder}/cancelled ] &&
-    ! scontrol show job "$SLURM_JOB_ID" | grep -q JobState=CANCELLED; then
+    scontrol show job "$SLURM_JOB_ID" | grep -q "JobState=RUNNING "; then
     echo "torsh: exit code $code; job $SLURM_JOB_ID goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID" && exit "$code"
 fi
@@ -120,7 +121,7 @@ def _directives(submission: Submission, options: Mapping[str, str], folder: Path
     for line in lines:
         if "\n" in line:
             raise InvalidArgument("an option of sbatch may not have a line break", got=line)
-    return lines
+    return [f'"{line}"' if " " in line else line for line in lines]
 
 
 def _signal_s(options: Mapping[str, str]) -> int:

@@ -36,7 +36,7 @@ def start_in_background(
     folder = job_directory(name)
     order = {"command": list(command), "directory": str(directory), "env": dict(env), "time_limit_s": time_limit_s}
     process = subprocess.Popen(
-        [sys.executable, "-m", "torsh_distributed.clusters.background_process", str(folder)],
+        [sys.executable, "-m", "torsh_distributed.clusters.local.background_process", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""The process behind `background`: starts a job's command, passes signals on, and writes down how it ended."""
+"""The process behind `background_jobs`: starts a job's command, passes signals on, and writes down how it ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torsh_distributed.clusters.background import EXIT_FILE, LOG_FILE, PROCESS_FILE, boot_id, start_ticks
 from torsh_distributed.clusters.job_records import write_private
+from torsh_distributed.clusters.local.background_jobs import EXIT_FILE, LOG_FILE, PROCESS_FILE, boot_id, start_ticks
 from torsh_distributed.private_files import open_private
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -48,8 +48,8 @@ def main(folder: Path) -> None:
     write_private(folder / PROCESS_FILE, json.dumps(me))
     os.write(1, b"started\n")
     # The submitter closes its end: from now on there is nobody to talk to.
-    for number in (1, 2):
-        os.dup2(log, number)
+    for fd in (1, 2):
+        os.dup2(log, fd)
     write_private(folder / EXIT_FILE, json.dumps(_run(command, watch, order["time_limit_s"])))
 
 
