@@ -62,9 +62,9 @@ NprocPerNode = Annotated[
     ),
 ]
 MaxRestarts = Annotated[
-    int,
+    int | None,
     typer.Option(
-        help="How often all workers are restarted after a failure.",
+        help="How often all workers are restarted after a failure. Default 0, with --elastic 3.",
         envvar="PET_MAX_RESTARTS",
         rich_help_panel=_WORKERS,
     ),
@@ -231,6 +231,9 @@ LossPolicy = Annotated[
     ),
 ]
 
+ELASTIC_RESTARTS = 3
+"""How often an elastic job restarts all workers where it cannot go on in place, unless the user says otherwise."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _WORKER_VARIABLES = "torsh_distributed.run.worker_variables"
@@ -263,7 +266,7 @@ def run(
     script: Script,
     script_args: ScriptArgs = None,
     nproc_per_node: NprocPerNode = "1",
-    max_restarts: MaxRestarts = 0,
+    max_restarts: MaxRestarts = None,
     module: Module = False,
     no_python: NoPython = False,
     role: Role = "default",
@@ -330,7 +333,7 @@ def run(
         node_rank=node_rank,
         master_addr=address,
         master_port=port,
-        max_restarts=max_restarts,
+        max_restarts=max_restarts if max_restarts is not None else 0 if changes is None else ELASTIC_RESTARTS,
         run_id=rdzv_id or ("none" if num_nodes > 1 else uuid.uuid4().hex[:8]),
         role=role,
         log_dir=log_dir,
