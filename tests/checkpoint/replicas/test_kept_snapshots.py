@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots, find_kept
-from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
+from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE, make_kept_memory
 
 SCRIPT = """
 import json, os, signal, sys
@@ -150,3 +151,21 @@ def test_where_shared_memory_is_full_a_copy_is_private(tmp_path: Path, monkeypat
     kept.record(0, 1, memory, b"")
     assert find_kept(part=0, num_parts=1) == {}
     assert memory.tolist() == [0] * 10
+
+
+@pytest.mark.needs_cuda
+def test_a_gpu_copies_into_kept_memory_as_into_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = make_kept_memory()
+    assert place is not None
+    monkeypatch.setenv(KEPT_MEMORY_VARIABLE, str(place))
+    kept = KeptSnapshots(place / "world" / "rank-0", [0])
+    memory = kept.allocate(1 << 20, is_pinned=True)
+    assert memory.is_pinned()
+    memory.copy_(torch.full((1 << 20,), 9, dtype=torch.uint8, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    kept.record(0, 1, memory, b"")
+    (found,) = find_kept(part=0, num_parts=1)["world"]
+    assert found.memory.unique().tolist() == [9]
+    kept.release(memory)
+    assert not memory.is_pinned()
+    shutil.rmtree(place)
