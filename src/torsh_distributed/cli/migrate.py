@@ -21,17 +21,11 @@ class _FileOrCommand(TyperGroup):
         return list(super().parse_args(ctx, args if is_command else ["config", *args]))
 
 
-app = typer.Typer(
-    name="migrate",
-    cls=_FileOrCommand,
-    help="Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=_FileOrCommand, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def _group() -> None:
+def _migrate() -> None:
     """Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs."""
 
 
