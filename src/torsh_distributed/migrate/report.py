@@ -1,6 +1,5 @@
 """One verdict on every key of another library's config, with the reason. Nothing is dropped silently.
 
-
 Every translator returns a plan beside a `MigrationReport`. A key that the other library does not know is no verdict but
 an error with the nearest name: it was a mistake before it came here.
 """

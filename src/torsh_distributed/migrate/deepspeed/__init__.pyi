@@ -1,0 +1,11 @@
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig as DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import from_deepspeed as from_deepspeed
+from torsh_distributed.migrate.deepspeed.elasticity import compute_elastic_config as compute_elastic_config
+from torsh_distributed.migrate.deepspeed.schedules.curriculum import CurriculumSchedule as CurriculumSchedule
+from torsh_distributed.migrate.deepspeed.schedules.curriculum import ProgressiveLayerDrop as ProgressiveLayerDrop
+from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule as make_schedule
+from torsh_distributed.migrate.deepspeed.schedules.one_cycle import OneCycle as OneCycle
+from torsh_distributed.migrate.deepspeed.schedules.range_test import LRRangeTest as LRRangeTest
+from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupCosineLR as WarmupCosineLR
+from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupDecayLR as WarmupDecayLR
+from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupLR as WarmupLR
