@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.migrate.report import KeyVerdict, MigrationReport, Verdict, shown, unknown_key
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.problems import Problem, configuration_error
@@ -88,6 +88,24 @@ class PlanDraft:
             raise ConfigurationError(
                 f"the {self.kind} settings make no plan: {error.message}", hint=error.hint, **error.context
             ) from error
+
+
+def for_world(
+    found: tuple[Plan, MigrationReport],
+    *,
+    world_size: int | None = None,
+    fills: Mapping[str, Any] | None = None,
+    version: str | None = None,
+) -> tuple[Plan, MigrationReport]:
+    """The translation of a file, checked for this number of ranks. These files have no "auto" and no versions."""
+    if fills or version:
+        raise InvalidArgument(
+            f"{found[1].kind} settings have no values to fill in, and one version",
+            hint="leave out --fill and --version",
+        )
+    if world_size is not None:
+        found[0].mesh.resolve(world_size)
+    return found
 
 
 # --- readers that many tables use ---------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_files_are_read_and_mistakes_name_the_nearest_key(tmp_path: Path) -> Non
     with pytest.raises(IoError):
         FairScaleConfig.from_file(tmp_path / "none.json")
     path.write_text("[]")
-    with pytest.raises(ConfigurationError, match="table of sections"):
+    with pytest.raises(ConfigurationError, match="no table"):
         FairScaleConfig.from_file(path)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.errors import ConfigurationError, IoError
-from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, by_table, refused, same_by, stays, to_key, tuning
+from torsh_distributed.migrate.foreign_file import read_document
+from torsh_distributed.migrate.plan_draft import (
+    PlanDraft,
+    Reader,
+    by_table,
+    for_world,
+    refused,
+    same_by,
+    stays,
+    to_key,
+    tuning,
+)
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
@@ -234,16 +243,8 @@ class FairScaleConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """A JSON file."""
-        try:
-            values = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise IoError("the config cannot be read", path=str(path), reason=error.strerror or str(error)) from error
-        except ValueError as error:
-            raise ConfigurationError("the config is not JSON", path=str(path), reason=str(error)) from error
-        if not isinstance(values, dict):
-            raise ConfigurationError("a FairScale config is a table of sections", path=str(path))
-        return cls(values)
+        """A JSON or YAML file."""
+        return cls(read_document(Path(path)))
 
     @classmethod
     def default(cls) -> Self:
@@ -313,3 +314,16 @@ class FairScaleConfig:
     def to_pipeline_config(self) -> PipelineConfig:
         """The `[pipeline]` of the plan."""
         return self.to_plan()[0].pipeline
+
+
+def looks_like(document: Mapping[str, Any]) -> bool:
+    """Whether a parsed file is of this kind, by the names at its top."""
+    return bool({"fsdp", "oss", "sharded_grad_scaler"} & document.keys()) and not document.keys() - {
+        *SECTIONS,
+        "batch_size",
+    }
+
+
+def translate(path: Path, **options: Any) -> tuple[Plan, MigrationReport]:
+    """The plan of the file, and the report on it, for `torsh migrate FILE`."""
+    return for_world(FairScaleConfig.from_file(path).to_plan(), **options)

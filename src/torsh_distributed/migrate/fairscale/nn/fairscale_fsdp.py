@@ -65,8 +65,8 @@ class FairscaleFsdp(nn.Module):
         _cast_buffers(module, given.buffer_dtype)
         self.add_module(_INNER, module)
         self._keeps_shards = False
-        self._register_state_dict_hook(_leave_wrapper_out)
-        self.register_load_state_dict_pre_hook(_put_wrapper_in)
+        self._register_state_dict_hook(_leave_wrapper_out)  # type: ignore[no-untyped-call]  # untyped in torch
+        self.register_load_state_dict_pre_hook(_put_wrapper_in)  # type: ignore[no-untyped-call]  # untyped in torch
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class FairscaleFsdp(nn.Module):
     # --- state --------------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # of any dict
         """Whole tensors by plain name; every rank calls this."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         given = self.arguments

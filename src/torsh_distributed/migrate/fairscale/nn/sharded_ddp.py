@@ -49,8 +49,8 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        given = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
-        self._optimizers: list[OSS] = list(given)
+        given: Any = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
+        self._optimizers: list[OSS] = list(given)  # Any: they are checked below
         self._group = resolve_group(process_group)
         self._check_optimizers()
         check_same_model(module, self._group)
@@ -157,10 +157,13 @@ class ShardedDataParallel(nn.Module):
         owners = {param: one.owner(param) for one in self._optimizers for param in _params(one)}
         self._buckets = plan_owned_buckets(trained, owners.__getitem__, self._max_numel)
         self._backward = _Backward(self._group, self._buckets, self._wire_dtype)
-        self._hooks = [param.register_post_accumulate_grad_hook(self._after_gradient) for param in trained]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
+            for param in trained
+        ]
         for param in trained:
             if owners[param] == self._group.rank():
-                self._hooks.append(param.register_hook(self._before_gradient(param)))
+                self._hooks.append(param.register_hook(self._before_gradient(param)))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def reduce(self) -> None:
         """Send the gradients that backward left under `no_sync()`; every rank calls this."""

@@ -66,8 +66,9 @@ class AdaScale(Optimizer):
                 num_gradients_to_accumulate=num_gradients_to_accumulate,
             )
         num_groups = len(optimizer.param_groups)
-        self._optimizer.state.setdefault(
-            _STATE,  # type: ignore[arg-type]  # beside the parameters, so that state_dict() has it
+        beside: Any = self._optimizer.state  # Any: a name among the parameters, so that state_dict() has it
+        beside.setdefault(
+            _STATE,
             {
                 "grad_sqr_avg": torch.ones(num_groups, dtype=torch.float64),
                 "grad_var_avg": torch.zeros(num_groups, dtype=torch.float64),
@@ -134,11 +135,13 @@ class AdaScale(Optimizer):
     # --- an optimizer -------------------------------------------------------------------------------------------
 
     @property
+    @override
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # the wrapped optimizer's, always
         """The groups of the wrapped optimizer, for schedulers."""
         return self._optimizer.param_groups
 
     @property
+    @override
     def state(self) -> Any:  # type: ignore[override]  # the wrapped optimizer's, always
         """The state of the wrapped optimizer."""
         return self._optimizer.state

@@ -52,6 +52,7 @@ class OSS(Optimizer):
         self._collected: list[dict[str, Any]] = []
         super().__init__(params, default)
         self.optim = optim(self.partition_parameters()[self.rank], **default)
+        self.defaults = {**self.optim.defaults, **self.defaults}  # schedulers look for momentum there
         _copy_settings(self.optim.param_groups, self.param_groups)
 
     # --- who owns what ------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class OSS(Optimizer):
             self._collected = gather_object(mine, recipient, group=self.group) or []
 
     @override
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:  # type: ignore[override]  # FairScale's argument
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The whole state as a plain optimizer of this class would save it, as last consolidated.
 
         Raises RuntimeError on a rank that has none. With `all_ranks` every rank calls this and gets it.
@@ -175,7 +176,7 @@ class OSS(Optimizer):
                 "ranks beforehand if you meant to save the global state"
             )
         index_of = {param: index for index, param in enumerate(self._params())}
-        whole = super().state_dict()
+        whole: dict[str, Any] = super().state_dict()
         state: dict[int, Any] = {}
         for groups, held in zip(self.partition_parameters(), self._collected, strict=True):
             owned = list(chain.from_iterable(group["params"] for group in groups))
@@ -183,7 +184,7 @@ class OSS(Optimizer):
         return {**whole, "state": {**dict(sorted(state.items())), **_of_no_param(whole["state"])}}
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # a mapping will do
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state, of this class or a plain optimizer, saved at any number of ranks; it is not changed."""
         beside = _of_no_param(state_dict["state"])
         super().load_state_dict({"state": beside, "param_groups": list(state_dict["param_groups"])})
