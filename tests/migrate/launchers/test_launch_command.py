@@ -34,8 +34,8 @@ from torsh_distributed.migrate.report import Verdict
         ("A=1 horovodrun -np 2 python train.py", "A=1 torsh run --as horovod -np 2 python train.py"),
         ("deepspeed --num_gpus 2 train.py --deepspeed", "torsh run --as deepspeed --num_gpus 2 train.py --deepspeed"),
         (
-            "accelerate launch --num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip node1 train.py --x 1",
-            "torsh run --nproc-per-node 2 --nnodes 2 --node-rank 1 --master-addr node1 --plan plan.toml train.py --x 1",
+            "accelerate launch --num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip n1 t.py --x",
+            "torsh run --nproc-per-node 2 --nnodes 2 --node-rank 1 --master-addr n1 --plan plan.toml t.py --x",
         ),
     ],
 )
