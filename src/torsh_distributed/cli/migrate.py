@@ -111,7 +111,8 @@ def check(
     diff: Annotated[bool, typer.Option("--diff", help="Print the proposed change.")] = False,
 ) -> None:
     """List the distributed calls of scripts, with our counterpart of each."""
-    from torsh_distributed.migrate.script_check import check_script, proposed_change
+    from torsh_distributed.migrate.scripts.script_changes import proposed_change
+    from torsh_distributed.migrate.scripts.script_check import check_script
 
     for script in scripts:
         try:
@@ -125,6 +126,10 @@ def check(
         for one in found:
             counterpart = f" → {one.counterpart}" if one.counterpart else ""
             typer.echo(f"{script}:{one.line}: {one.call}{counterpart}: {one.note}")
+            for entry in one.keywords:
+                means = f" → {entry.means}" if entry.means else ""
+                reason = f": {entry.reason}" if entry.reason else ""
+                typer.echo(f"    {entry.verdict} {entry.key} = {entry.value}{means}{reason}")
         if not found:
             typer.echo(f"{script}: no distributed calls")
 

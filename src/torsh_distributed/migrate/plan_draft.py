@@ -20,7 +20,7 @@ class PlanDraft:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._sections: dict[str, dict[str, Any]] = {}
-        self._entries: list[KeyVerdict] = []
+        self.entries: list[KeyVerdict] = []
         self._problems: list[Problem] = []
 
     # --- verdicts -----------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class PlanDraft:
         self._problems.append(unknown_key(key, known, kind=self.kind))
 
     def _add(self, key: str, value: Any, verdict: Verdict, means: str, reason: str) -> None:
-        self._entries.append(KeyVerdict(key, value, verdict, means, reason))
+        self.entries.append(KeyVerdict(key, value, verdict, means, reason))
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class PlanDraft:
 
     def finish(self) -> tuple[Plan, MigrationReport]:
         """The plan and the verdicts. Raises ConfigurationError with every problem found."""
-        report = MigrationReport(self.kind, tuple(self._entries))
+        report = MigrationReport(self.kind, tuple(self.entries))
         if self._problems:
             raise configuration_error(self._problems, where=f"the {self.kind} settings")
         try:

@@ -71,6 +71,7 @@ def test_what_is_not_known_is_named() -> None:
     assert report["--numa-binding"].verdict is Verdict.REFUSED
 
 
+@pytest.mark.ranks
 def test_the_command_prints_the_line_and_writes_the_plan(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     entry = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "migrate"]

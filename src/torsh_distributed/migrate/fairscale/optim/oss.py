@@ -49,7 +49,7 @@ class OSS(Optimizer):
         self.broadcast_fp16 = broadcast_fp16
         self._owner: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
-        self._collected: list[dict[str, Any]] = []
+        self._collected: list[dict[int, Any]] = []
         super().__init__(params, default)
         self.optim = optim(self.partition_parameters()[self.rank], **default)
         self.defaults = {**self.optim.defaults, **self.defaults}  # schedulers look for momentum there
