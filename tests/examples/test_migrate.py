@@ -62,6 +62,20 @@ def test_an_elastic_script_continues_from_its_commit_after_a_crash(tmp_path: Pat
     assert float(finish[2]) < 0.5
 
 
+def test_an_elastic_script_goes_on_in_place_and_takes_a_new_worker_in(tmp_path: Path) -> None:
+    script = str(FOLDER / "horovod_elastic.py")
+    line = ["-np", "2", "--min-np", "1", "--max-np", "2", "python", script, "--crash-marker", str(tmp_path / "crashed")]
+    done = run(*line, "--epochs", "6", "--wait-for", "2")
+    assert done.returncode == 0, done.stderr
+    starts = re.findall(r"training from epoch (\d+), batch (\d+), (\d+) steps so far, (\d+) ranks", done.stdout)
+    assert starts[0] == ("0", "0", "0", "2"), done.stdout
+    assert starts[1] == ("1", "4", "12", "1"), done.stdout  # the survivor, from the commit before the crash
+    assert starts[2][3] == "2", done.stdout  # with the new worker
+    finish = re.search(r"finished after (\d+) steps with loss ([\d.]+)", done.stdout)
+    assert finish is not None, done.stdout
+    assert float(finish[2]) < 0.5
+
+
 def test_a_resnet_with_oss_and_sharded_ddp_learns_its_shapes(tmp_path: Path) -> None:
     saved = tmp_path / "model.pt"
     script = str(FOLDER / "fairscale_resnet.py")
