@@ -79,7 +79,7 @@ RunAs = Annotated[
     str | None,
     typer.Option(
         "--as",
-        help="Stand in for this library in the workers and take its launcher's options: horovod.",
+        help="Stand in for this library in the workers and take its launcher's options: horovod, fairscale.",
         rich_help_panel=_WORKERS,
     ),
 ]

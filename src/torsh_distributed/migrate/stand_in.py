@@ -22,7 +22,10 @@ from torsh_distributed.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
 
-STAND_INS = {"horovod": "torsh_distributed.migrate.horovod.horovod_modules"}
+STAND_INS = {
+    "horovod": "torsh_distributed.migrate.horovod.horovod_modules",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_modules",
+}
 """The libraries that can be stood in for, with the module that says what is in them."""
 
 _installed: dict[str, _MissingModules] = {}
@@ -59,7 +62,7 @@ def install(package: str) -> None:
         module.__dict__.update(names)
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent and child not in namespaces.get(parent, {}):  # a function may have the name of its module
             setattr(sys.modules[parent], child, module)
     _installed[package] = _MissingModules(package, list(namespaces))
     sys.meta_path.insert(0, _installed[package])
