@@ -1,0 +1,191 @@
+"""What the engine needs to know of a DeepSpeed config: batch sizes, stage, number formats, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedConfigError, require
+
+DEFAULT_CLIPPING = 1.0
+"""`gradient_clipping` of a config that does not have the key, since DeepSpeed 0.19.4; it was 0.0 before."""
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """DeepSpeed's triangle: `train = micro × accumulation × number of data-parallel ranks`."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], num_ranks: int) -> BatchSizes:
+        """The three sizes, with those filled in that follow from the others."""
+        names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+        given = {name: config.get(name) for name in names}
+        for name, value in given.items():
+            if value == "auto":
+                raise DeepSpeedConfigError(
+                    f'{name} is "auto", which only a trainer fills in', hint=f"write a number for {name}", key=name
+                )
+        train, micro, gas = (None if given[name] is None else int(given[name]) for name in names)
+        require(
+            train is not None or micro is not None,
+            "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
+            hint='add "train_micro_batch_size_per_gpu" to the config',
+        )
+        if train is None:
+            assert micro is not None, "one of the two is given"
+            gas = 1 if gas is None else gas
+            train = micro * gas * num_ranks
+        elif micro is None:
+            gas = 1 if gas is None else gas
+            micro = train // num_ranks // gas if gas > 0 else 0
+        elif gas is None:
+            gas = train // micro // num_ranks if micro > 0 else 0
+        sizes = cls(train=train, micro=micro, accumulation=gas)
+        require(
+            min(train, micro, gas) > 0 and train == micro * gas * num_ranks,
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu *"
+            f" gradient_acc_step * world_size: {train} != {micro} * {gas} * {num_ranks}",
+            hint="give two of the three numbers, or three that fit",
+            **given,
+        )
+        return sizes
+
+
+@dataclass
+class RunSettings:
+    """A config as the engine reads it. `config` is the config itself, without "auto"."""
+
+    config: Mapping[str, Any]
+    batch: BatchSizes
+    num_ranks: int
+    """Ranks with their own part of every batch."""
+    stage: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stage = _stage(self.section("zero_optimization"), self.config.get("zero_optimization"))
+        is_fp16, is_bf16 = bool(self.section("fp16").get("enabled")), bool(self.bf16.get("enabled"))
+        require(
+            not (is_fp16 and is_bf16),
+            "fp16 and bf16 modes cannot be simultaneously enabled",
+            hint='set "enabled" of one of the two sections to false',
+        )
+        self.dtype = torch.float16 if is_fp16 else torch.bfloat16 if is_bf16 else torch.float32
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the config; empty if the config has none."""
+        found = self.config.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def bf16(self) -> Mapping[str, Any]:
+        """The section `bf16`, also under its older name."""
+        return self.section("bf16") or self.section("bfloat16")
+
+    def value(self, path: str, default: Any = None) -> Any:
+        """A value by its dotted path: `zero_optimization.reduce_bucket_size`."""
+        found: Any = self.config
+        for part in path.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return default if found == "auto" else found
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether the engine counts microbatches; if not, each `step()` ends an accumulation."""
+        return bool(self.config.get("managed_gradient_accumulation", True))
+
+    @property
+    def clipping(self) -> float:
+        """The largest norm of the gradient; 0 for any."""
+        found = self.config.get("gradient_clipping", DEFAULT_CLIPPING)
+        return 0.0 if found is None else float(DEFAULT_CLIPPING if found == "auto" else found)
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step with gradients that are not finite is skipped: not without ZeRO in fp32, as in DeepSpeed."""
+        if self.dtype is torch.float32:
+            return self.stage > 0
+        if self.dtype is torch.bfloat16 and self.stage in (1, 2):
+            return bool(self.bf16.get("check_grad_overflow", True))
+        return True
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over the ranks, not averaged."""
+        operation = self.config.get("gradient_allreduce_op", "mean")
+        if operation not in ("mean", "sum"):
+            raise DeepSpeedConfigError('gradient_allreduce_op is "mean" or "sum"', got=operation)
+        require(
+            operation == "mean" or self.stage < 3,
+            'gradient_allreduce_op "sum" works with ZeRO stages 0 to 2',
+            hint="multiply the loss by the number of ranks under stage 3",
+        )
+        return bool(operation == "sum")
+
+    @property
+    def reduce_dtype(self) -> str:
+        """The format in which gradients are summed, in the words of a plan."""
+        name = self.config.get("communication_data_type")
+        if name is None:
+            return "same"
+        if name not in _DTYPES:
+            raise DeepSpeedConfigError(
+                f"Invalid communication_data_type. Supported data types: ['fp16', 'bf16', 'fp32']. Got: {name}"
+            )
+        chosen = _DTYPES[name]
+        short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[chosen]
+        return "same" if chosen is self.dtype else short
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether 16-bit gradients are added up in fp32 over the microbatches."""
+        name = self.value("data_types.grad_accum_dtype")
+        return name is not None and _DTYPES.get(name) is torch.float32 and self.dtype is not torch.float32
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state and its update are in host memory."""
+        device = self.value("zero_optimization.offload_optimizer.device", "none")
+        return device in ("cpu", "nvme") or bool(self.value("zero_optimization.cpu_offload", False))
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters are in host memory while they do not compute."""
+        device = self.value("zero_optimization.offload_param.device", "none")
+        return device in ("cpu", "nvme") or bool(self.value("zero_optimization.cpu_offload_param", False))
+
+
+def _stage(section: Mapping[str, Any], given: Any) -> int:
+    """`zero_optimization` is a section, or true for stage 1 in old configs."""
+    if isinstance(given, bool):
+        return int(given)
+    stage = section.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise DeepSpeedConfigError("zero_optimization.stage is 0, 1, 2 or 3", got=stage)
+    return int(stage)
+
+
+def clip_factor(norm: float, clipping: float) -> float:
+    """What gradients of this norm are multiplied by, so that they are at most `clipping`; 0 clips nothing."""
+    if clipping <= 0 or not math.isfinite(norm):
+        return 1.0
+    return 1.0 / max(1.0, (norm + 1e-6) / clipping)

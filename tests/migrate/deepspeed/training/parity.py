@@ -1,0 +1,94 @@
+"""The same training through DeepSpeed itself and through our engine, with every loss; runs on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.bed.real_deepspeed import use_deepspeed
+
+WIDTH, VOCABULARY, LENGTH, MICRO = 24, 31, 6, 3
+STEPS = 20
+
+
+class TinyLanguageModel(nn.Module):
+    """Embedding, two blocks with norms, a head: the kinds of layers that 16-bit formats round differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def case(stage: int, dtype: str = "fp32", gas: int = 1, clip: float = 0.0, **more: Any) -> dict[str, Any]:
+    """A config; `more` are keys of it."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif dtype == "fp16":
+        # DeepSpeed 0.19.8 does not scale the loss without ZeRO, but divides gradients by the scale.
+        config["fp16"] = {"enabled": True, **({"loss_scale": 1} if stage == 0 else {"initial_scale_power": 12})}
+    return {**config, **more}
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    dtype = next((name for name in ("bf16", "fp16") if name in config), "fp32")
+    gas, clip = config["gradient_accumulation_steps"], config["gradient_clipping"]
+    return f"stage {config['zero_optimization']['stage']} {dtype} gas {gas} clip {clip}"
+
+
+def train(deepspeed: Any, config: Mapping[str, Any], num_steps: int = STEPS) -> dict[str, list[float]]:
+    """Losses of every microbatch and norms of every update, on this rank."""
+    torch.manual_seed(5)
+    model = TinyLanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
+    data = torch.Generator().manual_seed(11 + dist.get_rank())
+    losses, norms = [], []
+    for _ in range(num_steps * config["gradient_accumulation_steps"]):
+        tokens = torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=data)
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        if engine.was_step_applied():
+            norm = engine.get_global_grad_norm()
+            norms.append(float("nan") if norm is None else float(norm))
+    return {"losses": losses, "norms": norms}
+
+
+def theirs(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
+    """Through DeepSpeed."""
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
+    deepspeed = use_deepspeed()
+    return [train(deepspeed, config) for config in configs]
+
+
+def ours(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
+    """Through our engine."""
+    from torsh_distributed.migrate import deepspeed
+
+    return [train(deepspeed, config) for config in configs]
