@@ -9,6 +9,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def use_deepspeed() -> Any:
         sys.path.append(str(PLACE))
     deepspeed = importlib.import_module("deepspeed")
     operations = importlib.import_module("deepspeed.ops")
-    # What it calls compatible it compiles when ranks meet, which takes minutes.
-    operations.__dict__["__compatible_ops__"] = dict.fromkeys(operations.__dict__["__compatible_ops__"], False)
+    # It asks the compiler what it could build, and builds that when ranks meet, which takes minutes: nothing.
+    operations.__dict__["__compatible_ops__"] = defaultdict(bool)
     return deepspeed
 
 

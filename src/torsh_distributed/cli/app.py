@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "migrate": (
         "torsh_distributed.cli.migrate",
-        "Look at scripts of other libraries: what runs as it is, and what to write instead.",
+        "Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
     ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }

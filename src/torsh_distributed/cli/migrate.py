@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
-from torsh_distributed.errors import IoError
+from torsh_distributed.errors import InvalidArgument, IoError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _FileOrCommand(TyperGroup):
+    """`torsh migrate FILE` is `torsh migrate config FILE`."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: typer has its own click
+        is_command = not args or args[0] in self.commands or args[0] in ("-h", "--help")
+        return list(super().parse_args(ctx, args if is_command else ["config", *args]))
+
+
+app = typer.Typer(
+    name="migrate",
+    cls=_FileOrCommand,
+    help="Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
+    add_completion=False,
+    no_args_is_help=True,
+)
 
 
 @app.callback()
-def _migrate() -> None:
-    """Look at scripts of other libraries: what runs as it is, and what to write instead."""
+def _group() -> None:
+    """Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs."""
+
+
+@app.command()
+def config(
+    file: Annotated[Path, typer.Argument(help="A config of another library, such as ds_config.json.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--from", metavar="LIBRARY", help="Whose config it is; else it is found out.")
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, metavar="N", help="Ranks that the plan is for.")
+    ] = None,
+    fills: Annotated[
+        list[str] | None,
+        typer.Option("--fill", metavar="KEY=VALUE", help='A value for a key that is "auto". Repeatable.'),
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", metavar="V", help="The library's version, whose defaults hold.")
+    ] = None,
+    *,
+    without_refused: Annotated[
+        bool, typer.Option("--without-refused", help="Write the plan even if keys are refused: it does without them.")
+    ] = False,
+) -> None:
+    """Make a plan of a config, and say what becomes of every key: honoured, equivalent, a hint, or refused and why.
+
+    This is what `torsh migrate FILE` does. Exits with status 1 if a key is refused.
+    """
+    from rich.console import Console
+
+    from torsh_distributed.migrate.config_kinds import translate_config
+
+    plan, report = translate_config(file, kind=kind, world_size=world, fills=_fills(fills or ()), version=version)
+    Console().print(report.table())
+    if not without_refused:
+        report.require_accepted()
+    if output is not None:
+        plan.save(output)
+        typer.echo(f"wrote {output}")
 
 
 @app.command()
@@ -39,3 +96,20 @@ def check(
             typer.echo(f"{script}:{one.line}: {one.call}{counterpart}: {one.note}")
         if not found:
             typer.echo(f"{script}: no distributed calls")
+
+
+def _fills(given: list[str] | tuple[str, ...]) -> dict[str, Any]:
+    """`key=value` lines, each value as JSON or HJSON reads it."""
+    from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
+    from torsh_distributed.plan.reading.malformed import MalformedError
+
+    found: dict[str, Any] = {}
+    for line in given:
+        key, equals, text = line.partition("=")
+        if not equals:
+            raise InvalidArgument(f"--fill {line} has no value", hint="write --fill key=value")
+        try:
+            found[key] = parse_hjson(f"value: {text}")["value"]
+        except MalformedError as error:
+            raise InvalidArgument(f"--fill {line}: {error.reason}", hint="write the value as JSON") from None
+    return found

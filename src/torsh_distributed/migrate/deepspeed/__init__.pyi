@@ -1,3 +1,5 @@
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig as DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import from_deepspeed as from_deepspeed
 from torsh_distributed.migrate.deepspeed.elasticity import compute_elastic_config as compute_elastic_config
 from torsh_distributed.migrate.deepspeed.initialize import add_config_arguments as add_config_arguments
 from torsh_distributed.migrate.deepspeed.initialize import initialize as initialize
