@@ -9,10 +9,6 @@ class DeepSpeedMistake(InvalidArgument, AssertionError):
     """A call that DeepSpeed refuses with an assertion."""
 
 
-class DeepSpeedConfigError(InvalidArgument):
-    """A config that cannot be used."""
-
-
 class NotOfThisEngine(FeatureNotAvailable, AttributeError):
     """A part of DeepSpeed's engine that ours does not have; the message says what to do instead."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
 from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import cast_params
 from torsh_distributed.migrate.deepspeed.training.optimizer_choice import optimizer_from_config
-from torsh_distributed.migrate.deepspeed.training.run_settings import BatchSizes, RunSettings
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
+from torsh_distributed.migrate.deepspeed.zero.external_params import external_names, gather_external
 from torsh_distributed.migrate.deepspeed.zero.param_access import give_access
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.assemble import parallelize
@@ -31,11 +33,6 @@ _log = logging.getLogger(__name__)
 STRATEGIES = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 """ZeRO's stages in the words of a plan; stage 0 is replicas."""
 _BUFFER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def settings_of(config: Mapping[str, Any], num_ranks: int) -> RunSettings:
-    """A config for a world in which `num_ranks` ranks have their own part of every batch."""
-    return RunSettings(config, BatchSizes.of(config, num_ranks), num_ranks)
 
 
 def make_engine(
@@ -49,13 +46,15 @@ def make_engine(
     collate_fn: Callable[..., Any] | None,
 ) -> DeepSpeedEngine:
     """The engine of a model that is not a PipelineModule; every rank calls this."""
-    device = process_group.device()
+    device = rank_device()
     if not settings.offloads_params:
         model.to(device)
     buffer_dtype = _BUFFER_DTYPES.get(settings.value("data_types.buffer_dtype"))
     cast_params(model, settings.dtype, buffer_dtype)
     inner = choose_optimizer(settings, model, optimizer, model_parameters)
+    externals = external_names(model)
     core = spread(model, settings, inner)
+    gather_external(core.unwrapped, externals)
     scaler = make_scaler(settings.section("fp16"), is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
     engine = DeepSpeedEngine(
@@ -106,7 +105,7 @@ def choose_scheduler(settings: RunSettings, given: Any, inner: Optimizer, outer:
 
 def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     """The model over the world as the config's stage says, with fp32 masters where it computes in 16 bits."""
-    on_host = settings.offloads_optimizer and process_group.device().type != "cpu"
+    on_host = settings.offloads_optimizer and rank_device().type != "cpu"
     has_masters = settings.dtype is not torch.float32 or on_host
     optimizer = MasterWeights(inner, on_host=on_host) if has_masters else inner
     for group in optimizer.param_groups:
@@ -125,7 +124,7 @@ def core_plan(settings: RunSettings) -> Plan:
     Precision and clipping are not in it: the module itself is in 16 bits, and the engine clips masters. Buffers stay
     each rank's own, as in DeepSpeed.
     """
-    if settings.offloads_params and process_group.device().type != "cpu":
+    if settings.offloads_params and rank_device().type != "cpu":
         raise FeatureNotAvailable(
             "zero_optimization.offload_param is not part of this engine on a GPU",
             hint="offload the optimizer alone, or train with a plan that has offload.enabled",

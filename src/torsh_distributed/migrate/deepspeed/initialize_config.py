@@ -1,16 +1,14 @@
-"""The config of a script: a file, text or a dict, as a dict of its own."""
+"""The config of a script: found among its arguments, read, and checked for what this engine does not do."""
 
 from __future__ import annotations
 
-import copy
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from torsh_distributed.errors import FeatureNotAvailable, IoError
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedConfigError, require
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 
 _BOTH = (
     "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
@@ -28,8 +26,8 @@ _OTHER_ENGINES = {
 }
 
 
-def find_config(args: Any, given: Any) -> dict[str, Any]:
-    """The one config among a script's arguments and those of `initialize`."""
+def find_config(args: Any, given: Any) -> DeepSpeedConfig:
+    """The one config among a script's arguments and those of `initialize`; an unknown key is an error."""
     old = getattr(args, "deepscale_config", None)
     if old is not None:
         require(
@@ -44,27 +42,21 @@ def find_config(args: Any, given: Any) -> dict[str, Any]:
         "DeepSpeed requires --deepspeed_config to specify configuration file",
         hint="pass config=… to initialize(), or --deepspeed_config to the script",
     )
-    found = read_config(chosen)
-    refuse_other_engines(found)
+    found = chosen if isinstance(chosen, DeepSpeedConfig) else DeepSpeedConfig(chosen)
+    _refuse_other_engines(found.values)
     return found
 
 
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """A config as a dict of its own: changes of it do not reach the script's."""
-    if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
+def settings_of(config: DeepSpeedConfig, num_ranks: int) -> RunSettings:
+    """A config for a world in which `num_ranks` ranks have their own part of every batch."""
     try:
-        found = json.loads(Path(source).read_text())
-    except OSError as error:
-        raise IoError("the DeepSpeed config cannot be read", path=str(source), reason=str(error)) from error
-    except ValueError as error:
-        raise DeepSpeedConfigError("the DeepSpeed config is no JSON", path=str(source), reason=str(error)) from error
-    if not isinstance(found, dict):
-        raise DeepSpeedConfigError("a DeepSpeed config holds keys and values", path=str(source))
-    return found
+        batch = config.batch(num_ranks)
+    except ConfigurationError as error:
+        raise DeepSpeedMistake(error.message, hint=error.hint, **error.context) from error
+    return RunSettings(config.values, batch, num_ranks)
 
 
-def refuse_other_engines(config: Mapping[str, Any]) -> None:
+def _refuse_other_engines(config: Mapping[str, Any]) -> None:
     """Sections that ask for another engine than ours."""
     for name, hint in _OTHER_ENGINES.items():
         section = config.get(name)

@@ -6,10 +6,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.worker.init import init, init_process_group
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedConfigError
 
 
 def init_distributed(
@@ -28,7 +30,7 @@ def init_distributed(
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise DeepSpeedConfigError(
+        raise ConfigurationError(
             "dist_init_required is false, but torch.distributed is not initialized",
             hint="call torch.distributed.init_process_group first, or leave the argument out",
         )
@@ -45,3 +47,14 @@ def init_distributed(
 def ensure_group() -> None:
     """Bring up the process group, unless there is one."""
     init_distributed()
+
+
+def local_rank() -> int:
+    """This rank on its node: as the launcher says, for a script may have brought up the group by itself."""
+    told = os.environ.get("LOCAL_RANK")
+    return int(told) if told is not None else process_group.local_rank()
+
+
+def rank_device() -> torch.device:
+    """The device of this rank: its own GPU where there is one, else the CPU."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.bed.real_deepspeed import use_deepspeed
 
-WIDTH, VOCABULARY, LENGTH, MICRO = 24, 31, 6, 3
+WIDTH, VOCABULARY, LENGTH, MICRO = 48, 64, 10, 6
 STEPS = 20
 
 
@@ -43,7 +43,8 @@ def case(stage: int, dtype: str = "fp32", gas: int = 1, clip: float = 0.0, **mor
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage},
+        # Its own linear layer for stage 3 adds the bias after rounding the product; torch's adds it before.
+        "zero_optimization": {"stage": stage, **({"memory_efficient_linear": False} if stage == 3 else {})},
         "zero_allow_untested_optimizer": True,
     }
     if dtype == "bf16":
@@ -92,3 +93,47 @@ def ours(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
     from torsh_distributed.migrate import deepspeed
 
     return [train(deepspeed, config) for config in configs]
+
+
+SCALES = [
+    # (stage, fp16 section): window and powers are small, so that few steps show every rule.
+    (0, {"loss_scale_window": 3, "initial_scale_power": 6}),
+    (0, {"loss_scale": 64}),
+    (1, {"loss_scale_window": 2, "initial_scale_power": 6, "hysteresis": 1}),
+    (2, {"loss_scale_window": 3, "initial_scale_power": 6}),
+    (2, {"loss_scale_window": 2, "initial_scale_power": 6, "hysteresis": 3, "consecutive_hysteresis": True}),
+    (3, {"loss_scale_window": 4, "initial_scale_power": 5, "min_loss_scale": 8}),
+    (3, {"loss_scale": 128}),
+]
+BAD_STEPS = {2, 3, 7, 8, 9, 14}
+"""The steps in which the loss of rank 1 is infinite."""
+
+
+def scales(deepspeed: Any, stage: int, fp16: Mapping[str, Any]) -> list[tuple[float, int, bool]]:
+    """After every step: the loss scale, the steps skipped so far, and whether this one was."""
+    torch.manual_seed(5)
+    model = TinyLanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    config = {**case(stage, "fp16"), "fp16": {"enabled": True, **fp16}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    found = []
+    for step in range(STEPS):
+        loss = engine(torch.arange(MICRO * LENGTH).view(MICRO, LENGTH) % VOCABULARY)
+        engine.backward(loss * float("inf") if step in BAD_STEPS and dist.get_rank() == 1 else loss)
+        engine.step()
+        found.append((float(engine.optimizer.loss_scale), engine.skipped_steps, bool(engine.optimizer.overflow)))
+    return found
+
+
+def their_scales() -> list[list[tuple[float, int, bool]]]:
+    """Through DeepSpeed."""
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
+    deepspeed = use_deepspeed()
+    return [scales(deepspeed, stage, fp16) for stage, fp16 in SCALES]
+
+
+def our_scales() -> list[list[tuple[float, int, bool]]]:
+    """Through our engine."""
+    from torsh_distributed.migrate import deepspeed
+
+    return [scales(deepspeed, stage, fp16) for stage, fp16 in SCALES]

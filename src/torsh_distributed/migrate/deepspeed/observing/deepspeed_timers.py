@@ -61,6 +61,7 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, WallClockTimer] = {}
 
     def __call__(self, name: str) -> WallClockTimer:
+        """The timer of this name."""
         return self.timers.setdefault(name, WallClockTimer(name))
 
     def get_timers(self) -> Mapping[str, WallClockTimer]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Adam
+from torch.optim import Adagrad, Adam
 from typing_extensions import override
 
 from torsh_distributed.errors import FeatureNotAvailable
@@ -87,3 +87,18 @@ class FusedAdam(Adam):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=True)
+
+
+class DeepSpeedCPUAdagrad(Adagrad):
+    """torch's Adagrad under DeepSpeed's arguments."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

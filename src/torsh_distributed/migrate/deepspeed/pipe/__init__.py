@@ -1,1 +1,1 @@
-"""`deepspeed.pipe`: models as lists of layers, on our pipeline. Read `layer_specs`, `pipeline_module`, `pipeline_engine`."""
+"""`deepspeed.pipe`: models as lists of layers, on our pipeline. `layer_specs` first, then `pipeline_module`."""

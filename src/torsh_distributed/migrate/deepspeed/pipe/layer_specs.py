@@ -14,7 +14,9 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise RuntimeError("LayerSpec only supports torch.nn.Module types.")
+            raise RuntimeError(  # noqa: TRY004 (DeepSpeed raises this one)
+                "LayerSpec only supports torch.nn.Module types."
+            )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:

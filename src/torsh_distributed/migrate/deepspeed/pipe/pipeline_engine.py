@@ -92,8 +92,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.eval()
         try:
             count = num_micro_batches or self.gradient_accumulation_steps()
-            inputs, targets = batch = self._next_batch(count, data_iter)
-            logits = self._core.model(inputs) if return_logits or not compute_loss else None
+            batch = self._next_batch(count, data_iter)
+            logits = self._core.model(batch[0]) if return_logits or not compute_loss else None
             if not compute_loss:
                 return (logits, logits) if return_logits else logits
             loss = self._core.strategy.loss(self._core.model, batch, self._loss_fn, loss_of)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, choose_scheduler, settings_of
+from torsh_distributed.migrate.deepspeed.engine_setup import choose_optimizer, choose_scheduler
+from torsh_distributed.migrate.deepspeed.initialize_config import settings_of
+from torsh_distributed.migrate.deepspeed.initialize_group import rank_device
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_engine import PipelineEngine
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
 from torsh_distributed.migrate.deepspeed.training.loss_scales import make_scaler
@@ -24,7 +27,7 @@ from torsh_distributed.train.assemble import parallelize
 
 def make_pipeline_engine(
     model: PipelineModule,
-    config: Mapping[str, Any],
+    config: DeepSpeedConfig,
     *,
     optimizer: Optimizer | Callable[..., Optimizer] | None,
     model_parameters: Any,
@@ -40,7 +43,7 @@ def make_pipeline_engine(
         hint="use zero_optimization.stage 0 or 1: a stage is already a part of the model",
     )
     require(model.loss_fn is not None, "a PipelineModule needs loss_fn to be trained", hint="pass loss_fn=…")
-    model.to(process_group.device())
+    model.to(rank_device())
     model.recompute_layers()
     cast_params(model, settings.dtype, None)
     inner = choose_optimizer(settings, model, optimizer, model_parameters)

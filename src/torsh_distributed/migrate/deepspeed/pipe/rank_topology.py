@@ -1,4 +1,4 @@
-"""Ranks as a grid with named axes, as scripts of DeepSpeed ask for it; `PipelineParallelGrid` knows this rank's place."""
+"""Ranks as a grid with named axes, as scripts of DeepSpeed ask for it, and this rank's place in it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from torsh_distributed.migrate.deepspeed.initialize_config import read_config
+from torsh_distributed.migrate.deepspeed.config.config_file import read_config
 
 _settings: dict[str, Any] = {}
 _DEFAULTS = {"cpu_checkpointing": False, "partition_activations": False, "contiguous_memory_optimization": False}
@@ -32,7 +32,7 @@ def configure(
     _settings.clear()
     _settings.update(_DEFAULTS)
     if deepspeed_config is not None:
-        section = read_config(deepspeed_config).get("activation_checkpointing", {})
+        section = read_config(deepspeed_config)[0].get("activation_checkpointing", {})
         if isinstance(section, Mapping):
             _settings.update(section)
     given = {

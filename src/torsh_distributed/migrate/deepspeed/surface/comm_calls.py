@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
-from torsh_distributed.comm.groups import process_group
-from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed
+from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
 from torsh_distributed.migrate.deepspeed.observing.deepspeed_timers import wait_for_device
 
 _log = logging.getLogger(__name__)
@@ -97,7 +96,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     for name, by_size in _logger.records.items():
         rows[name] = {}
         for size, seconds in by_size.items():
-            row = {"count": len(seconds), "total_ms": 1000 * sum(seconds), "mean_ms": 1000 * sum(seconds) / len(seconds)}
+            row = {
+                "count": len(seconds),
+                "total_ms": 1000 * sum(seconds),
+                "mean_ms": 1000 * sum(seconds) / len(seconds),
+            }
             if show_straggler:
                 # The rank that comes last waits least: the rest of the time is spent on it.
                 calls = zip(*(one.get(name, {}).get(size, []) for one in everyone), strict=False)
@@ -126,7 +129,7 @@ def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def get_local_rank() -> int:
     """This rank on its node."""
-    return process_group.local_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> dist.ProcessGroup | None:

@@ -42,7 +42,7 @@ class TorshAccelerator:
         """GPUs, or cores; LOCAL_SIZE overrides the latter."""
         if self._is_cuda:
             return torch.cuda.device_count()
-        return int(os.environ.get("LOCAL_SIZE", 0)) or os.cpu_count() or 1
+        return int(os.environ.get("LOCAL_SIZE", "0")) or os.cpu_count() or 1
 
     def current_device(self) -> int:
         """The present GPU; for a CPU the local rank."""
@@ -183,7 +183,7 @@ _accelerator: TorshAccelerator | None = None
 
 def get_accelerator() -> TorshAccelerator:
     """The one of this process."""
-    global _accelerator  # noqa: PLW0603 (DeepSpeed's function returns one object)
+    global _accelerator
     if _accelerator is None:
         _accelerator = TorshAccelerator()
     return _accelerator

@@ -115,7 +115,9 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
     kind = type(module)
     return any(
-        kind.__name__ == one or f"{kind.__module__}.{kind.__qualname__}" == one if isinstance(one, str) else isinstance(module, one)
+        kind.__name__ == one or f"{kind.__module__}.{kind.__qualname__}" == one
+        if isinstance(one, str)
+        else isinstance(module, one)
         for one in classes
     )
 
@@ -127,7 +129,7 @@ def set_random_seed(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (scripts draw from this one)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine, require
+from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
 from torsh_distributed.migrate.deepspeed.training.master_weights import move_state
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import MicrobatchLoop
-from torsh_distributed.migrate.deepspeed.training.run_settings import BatchSizes, RunSettings
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.setting_methods import SettingMethods
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import TaggedCheckpoints
 from torsh_distributed.migrate.deepspeed.training.training_data import batch_loader
@@ -37,8 +39,8 @@ _ELSEWHERE = {
 class DeepSpeedEngine(SettingMethods, nn.Module):
     """Calls the model, computes and reduces gradients, updates, counts; `deepspeed.initialize` makes one.
 
-    Every rank makes the same calls. Config values are methods, as in DeepSpeed; attributes that the engine does not have
-    are those of the model.
+    Every rank makes the same calls. Config values are methods, as in DeepSpeed; attributes that the engine lacks are
+    those of the model.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         self.lr_scheduler = lr_scheduler
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.device = next(self.module.parameters()).device
-        self.local_rank, self.global_rank = process_group.local_rank(), process_group.rank()
+        self.local_rank, self.global_rank = local_rank(), process_group.rank()
         self.world_size, self.dp_world_size = process_group.world_size(), core.strategy.data_degree
         self.mp_world_size = 1
         self.collate_fn, self.training_data = collate_fn, training_data
@@ -251,12 +253,16 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         if train_batch_size % per_pass:
             raise ValueError(f"train_batch_size {train_batch_size} is not a multiple of {per_pass}")
         micro = self._settings.batch.micro
-        self._settings.batch = BatchSizes(train_batch_size, micro, train_batch_size // per_pass)
+        self._settings.batch = BatchTriangle(
+            train=train_batch_size, micro=micro, accumulation=train_batch_size // per_pass
+        )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of a microbatch; the number of microbatches stays."""
         gas = self._settings.batch.accumulation
-        self._settings.batch = BatchSizes(micro_batch_size * gas * self.dp_world_size, micro_batch_size, gas)
+        self._settings.batch = BatchTriangle(
+            train=micro_batch_size * gas * self.dp_world_size, micro=micro_batch_size, accumulation=gas
+        )
 
     @override
     def train(self, mode: bool = True) -> DeepSpeedEngine:

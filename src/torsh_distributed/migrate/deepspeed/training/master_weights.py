@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.parallel.state.held_state import StoredTensor
 
 MASTER = "master"
@@ -33,10 +34,19 @@ class MasterWeights(Optimizer):
         self.optimizer = inner
         self.gradient_factor: float | Tensor = 1.0
         """Multiplies gradients once they are fp32, in the next step: undoes the loss scale and clips."""
+        self.loss_scaler: LossScaler | None = None
+        """The engine's loss scale, which scripts read here."""
         self._on_host, self._dtype = on_host, dtype
         self._grads: dict[int, Tensor] = {}
         super().__init__(list(inner.param_groups), dict(inner.defaults))
         self.param_groups = inner.param_groups
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
+
+    cur_scale = loss_scale
 
     def make_masters(self, like: Callable[[Tensor], Tensor]) -> None:
         """Give every parameter its master now; `like(param)` is the part of it that this rank updates."""
@@ -143,7 +153,7 @@ class MasterWeights(Optimizer):
         }
 
     def put_state(self, param: Tensor, state: Mapping[str, Any] | None) -> None:
-        """Store what a checkpoint has of a parameter; one without a master, as fp32 training saves, keeps the present."""
+        """Store what a checkpoint has of a parameter; without a master, as fp32 training saves, its own stays."""
         if state is None:
             return
         kept = self.state[param]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedConfigError, require
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.ops.adam_optimizers import DeepSpeedCPUAdam, FusedAdam
 from torsh_distributed.migrate.deepspeed.ops.lamb_optimizer import FusedLamb
 from torsh_distributed.migrate.deepspeed.ops.lion_optimizer import FusedLion
@@ -34,7 +34,7 @@ def optimizer_from_config(settings: RunSettings, params: Iterable[Any], module: 
     options = {key: _plain(value) for key, value in dict(settings.value("optimizer.params", {})).items()}
     _refuse_auto(options)
     if "max_grad_norm" in options:
-        raise DeepSpeedConfigError(
+        raise ConfigurationError(
             "'max_grad_norm' is not supported as an optimizer parameter",
             hint="use the key gradient_clipping at the top of the config",
         )
@@ -59,7 +59,7 @@ def optimizer_from_config(settings: RunSettings, params: Iterable[Any], module: 
         return torch.optim.Adagrad(given, **options)
     kind = getattr(torch.optim, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise DeepSpeedConfigError(
+        raise ConfigurationError(
             f"optimizer.type {name} is neither a name of DeepSpeed nor a class of torch.optim",
             hint="names of torch.optim are written as there: SGD, RMSprop",
         )
@@ -105,6 +105,6 @@ def _plain(value: Any) -> Any:
 def _refuse_auto(options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if value == "auto":
-            raise DeepSpeedConfigError(
+            raise ConfigurationError(
                 f'optimizer.params.{key} is "auto", which only a trainer fills in', hint="write a number", key=key
             )

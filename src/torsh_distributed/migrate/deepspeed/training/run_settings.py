@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedConfigError, require
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 
 DEFAULT_CLIPPING = 1.0
 """`gradient_clipping` of a config that does not have the key, since DeepSpeed 0.19.4; it was 0.0 before."""
@@ -24,56 +26,12 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """DeepSpeed's triangle: `train = micro × accumulation × number of data-parallel ranks`."""
-
-    train: int
-    micro: int
-    accumulation: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], num_ranks: int) -> BatchSizes:
-        """The three sizes, with those filled in that follow from the others."""
-        names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-        given = {name: config.get(name) for name in names}
-        for name, value in given.items():
-            if value == "auto":
-                raise DeepSpeedConfigError(
-                    f'{name} is "auto", which only a trainer fills in', hint=f"write a number for {name}", key=name
-                )
-        train, micro, gas = (None if given[name] is None else int(given[name]) for name in names)
-        require(
-            train is not None or micro is not None,
-            "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
-            hint='add "train_micro_batch_size_per_gpu" to the config',
-        )
-        if train is None:
-            assert micro is not None, "one of the two is given"
-            gas = 1 if gas is None else gas
-            train = micro * gas * num_ranks
-        elif micro is None:
-            gas = 1 if gas is None else gas
-            micro = train // num_ranks // gas if gas > 0 else 0
-        elif gas is None:
-            gas = train // micro // num_ranks if micro > 0 else 0
-        sizes = cls(train=train, micro=micro, accumulation=gas)
-        require(
-            min(train, micro, gas) > 0 and train == micro * gas * num_ranks,
-            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu *"
-            f" gradient_acc_step * world_size: {train} != {micro} * {gas} * {num_ranks}",
-            hint="give two of the three numbers, or three that fit",
-            **given,
-        )
-        return sizes
-
-
 @dataclass
 class RunSettings:
     """A config as the engine reads it. `config` is the config itself, without "auto"."""
 
     config: Mapping[str, Any]
-    batch: BatchSizes
+    batch: BatchTriangle
     num_ranks: int
     """Ranks with their own part of every batch."""
     stage: int = field(init=False)
@@ -133,7 +91,7 @@ class RunSettings:
         """Whether gradients are summed over the ranks, not averaged."""
         operation = self.config.get("gradient_allreduce_op", "mean")
         if operation not in ("mean", "sum"):
-            raise DeepSpeedConfigError('gradient_allreduce_op is "mean" or "sum"', got=operation)
+            raise ConfigurationError('gradient_allreduce_op is "mean" or "sum"', got=operation)
         require(
             operation == "mean" or self.stage < 3,
             'gradient_allreduce_op "sum" works with ZeRO stages 0 to 2',
@@ -148,7 +106,7 @@ class RunSettings:
         if name is None:
             return "same"
         if name not in _DTYPES:
-            raise DeepSpeedConfigError(
+            raise ConfigurationError(
                 f"Invalid communication_data_type. Supported data types: ['fp16', 'bf16', 'fp32']. Got: {name}"
             )
         chosen = _DTYPES[name]
@@ -180,7 +138,7 @@ def _stage(section: Mapping[str, Any], given: Any) -> int:
         return int(given)
     stage = section.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise DeepSpeedConfigError("zero_optimization.stage is 0, 1, 2 or 3", got=stage)
+        raise ConfigurationError("zero_optimization.stage is 0, 1, 2 or 3", got=stage)
     return int(stage)
 
 

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 LATEST = "latest"
 _STATE = "engine_state_rank{rank}.pt"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_SCRIPT = '''"""Writes the weights of the newest checkpoint in this directory as fp32: zero_to_fp32.py . OUTPUT [--tag TAG]"""
+_SCRIPT = '''"""Writes the weights of the newest checkpoint here as fp32: zero_to_fp32.py . OUTPUT [--tag TAG]"""
 
 from torsh_distributed.migrate.deepspeed.zero.fp32_weights import main
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_distributed.comm.collectives.moves import broadcast
-from torsh_distributed.migrate.deepspeed.initialize_config import read_config
+from torsh_distributed.migrate.deepspeed.config.config_file import read_config
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of
 from torsh_distributed.parallel.state.whole_state import part_of, whole
@@ -61,7 +61,7 @@ def _dtype_of(config: Any) -> torch.dtype | None:
     """The 16-bit format that a config turns on; None for fp32 or without a config."""
     if config is None:
         return None
-    values = read_config(config)
+    values, _ = read_config(config)
     for section, dtype in _DTYPES.items():
         found = values.get(section)
         if isinstance(found, Mapping) and found.get("enabled") is True:
@@ -100,7 +100,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def __exit__(self, kind: object, *_: object) -> None:
-        for param, gathered, found in self._whole:
+        for param, _, found in self._whole:
             for module, name in found:
                 module._parameters[name] = param
         if kind is not None or self._modifier is None:

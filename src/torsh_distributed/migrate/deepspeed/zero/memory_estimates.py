@@ -35,7 +35,9 @@ def estimated_bytes(
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
     total = sum({id(param): param.numel() for param in model.parameters()}.values())
-    largest = max((sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()), default=0)
+    largest = max(
+        (sum(one.numel() for one in module.parameters(recurse=False)) for module in model.modules()), default=0
+    )
     return total, largest
 
 
@@ -83,7 +85,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> None:
     """Print the estimates for stage 3 with every kind of offload."""
     total, largest = _sizes(model)
-    estimate_zero3_model_states_mem_needs_all_cold(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -106,7 +110,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             additional_buffer_factor=additional_buffer_factor,
         )
         where = f"offload_param={'cpu' if offload_params else 'none'}, offload_optimizer={'cpu' if offload else 'none'}"
-        print(f"  {host / _GB:7.2f}GB | {device / _GB:6.2f}GB | {where}")  # noqa: T201 (the function prints)
+        print(f"  {host / _GB:7.2f}GB | {device / _GB:6.2f}GB | {where}")
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -127,12 +131,12 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         host, device = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
-        print(f"  {host / _GB:7.2f}GB | {device / _GB:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")  # noqa: T201
+        print(f"  {host / _GB:7.2f}GB | {device / _GB:6.2f}GB | offload_optimizer={'cpu' if offload else 'none'}")
 
 
 def _print_head(total: int, num_gpus: int, num_nodes: int, largest: int | None = None) -> None:
     layer = "" if largest is None else f", {largest / 1e6:.0f}M largest layer params"
-    print(  # noqa: T201 (the function prints)
+    print(
         f"Estimated memory for params, grads and optimizer states: {num_nodes} nodes, {num_gpus} GPUs per node,"
         f" {total / 1e6:.0f}M params{layer}; activations come on top\n  per CPU   |  per GPU |   Options"
     )

@@ -34,7 +34,10 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts, self.out_parts = partition_uniform(in_features, in_splits), partition_uniform(out_features, out_splits)
+        self.in_parts, self.out_parts = (
+            partition_uniform(in_features, in_splits),
+            partition_uniform(out_features, out_splits),
+        )
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(

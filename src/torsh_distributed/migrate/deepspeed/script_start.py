@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
-from torsh_distributed.migrate.deepspeed.engine_setup import make_engine, settings_of
-from torsh_distributed.migrate.deepspeed.initialize_config import find_config
-from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed
+from torsh_distributed.migrate.deepspeed.engine_setup import make_engine
+from torsh_distributed.migrate.deepspeed.initialize_config import find_config, settings_of
+from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_setup import make_pipeline_engine
 
@@ -49,6 +49,8 @@ def initialize(
             hint="use a plan with mesh.tp or mesh.cp, through torsh_distributed.parallelize",
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank()
     if isinstance(model, PipelineModule):
         engine = make_pipeline_engine(
             model,
