@@ -42,6 +42,7 @@ def find_config(args: Any, given: Any) -> DeepSpeedConfig:
         "DeepSpeed requires --deepspeed_config to specify configuration file",
         hint="pass config=… to initialize(), or --deepspeed_config to the script",
     )
+    assert chosen is not None, "checked above"
     found = chosen if isinstance(chosen, DeepSpeedConfig) else DeepSpeedConfig(chosen)
     _refuse_other_engines(found.values)
     return found

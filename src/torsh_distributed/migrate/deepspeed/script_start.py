@@ -18,6 +18,7 @@ from torsh_distributed.migrate.deepspeed.initialize_config import find_config, s
 from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
 from torsh_distributed.migrate.deepspeed.pipe.pipeline_setup import make_pipeline_engine
+from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
 
 
 def initialize(
@@ -51,6 +52,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
+    engine: DeepSpeedEngine
     if isinstance(model, PipelineModule):
         engine = make_pipeline_engine(
             model,

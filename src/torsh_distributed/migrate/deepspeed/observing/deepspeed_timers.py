@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 def wait_for_device() -> None:
     """Let the clock see what a GPU has to do."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         torch.cuda.synchronize()
 
 

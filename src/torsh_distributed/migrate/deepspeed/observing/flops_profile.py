@@ -173,7 +173,7 @@ def get_model_profile(
         given = [like.new_empty(input_shape, requires_grad=False)]
     require(given or kwargs, "args and/or kwargs must be specified if input_shape is None")
     model.eval()
-    call = model.generate if mode == "generate" else model
+    call: Any = model.generate if mode == "generate" else model
     with torch.no_grad():
         for _ in range(warm_up):
             call(*given, **(kwargs or {}))

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class CometMonitor(RunMonitor):
                 self._experiment.log_metric(name, float(value), step=samples)
 
 
-_KINDS: dict[str, type[RunMonitor]] = {
+_KINDS: dict[str, Callable[[Mapping[str, Any]], RunMonitor]] = {
     "tensorboard": TensorBoardMonitor,
     "csv_monitor": CsvMonitor,
     "wandb": WandbMonitor,

@@ -43,7 +43,7 @@ class DeepSpeedCPUAdam(CpuAdam):
         _refuse_amsgrad(amsgrad, "DeepSpeedCPUAdam")
         if not bias_correction:
             raise FeatureNotAvailable("DeepSpeedCPUAdam without bias correction is not supported", hint="leave it on")
-        super().__init__(model_params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adamw_mode)
+        super().__init__(model_params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=adamw_mode)
         self.adam_w_mode = adamw_mode
 
     @override
@@ -81,7 +81,7 @@ class FusedAdam(Adam):
         _refuse_amsgrad(amsgrad, "FusedAdam")
         if not bias_correction:
             raise FeatureNotAvailable("FusedAdam without bias correction is not supported", hint="leave it on")
-        super().__init__(params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+        super().__init__(params, lr, (betas[0], betas[1]), eps, weight_decay, decoupled_weight_decay=adam_w_mode)
         self.adam_w_mode = adam_w_mode
 
     @override

@@ -83,9 +83,7 @@ class PipelineModule(nn.Module):
             if seed_layers:
                 (seed_fn or torch.manual_seed)(base_seed + index)
             if isinstance(spec, TiedLayerSpec):
-                if spec.key not in tied:
-                    tied[spec.key] = spec.build()
-                layer: nn.Module = TiedUse(tied[spec.key], spec.forward_fn)
+                layer: nn.Module = TiedUse(_tied_layer(spec, tied), spec.forward_fn)
             elif isinstance(spec, LayerSpec):
                 layer = spec.build()
             elif isinstance(spec, nn.Module):
@@ -160,6 +158,19 @@ def _recompute_in_backward(layer: nn.Module, function: Callable[..., Any] | None
         return recompute(forward, *inputs, use_reentrant=False) if function is None else function(forward, *inputs)
 
     layer.forward = run
+
+
+def _tied_layer(spec: TiedLayerSpec, first: dict[str, nn.Module]) -> nn.Module:
+    """A module of its own for each use, with the parameters of the first: a stage keeps or drops whole modules."""
+    if spec.key not in first:
+        first[spec.key] = spec.build()
+        return first[spec.key]
+    with torch.random.fork_rng():  # its values are thrown away, so the layers after it draw what they would have drawn
+        layer = spec.build()
+    for name, param in first[spec.key].named_parameters():
+        owner, _, last = name.rpartition(".")
+        layer.get_submodule(owner)._parameters[last] = param
+    return layer
 
 
 def _name(spec: Any) -> str:

@@ -19,7 +19,8 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)
+        kind: Any = namedtuple("ProcessCoord", list(axes))  # type: ignore[misc]
+        self.ProcessCoord = kind
         places = itertools.product(*(range(size) for size in dims))
         self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 

@@ -160,12 +160,12 @@ class TorshAccelerator:
     def range_push(self, message: str) -> None:
         """Begin a range of the profiler."""
         if self._is_cuda:
-            torch.cuda.nvtx.range_push(message)
+            torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def range_pop(self) -> None:
         """End it."""
         if self._is_cuda:
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def is_triton_supported(self) -> bool:
         """None of DeepSpeed's kernels is used."""

@@ -356,6 +356,7 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
 
     # --- what has less to do here ------------------------------------------------------------------------------------
 
+    @override
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """torch.compile of the module, in place."""
         options = dict(compile_kwargs or {})
@@ -379,6 +380,7 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         self._core.finish_saves()
         self._report.close()
 
+    @override
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have is the model's."""
         try:

@@ -53,7 +53,7 @@ class MicrobatchLoop:
         if self._settings.batch.accumulation > 1 or self._update.scaler.loss_scale != 1.0:
             for tensor in _tensors(outputs):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._scale_plain)
+                    tensor.register_hook(self._scale_plain)  # type: ignore[no-untyped-call]  # untyped in torch
         return outputs
 
     def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool, ends_update: bool) -> Tensor:

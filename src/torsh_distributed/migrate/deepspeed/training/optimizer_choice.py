@@ -91,7 +91,7 @@ def _muon(params: list[Any], options: dict[str, Any], module: nn.Module, setting
 
 def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> Optimizer:
     try:
-        import mup
+        import mup  # type: ignore[import-not-found]  # not a dependency
     except ImportError as error:
         raise FeatureNotAvailable(f"optimizer.type {name} needs the package mup", hint="pip install mup") from error
     made: Optimizer = getattr(mup, name)(params, **options)

@@ -99,7 +99,7 @@ class GatheredParameters:
                 self._whole.append((param, gathered, found))
 
     @torch.no_grad()
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         for param, _, found in self._whole:
             for module, name in found:
                 module._parameters[name] = param

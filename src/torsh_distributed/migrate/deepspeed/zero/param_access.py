@@ -32,7 +32,7 @@ def give_access(core: Engine) -> None:
 
 def owner_of(param: Tensor) -> Engine | None:
     """The Engine that trains a parameter."""
-    found = _owners.get(param)
+    found = _owners.get(param)  # type: ignore[no-untyped-call]  # untyped in torch
     return None if found is None else found()
 
 

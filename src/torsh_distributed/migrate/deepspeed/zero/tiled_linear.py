@@ -65,7 +65,7 @@ class TiledLinear(nn.Module):
 
     def _split(self, value: Tensor) -> list[Tensor]:
         sizes = [self.in_parts[col + 1] - self.in_parts[col] for col in range(self.in_splits)]
-        return list(value.split(sizes, dim=-1))
+        return list(torch.split(value, sizes, dim=-1))
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
@@ -74,6 +74,7 @@ class TiledLinear(nn.Module):
             rows = slice(self.out_parts[row], self.out_parts[row + 1])
             assert isinstance(linears, nn.ModuleList), "made above"
             for col, linear in enumerate(linears):
+                assert isinstance(linear, nn.Linear), "a layer whose weights can be copied"
                 linear.weight.copy_(other.weight[rows, self.in_parts[col] : self.in_parts[col + 1]])
                 if linear.bias is not None and other.bias is not None:
                     linear.bias.copy_(other.bias[rows])
