@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,9 @@ def find_config(args: Any, given: Any) -> DeepSpeedConfig:
         hint="pass config=… to initialize(), or --deepspeed_config to the script",
     )
     assert chosen is not None, "checked above"
+    if isinstance(chosen, Mapping) and chosen.get("steps_per_print") == math.inf:
+        # How Accelerate says "never".
+        chosen = {key: value for key, value in chosen.items() if key != "steps_per_print"}
     found = chosen if isinstance(chosen, DeepSpeedConfig) else DeepSpeedConfig(chosen)
     _refuse_other_engines(found.values)
     return found
