@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,10 +139,3 @@ def _stage(section: Mapping[str, Any], given: Any) -> int:
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigurationError("zero_optimization.stage is 0, 1, 2 or 3", got=stage)
     return int(stage)
-
-
-def clip_factor(norm: float, clipping: float) -> float:
-    """What gradients of this norm are multiplied by, so that they are at most `clipping`; 0 clips nothing."""
-    if clipping <= 0 or not math.isfinite(norm):
-        return 1.0
-    return 1.0 / max(1.0, (norm + 1e-6) / clipping)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from torsh_distributed import events
+from torsh_distributed.migrate.deepspeed.training.gradient_norm import factor_of, scaled_norm
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
-from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings, clip_factor
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.parallel.data.data_strategy import DataParallel
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.train.engine import Engine
 
@@ -85,7 +88,8 @@ class UpdateStep:
     def _apply(self, scale: float) -> None:
         core, settings = self._core, self._settings
         total = self._factor_of_sum()
-        scaled = float(core.strategy.clip_grad_norm(None)) * total
+        measured = self._measured() * total
+        scaled = float(measured)
         self.overflow = settings.skips_overflow and not math.isfinite(scaled)
         self.scaler.update_scale(self.overflow)
         if self.overflow:
@@ -93,12 +97,19 @@ class UpdateStep:
             return
         self.norm = scaled / scale
         # By the scale that the gradients have; DeepSpeed divides by the next one, twice as large when it grows.
-        factor = clip_factor(self.norm, settings.clipping) / scale * total
+        factor = factor_of(measured, scale=scale, clipping=settings.clipping) * total
         if isinstance(core.optimizer, MasterWeights):
             core.optimizer.gradient_factor = factor
         elif factor != 1.0:
             self._multiply(factor)
         core.optimizer.step()
+
+    def _measured(self) -> Tensor:
+        """The norm of the gradient as it is, times the loss scale."""
+        strategy = self._core.strategy
+        if self._settings.dtype is torch.float32 or not isinstance(strategy, DataParallel | Sharded):
+            return strategy.clip_grad_norm(None)
+        return scaled_norm(self._core, self._settings.stage)
 
     def _factor_of_sum(self) -> float:
         """Strategies average; a config may ask for sums."""
