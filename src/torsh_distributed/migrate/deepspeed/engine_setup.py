@@ -51,6 +51,8 @@ def make_engine(
         model.to(device)
     buffer_dtype = _BUFFER_DTYPES.get(settings.value("data_types.buffer_dtype"))
     cast_params(model, settings.dtype, buffer_dtype)
+    if settings.has_fp32_shards:
+        cast_params(model, torch.float32, None)  # they start from rounded values, as masters do
     inner = choose_optimizer(settings, model, optimizer, model_parameters)
     externals = external_names(model)
     core = spread(model, settings, inner)
@@ -106,8 +108,8 @@ def choose_scheduler(settings: RunSettings, given: Any, inner: Optimizer, outer:
 def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     """The model over the world as the config's stage says, with fp32 masters where it computes in 16 bits."""
     on_host = settings.offloads_optimizer and rank_device().type != "cpu"
-    has_masters = settings.dtype is not torch.float32 or on_host
-    optimizer = MasterWeights(inner, on_host=on_host) if has_masters else inner
+    has_masters = (settings.dtype is not torch.float32 and not settings.has_fp32_shards) or on_host
+    optimizer = MasterWeights(inner, on_host=on_host, dtype=settings.master_dtype) if has_masters else inner
     for group in optimizer.param_groups:
         # A frozen parameter has no master, and groups that became empty are dropped, as in DeepSpeed.
         group["params"] = [param for param in group["params"] if param.requires_grad]
@@ -135,7 +137,21 @@ def core_plan(settings: RunSettings) -> Plan:
         "ddp": {"broadcast_buffers": False},
         "precision": {"reduce_dtype": settings.reduce_dtype},
     }
+    if settings.has_fp32_shards:
+        sections["precision"] = {"dtype": "bf16", "reduce_dtype": "bf16" if settings.reduce_dtype == "same" else "fp32"}
     if settings.stage and num_ranks > 1:
         sections["mesh"] = {"dp": 1, "shard": -1}
         sections["fsdp"] = {"strategy": STRATEGIES[settings.stage]}
+        if settings.plan is not None:
+            _take_over(sections, settings.plan)
     return Plan.from_dict(sections)
+
+
+def _take_over(sections: dict[str, Any], plan: Plan) -> None:
+    """What a plan of the config has beside its stage: groups of shards (MiCS), formats of what is sent (ZeRO++)."""
+    if plan.fsdp.strategy == "hybrid_shard":
+        sections["mesh"] = {"dp": -1, "shard": plan.mesh.shard}
+        sections["fsdp"] = {"strategy": "hybrid_shard"}
+    sections["fsdp"]["gather_codec"] = plan.fsdp.gather_codec
+    if plan.compress.method != "none":
+        sections["compress"] = plan.compress.model_dump(exclude_unset=True)

@@ -10,7 +10,16 @@ from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import DeepSpeedMistake, require
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.plan import Plan
 
+_OWN_WAYS = {
+    "gradient_allreduce_op",
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+}
+"""Keys that a plan has no counterpart of, and this engine has."""
+_OFFLOAD = ("zero_optimization.offload_", "zero_optimization.cpu_offload")
 _BOTH = (
     "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
     " function call"
@@ -52,13 +61,34 @@ def find_config(args: Any, given: Any) -> DeepSpeedConfig:
     return found
 
 
-def settings_of(config: DeepSpeedConfig, num_ranks: int) -> RunSettings:
+def settings_of(config: DeepSpeedConfig, num_ranks: int, *, is_pipeline: bool = False) -> RunSettings:
     """A config for a world in which `num_ranks` ranks have their own part of every batch."""
     try:
         batch = config.batch(num_ranks)
     except ConfigurationError as error:
         raise DeepSpeedMistake(error.message, hint=error.hint, **error.context) from error
-    return RunSettings(config.values, batch, num_ranks)
+    settings = RunSettings(config.values, batch, num_ranks)
+    settings.plan = None if is_pipeline else _plan_of(config)
+    return settings
+
+
+def _plan_of(config: DeepSpeedConfig) -> Plan:
+    """The config as a plan; what this engine cannot do, and has no way of its own for, is refused, all at once."""
+    plan, report = config.to_plan()
+    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(_OFFLOAD)]
+    if refused:
+        raise FeatureNotAvailable(
+            "; ".join(f"{entry.key}: {entry.reason}" for entry in refused),
+            hint="change these keys of the DeepSpeed config",
+            keys=[entry.key for entry in refused],
+        )
+    split = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
+    if split:
+        raise FeatureNotAvailable(
+            f"this engine spreads data over all ranks; the config also splits the model (mesh.{split[0]} of a plan)",
+            hint="train with torsh_distributed.parallelize and the plan that `torsh migrate` writes",
+        )
+    return plan
 
 
 def _refuse_other_engines(config: Mapping[str, Any]) -> None:

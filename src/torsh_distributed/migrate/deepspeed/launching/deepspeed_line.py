@@ -24,7 +24,7 @@ _ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 @dataclass
-class _LauncherLine:
+class _DeepSpeedLine:
     """A command line as far as it has been read."""
 
     options: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _LauncherLine:
     """DeepSpeed's launcher always does; a line of our options alone is for scripts that read LOCAL_RANK."""
 
 
-_ReadOption = Callable[[_LauncherLine, str, str], None]
+_ReadOption = Callable[[_DeepSpeedLine, str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _text(name: str) -> LauncherOption:
 
 
 def _count(name: str) -> LauncherOption:
-    def read(line: _LauncherLine, flag: str, value: str) -> None:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
         if not value.lstrip("-").isdigit():
             raise InvalidArgument(f"{flag} takes a whole number", got=value)
         if int(value) >= 0:  # -1 is DeepSpeed's default: all of them
@@ -67,7 +67,7 @@ def _count(name: str) -> LauncherOption:
 
 
 def _ours(name: str) -> LauncherOption:
-    def read(line: _LauncherLine, flag: str, value: str) -> None:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
         line.options += [name, value]
 
     return LauncherOption(True, read)
@@ -78,25 +78,25 @@ def _unneeded(has_value: bool, reason: str) -> LauncherOption:
 
 
 def _refusal(has_value: bool, reason: str, hint: str) -> LauncherOption:
-    def read(line: _LauncherLine, flag: str, value: str) -> None:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
         raise FeatureNotAvailable(f"{flag} is not supported: {reason}", hint=hint, option=flag)
 
     return LauncherOption(has_value, read)
 
 
-def _take_module(line: _LauncherLine, flag: str, value: str) -> None:
+def _take_module(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.program.append("--module")
 
 
-def _take_no_python(line: _LauncherLine, flag: str, value: str) -> None:
+def _take_no_python(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.program.append("--no-python")
 
 
-def _no_local_rank(line: _LauncherLine, flag: str, value: str) -> None:
+def _no_local_rank(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.env[LOCAL_RANK_VARIABLE] = "0"
 
 
-def _quiet(line: _LauncherLine, flag: str, value: str) -> None:
+def _quiet(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.env["TORSH_LOG"] = "error"
 
 
@@ -144,7 +144,7 @@ OPTIONS: dict[str, LauncherOption] = {
 
 def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     """A line of `deepspeed`, mixed or not with options of `torsh run`, as one of `torsh run`."""
-    line = _LauncherLine()
+    line = _DeepSpeedLine()
     rest = list(args)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
@@ -170,7 +170,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     return TranslatedLine(args=[*line.options, *_workers(line), *line.program, *rest], env=line.env, notes=line.notes)
 
 
-def _workers(line: _LauncherLine) -> list[str]:
+def _workers(line: _DeepSpeedLine) -> list[str]:
     """Where the workers run, and how many."""
     if line.include and line.exclude:
         raise InvalidArgument("--include and --exclude exclude each other", hint="give one of the two")
@@ -197,13 +197,13 @@ def _workers(line: _LauncherLine) -> list[str]:
     return node_options([HostSlots(host, len(slots)) for host, slots in resources.items()], None)
 
 
-def _resources(line: _LauncherLine) -> Resources | None:
+def _resources(line: _DeepSpeedLine) -> Resources | None:
     if line.hostfile is not None:
         return read_resources(line.hostfile)
     return read_resources(DEFAULT_HOSTFILE) if Path(DEFAULT_HOSTFILE).is_file() else None
 
 
-def _choose_devices(line: _LauncherLine, resources: Resources) -> None:
+def _choose_devices(line: _DeepSpeedLine, resources: Resources) -> None:
     """Slots are GPUs: workers of this machine see those that are used here."""
     for host, slots in resources.items():
         if is_this_machine(host) and slots != list(range(len(slots))):

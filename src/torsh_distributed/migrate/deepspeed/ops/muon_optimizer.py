@@ -22,7 +22,7 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
+    x = torch.div(x, x.norm() + 1e-7)
     for _ in range(steps):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x

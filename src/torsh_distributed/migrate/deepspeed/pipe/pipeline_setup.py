@@ -36,7 +36,7 @@ def make_pipeline_engine(
     collate_fn: Callable[..., Any] | None,
 ) -> PipelineEngine:
     """The engine of a pipeline; every rank calls this."""
-    settings = settings_of(config, process_group.world_size() // model.num_stages)
+    settings = settings_of(config, process_group.world_size() // model.num_stages, is_pipeline=True)
     require(
         settings.stage < 2,
         "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",

@@ -45,10 +45,11 @@ class MicrobatchLoop:
         """The model's outputs. `ends_update`: whether backward will end an accumulation; None if it is not known."""
         core = self._core
         if not (torch.is_grad_enabled() and core.model.training):
-            return core.model(*args, **kwargs)
+            with self._autocast():
+                return core.model(*args, **kwargs)
         self._update.began()
         self._num_open += 1
-        with events.phase("forward"), self._syncing(bool(ends_update)):
+        with events.phase("forward"), self._syncing(bool(ends_update)), self._autocast():
             outputs = core.model(*args, **kwargs)
         if self._settings.batch.accumulation > 1 or self._update.scaler.loss_scale != 1.0:
             for tensor in _tensors(outputs):
@@ -96,6 +97,14 @@ class MicrobatchLoop:
             self._overlaps = all(all_gather_object(mine)) if replicas.process_group.size() > 1 else mine
         with events.phase("backward"):
             replicas.sync_gradients()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._settings.autocast_dtype
+        return (
+            nullcontext()
+            if dtype is None
+            else torch.autocast(next(self._core.unwrapped.parameters()).device.type, dtype)
+        )
 
     def _syncing(self, ends_update: bool) -> AbstractContextManager[Any]:
         """Around forward, which is where replicas decide whether its backward reduces."""

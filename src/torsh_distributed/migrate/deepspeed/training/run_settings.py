@@ -11,6 +11,7 @@ import torch
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.plan import Plan
 
 DEFAULT_CLIPPING = 1.0
 """`gradient_clipping` of a config that does not have the key, since DeepSpeed 0.19.4; it was 0.0 before."""
@@ -33,6 +34,8 @@ class RunSettings:
     batch: BatchTriangle
     num_ranks: int
     """Ranks with their own part of every batch."""
+    plan: Plan | None = None
+    """What the config is as a plan; None for a pipeline, whose plan comes from its module."""
     stage: int = field(init=False)
     dtype: torch.dtype = field(init=False)
 
@@ -117,6 +120,41 @@ class RunSettings:
         """Whether 16-bit gradients are added up in fp32 over the microbatches."""
         name = self.value("data_types.grad_accum_dtype")
         return name is not None and _DTYPES.get(name) is torch.float32 and self.dtype is not torch.float32
+
+    @property
+    def has_fp32_shards(self) -> bool:
+        """Whether shards are fp32 and cast to 16 bits as they are gathered: then gradients add up in fp32."""
+        if not self.accumulates_in_fp32 or self.batch.accumulation == 1:
+            return False
+        require(
+            self.stage >= 2 and self.dtype is torch.bfloat16,
+            "data_types.grad_accum_dtype fp32 works with bf16 and zero_optimization.stage 2 or 3",
+            hint="use one of these stages, or leave the key out: gradients then add up in the module's format",
+        )
+        return True
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The format of the masters: fp32, unless the config keeps all in 16 bits."""
+        names = {
+            torch.float16: "fp16.fp16_master_weights_and_grads",
+            torch.bfloat16: "bf16.bf16_master_weights_and_grads",
+        }
+        is_narrow = self.dtype in names and bool(self.value(names[self.dtype], False))
+        return self.dtype if is_narrow else torch.float32
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The format in which `torch_autocast` computes; None if it is off."""
+        if not self.value("torch_autocast.enabled", False):
+            return None
+        chosen = _DTYPES.get(str(self.value("torch_autocast.dtype", "bfloat16")).removeprefix("torch."))
+        require(
+            chosen is torch.bfloat16 and self.dtype is torch.float32,
+            "torch_autocast works in bfloat16, and without fp16 and bf16",
+            hint="use the section bf16, or torch_autocast with dtype bfloat16 alone",
+        )
+        return chosen
 
     @property
     def offloads_optimizer(self) -> bool:
