@@ -115,7 +115,7 @@ def _accelerated(stage: int, dtype: str) -> Any:
     from torch.utils.data import DataLoader
 
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0)
-    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=dtype, cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=dtype, gradient_accumulation_steps=2)
     set_seed(0)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
