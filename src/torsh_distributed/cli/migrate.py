@@ -21,17 +21,11 @@ class _FileOrCommand(TyperGroup):
         return list(super().parse_args(ctx, args if is_command else ["config", *args]))
 
 
-app = typer.Typer(
-    name="migrate",
-    cls=_FileOrCommand,
-    help="Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=_FileOrCommand, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def _group() -> None:
+def _migrate() -> None:
     """Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs."""
 
 
@@ -72,6 +66,37 @@ def config(
     if output is not None:
         plan.save(output)
         typer.echo(f"wrote {output}")
+
+
+@app.command()
+def checkpoint(
+    source: Annotated[Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one of its tags.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write to.")],
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="A tag; else the newest.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="FORMAT", help="Write the weights alone: safetensors or bin (torch.save)."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of --weights: fp32, bf16, fp16.")] = "fp32",
+    inert: Annotated[
+        list[str] | None,
+        typer.Option("--inert", metavar="CLASS", help="A class that the files may name; read as a record. Repeatable."),
+    ] = None,
+) -> None:
+    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) without DeepSpeed, and write it as one of ours.
+
+    What is written loads under any plan and at any world size, with the optimizer's state. With --weights, the model
+    alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.
+    """
+    from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint, write_weights
+
+    if weights is None:
+        typer.echo(f"wrote {convert_checkpoint(source, out, tag, inert=inert or ())}")
+        return
+    if weights not in ("safetensors", "bin"):
+        raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")
+    for path in write_weights(source, out, tag, file_format=weights, dtype=dtype, inert=inert or ()):
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

@@ -1,3 +1,10 @@
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint as convert_checkpoint
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as fp32_weights
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed as load_deepspeed
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import write_weights as write_weights
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts as CheckpointFacts
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import DeepSpeedState as DeepSpeedState
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import open_checkpoint as open_checkpoint
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig as DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import from_deepspeed as from_deepspeed
 from torsh_distributed.migrate.deepspeed.elasticity import compute_elastic_config as compute_elastic_config

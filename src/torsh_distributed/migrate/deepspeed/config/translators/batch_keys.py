@@ -87,6 +87,8 @@ def _set_sizes(one: Translation, found: BatchTriangle) -> None:
 def _set_passes(one: Translation, accumulation: int) -> str:
     """In a pipeline DeepSpeed's accumulation is the number of microbatches of one pass."""
     if degree(one, "pp") > 1:
+        if accumulation < degree(one, "pp"):
+            one.set("pipeline.schedule", "gpipe")  # 1F1B begins with a microbatch for every stage
         return one.set("pipeline.num_microbatches", accumulation)
     return one.set("training.gradient_accumulation", accumulation)
 
