@@ -23,8 +23,8 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_a_gpt_trains_with_zero_3_and_resumes(tmp_path: Path) -> None:
-    config = ("--deepspeed_config", str(FOLDER / "ds_zero3.json"), "--save-dir", str(tmp_path))
+def _train(folder: Path) -> tuple[str, ...]:
+    config = ("--deepspeed_config", str(FOLDER / "ds_zero3.json"), "--save-dir", str(folder))
     out = run("--num_gpus", "2", "--master_port=0", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "4", *config)
     losses = [float(one) for one in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) == 4
@@ -32,7 +32,17 @@ def test_a_gpt_trains_with_zero_3_and_resumes(tmp_path: Path) -> None:
     assert "the head is (32, 32) in torch.bfloat16" in out
     assert "rank 0 of 2 is done, local_rank 0" in out
     assert "rank 1 of 2 is done, local_rank 1" in out
-    assert (tmp_path / "latest").read_text() == "global_step16"
+    assert (folder / "latest").read_text() == "global_step16"
+    return config
+
+
+def test_a_gpt_trains_with_zero_3(tmp_path: Path) -> None:
+    _train(tmp_path)
+
+
+@pytest.mark.matrix
+def test_a_gpt_resumes_with_zero_3(tmp_path: Path) -> None:
+    config = _train(tmp_path)
     more = run("--num_gpus", "2", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "5", "--resume", *config)
     assert re.search(r"epoch 4: step 20, loss", more), more
 

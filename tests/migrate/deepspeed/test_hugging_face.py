@@ -81,6 +81,7 @@ def _trained(folder: str, config: dict[str, Any] | None, batch: int, *, resumes:
     }
 
 
+@pytest.mark.matrix
 def test_the_trainer_trains_with_zero_3_as_without_it(world: World, tmp_path: Path) -> None:
     (plain,) = world.run(_trained, str(tmp_path / "plain"), None, 4, num_ranks=1, backend=None, timeout_s=110)
     folder = tmp_path / "zero3"
@@ -110,10 +111,12 @@ def _accelerated(stage: int, dtype: str) -> Any:
 
     install("deepspeed")
     import torch
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import set_seed
     from torch.utils.data import DataLoader
 
+    # On a machine without GPUs Accelerate joins its ranks only if it is told to use the CPU, as the Trainer tells it.
+    PartialState(cpu=True, use_deepspeed=True)
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0)
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=dtype, gradient_accumulation_steps=2)
     set_seed(0)

@@ -1,7 +1,7 @@
 """Checkpoints under tags: `save_dir/tag/`, and `save_dir/latest` with the newest tag.
 
 A tag's directory holds a checkpoint of ours (sharded, hashed, readable at any world size) and what an engine keeps
-beside it. A directory that DeepSpeed itself wrote is read through `deepspeed.checkpoints`.
+beside it. A directory that DeepSpeed itself wrote is read as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.moves import barrier
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
@@ -99,7 +101,7 @@ class TaggedCheckpoints:
     def load(
         self,
         engine: KeptEngine,
-        directory: str | os.PathLike[str],
+        directory: str | Path,
         *,
         tag: str | int | None,
         strict: bool,
@@ -116,17 +118,16 @@ class TaggedCheckpoints:
         if not place.is_dir():
             _log.warning("there is no checkpoint %s: nothing is loaded", place)
             return None, None
-        if not any(place.glob(_STATE.format(rank="*"))):
-            raise CheckpointError(
-                f"{place} is not a checkpoint that this engine wrote",
-                hint="read a checkpoint of DeepSpeed with torsh_distributed.migrate.deepspeed.checkpoints",
-                path=str(place),
-            )
-        with _checkpoints_of(self._core) as checkpoints:
-            checkpoints.load(place, strict=strict, model_only=not with_optimizer)
+        is_ours = any(place.glob(_STATE.format(rank="*")))
+        if is_ours:
+            with _checkpoints_of(self._core) as checkpoints:
+                checkpoints.load(place, strict=strict, model_only=not with_optimizer)
+            state = _read(place)
+        else:
+            facts = load_deepspeed(self._core, directory, name, model_only=not with_optimizer, strict=strict)
+            state = _state_from(facts, self._settings.batch.accumulation)
         if not with_optimizer:
             self._refresh_masters()
-        state = _read(place)
         if not module_only:
             for count in _COUNTS:
                 setattr(engine, count, state["counts"][count])
@@ -169,6 +170,21 @@ class TaggedCheckpoints:
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "client_state": dict(client_state),
         }
+
+
+def _state_from(facts: CheckpointFacts, accumulation: int) -> dict[str, Any]:
+    """What a checkpoint of DeepSpeed says of its engine, as ours keeps it."""
+    return {
+        "counts": {
+            "global_steps": facts.global_steps,
+            "global_samples": facts.global_samples,
+            "skipped_steps": facts.skipped_steps,
+            "micro_steps": facts.global_steps * accumulation,
+        },
+        "loss_scaler": dict(facts.loss_scaler),
+        "lr_scheduler": facts.lr_scheduler,
+        "client_state": dict(facts.client_state),
+    }
 
 
 class _checkpoints_of:  # noqa: N801 (used like a function)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as whole_fp32_weights
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
 from torsh_distributed.parallel.state.whole_state import StateParts
 
@@ -19,8 +20,13 @@ from torsh_distributed.parallel.state.whole_state import StateParts
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The model's state with fp32 weights: masters where the checkpoint has them. Runs in one process."""
+    """The model's state with fp32 weights: masters where the checkpoint has them, also of one that DeepSpeed wrote.
+
+    Runs in one process.
+    """
     place = _place(Path(checkpoint_dir), tag)
+    if not any(place.glob("engine_state_rank*.pt")):
+        return whole_fp32_weights(checkpoint_dir, place.name, exclude_frozen=exclude_frozen_parameters)
     with CheckpointManager(place) as manager:
         saved = manager.open(None)
         names = [name.removeprefix(f"{MODEL}.") for name in saved.tensors if name.startswith(f"{MODEL}.")]
