@@ -217,6 +217,9 @@ def _look_at_parameters() -> None:
         assert engine.zero_optimization_stage() == stage
         assert engine.bfloat16_enabled()
         assert engine.zero_reduce_bucket_size() == 500_000_000
+        if stage < 3:
+            assert engine.module.state_dict()["first.weight"].shape == (6, 4)
+            assert not hasattr(engine.module.state_dict()["first.weight"], "to_local")
         engine.eval()
         with torch.no_grad():
             assert engine(batch(0).bfloat16()).shape == (2, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTrian
 from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine, require
 from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
+from torsh_distributed.migrate.deepspeed.training.engine_saving import EngineSaving
 from torsh_distributed.migrate.deepspeed.training.master_weights import move_state
 from torsh_distributed.migrate.deepspeed.training.microbatch_loop import MicrobatchLoop
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.setting_methods import SettingMethods
-from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import TaggedCheckpoints
 from torsh_distributed.migrate.deepspeed.training.training_data import batch_loader
 from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
-from torsh_distributed.migrate.deepspeed.zero.whole_weights import frozen_names, whole_weights
 from torsh_distributed.train.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ _ELSEWHERE = {
 }
 
 
-class DeepSpeedEngine(SettingMethods, nn.Module):
+class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
     """Calls the model, computes and reduces gradients, updates, counts; `deepspeed.initialize` makes one.
 
     Every rank makes the same calls. Config values are methods, as in DeepSpeed; attributes that the engine lacks are
@@ -71,10 +69,11 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         self._boundary: bool | None = None
         self._is_stepping = self._step_applied = False
         self._num_backwards = 0
-        self._checkpoints = TaggedCheckpoints(core, settings)
+        self._begin_saving()
         self._report = EngineReport(settings, self.module, rank=self.global_rank, num_ranks=self.dp_world_size)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         self.training = self.module.training
+        self.loss_scaler = update.scaler
         core.optimizer.overflow = False  # type: ignore[attr-defined]  # DeepSpeed's optimizers have it
         core.optimizer.loss_scaler = update.scaler  # type: ignore[attr-defined]  # and this
 
@@ -214,11 +213,6 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         return self._report.timers.means()
 
     @property
-    def loss_scaler(self) -> Any:
-        """The loss scale and its rule."""
-        return self._update.scaler
-
-    @property
     def cur_scale(self) -> float:
         """The present loss scale."""
         return self._update.scaler.loss_scale
@@ -275,84 +269,6 @@ class DeepSpeedEngine(SettingMethods, nn.Module):
         options.setdefault("collate_fn", self.collate_fn)
         place = self._core.strategy.data_rank, self._core.strategy.data_degree
         return batch_loader(dataset, self._settings, place, batch_size=batch_size, device=self.device, **options)
-
-    # --- saving -----------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything under `save_dir/tag`; every rank calls this. The tag is `global_step{N}` unless given."""
-        return self._checkpoints.save(self, save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., None] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` wrote, at any world size, or a checkpoint that DeepSpeed itself wrote."""
-        if custom_load_fn is not None:
-            raise NotOfThisEngine(
-                "load_checkpoint(custom_load_fn=…) is not supported: shards are read one by one",
-                hint="load the file yourself and call engine.load_module_state_dict(state)",
-            )
-        return self._checkpoints.load(
-            self,
-            load_dir,
-            tag=tag,
-            strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_scheduler=load_lr_scheduler_states and not load_module_only,
-            module_only=load_module_only,
-        )
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the module's state as one file, as torch.save does; every rank calls this. Rank 0 writes.
-
-        Under stage 3 it needs `stage3_gather_16bit_weights_on_model_save`; without, nothing is written and False is
-        returned, as in DeepSpeed.
-        """
-        if self._settings.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            _log.warning(
-                "did not save the model %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false",
-                save_filename,
-            )
-            return False
-        return self._checkpoints.save_weights(
-            Path(save_dir) / save_filename, exclude=frozen_names(self.module) if exclude_frozen_parameters else set()
-        )
-
-    save_fp16_model = save_16bit_model
-
-    def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, **_: Any
-    ) -> dict[str, Any]:
-        """The module's state with whole tensors, on every rank; every rank calls this."""
-        return {f"{prefix}{name}": value for name, value in self._core.strategy.whole_tensors()}
-
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
-        """Load whole tensors into the module; masters follow. Every rank calls this with the same state."""
-        state = checkpoint.get("module", checkpoint)
-        self._checkpoints.load_module(state, strict=strict)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The module's state with whole tensors, on rank 0; None on the others. Every rank calls this."""
-        exclude = frozen_names(self.module) if exclude_frozen_parameters else set()
-        found = whole_weights(self._core.strategy, keeps=self.global_rank == 0, exclude=exclude)
-        return found if self.global_rank == 0 else None
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     # --- what has less to do here ------------------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class UpdateStep:
         scaled = float(measured)
         self.overflow = settings.skips_overflow and not math.isfinite(scaled)
         self.scaler.update_scale(self.overflow)
+        if self.scaler.loss_scale != scale:
+            core.strategy.rescale(self.scaler.loss_scale / scale)
         if self.overflow:
             self.norm = math.inf
             return
