@@ -71,10 +71,13 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, foreach=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))
     if starts_with_empty_step:
-        for param in engine.module.parameters():
+        before = {param: param.detach().clone() for param in engine.module.parameters()}
+        for param in before:
             param.grad = torch.zeros_like(param)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
+        for param, value in before.items():
+            param.data.copy_(value)
     data = torch.Generator().manual_seed(11 + dist.get_rank())
     losses, norms = [], []
     for _ in range(num_steps * config["gradient_accumulation_steps"]):
@@ -100,7 +103,7 @@ def ours(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
     """Through our engine."""
     from torsh_distributed.migrate import deepspeed
 
-    # Without ZeRO, in 16 bits, DeepSpeed creates the optimizer's state by a step on zero gradients, which Adam counts.
+    # Without ZeRO, in 16 bits, DeepSpeed creates the optimizer's state by a step of the masters on zero gradients, which Adam counts.
     return [train(deepspeed, config, starts_with_empty_step=_counts_one_more(config)) for config in configs]
 
 

@@ -19,9 +19,13 @@ class WholeStateDict:
 
     def __init__(self, module: nn.Module) -> None:
         self._is_paused = False
-        module.register_state_dict_post_hook(self._gather)
 
-    def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        def gather(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+            self._gather(state, prefix)
+
+        module.register_state_dict_post_hook(gather)  # torch marks the hook, which a method does not allow
+
+    def _gather(self, state: dict[str, Any], prefix: str) -> None:
         if self._is_paused or prefix:
             return
         for name, value in state.items():
