@@ -116,7 +116,7 @@ def _accelerated(stage: int, dtype: str) -> Any:
     from torch.utils.data import DataLoader
 
     # On a machine without GPUs Accelerate joins its ranks only if it is told to use the CPU, as the Trainer tells it.
-    PartialState(cpu=True, use_deepspeed=True)
+    PartialState(cpu=True)
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0)
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=dtype, gradient_accumulation_steps=2)
     set_seed(0)

@@ -103,7 +103,7 @@ def ours(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
     """Through our engine."""
     from torsh_distributed.migrate import deepspeed
 
-    # Without ZeRO, in 16 bits, DeepSpeed creates the optimizer's state by a step of the masters on zero gradients, which Adam counts.
+    # Without ZeRO, in 16 bits, DeepSpeed creates the optimizer's state by a step on zero gradients, which Adam counts.
     return [train(deepspeed, config, starts_with_empty_step=_counts_one_more(config)) for config in configs]
 
 
