@@ -24,7 +24,7 @@ from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import (
     DeepSpeedState,
     open_checkpoint,
 )
-from torsh_distributed.parallel.state.held_state import MODEL, HeldState, SavedTensor
+from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER, HeldState, SavedTensor, StoredOptimizer
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 from torsh_distributed.train.engine import Engine
@@ -52,6 +52,11 @@ def load_deepspeed(
     """
     saved = open_checkpoint(source, tag, with_optimizer=not model_only, inert=inert)
     _keep_known_settings(saved, engine)
+    if isinstance(engine.optimizer, StoredOptimizer):
+        # An optimizer with fp32 masters of its own: they are the weights, before these are rounded below.
+        start = f"{MODEL}."
+        weights = [name for name in saved.tensors if name.startswith(start)]
+        saved.alias({f"{OPTIMIZER}.state.{name.removeprefix(start)}.master": name for name in weights})
     dtypes = {held.name: held.dtype for held in engine.strategy.held_state(engine.optimizer).tensors}
     for name, kind in saved.tensors.items():
         # fp32 weights are rounded to what the model has; only names and shapes must agree.
