@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
+from torsh_distributed.cli.cluster.ssh_run import Carry, Hosts, Ssh, SshConfig, SshPython, ssh_hosts
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
@@ -36,6 +37,7 @@ from torsh_distributed.launch.spec import (
     parse_endpoint,
     parse_nnodes,
     parse_nproc,
+    parse_port_range,
 )
 
 if TYPE_CHECKING:
@@ -141,6 +143,13 @@ NoToken = Annotated[
     typer.Option(
         "--no-token",
         help="Several nodes without a secret: whoever reaches the master port can join.",
+        rich_help_panel=_NODES,
+    ),
+]
+PortRange = Annotated[
+    str | None,
+    typer.Option(
+        help="FIRST-LAST: the only ports that launchers, the store and the ranks' backends listen on.",
         rich_help_panel=_NODES,
     ),
 ]
@@ -284,6 +293,12 @@ def run(
     token_file: TokenFile = None,
     no_token: NoToken = False,
     torch_store: TorchStore = False,
+    port_range: PortRange = None,
+    ssh: Ssh = False,
+    hosts: Hosts = None,
+    ssh_config: SshConfig = None,
+    ssh_python: SshPython = None,
+    carry: Carry = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
     verbose: Verbose = False,
@@ -316,25 +331,32 @@ def run(
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
+    remote = ssh_hosts(ssh, hosts, config=ssh_config, python=ssh_python, carry=carry or (), nproc_per_node=num_workers)
+    if remote is not None:
+        if mpi or num_nodes > 1 or node_rank:
+            raise InvalidArgument(
+                "--ssh takes nodes and their order from --hosts", hint="leave out --nnodes, --node-rank and --mpi"
+            )
+        num_nodes, num_workers = len(remote.hosts), remote.num_workers
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
-    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
+    chosen = read_plan(plan, num_ranks=num_nodes * num_workers)
     changes = elastic_spec(
-        _planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
     )
     if mpi and changes is not None:
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
         )
     spec = JobSpec(
-        entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
+        entry=Entry(kind=entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
         nnodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,
         master_port=port,
         max_restarts=max_restarts if max_restarts is not None else 0 if changes is None else ELASTIC_RESTARTS,
-        run_id=rdzv_id or ("none" if num_nodes > 1 else uuid.uuid4().hex[:8]),
+        run_id=rdzv_id or ("none" if num_nodes > 1 and remote is None else uuid.uuid4().hex[:8]),
         role=role,
         log_dir=log_dir,
         shown_ranks=_parse_ranks(local_ranks_filter),
@@ -361,9 +383,13 @@ def run(
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
-        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None else 1.0),
+        # Over SSH one terminal shows all nodes, and a dead one is to be named there at once.
+        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None and remote is None else 1.0),
         elastic=changes,
+        port_range=None if port_range is None else parse_port_range(port_range),
     )
+    if remote is not None:
+        raise typer.Exit(remote.describe(spec) if dry_run else remote.launch(spec))
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
         if dry_run:
             raise typer.Exit(_describe(job))
@@ -393,7 +419,7 @@ def elastic_spec(
     return ElasticSpec(**{**planned, **given})
 
 
-def _planned_elastic(plan: Plan | None) -> dict[str, Any]:
+def planned_elastic(plan: Plan | None) -> dict[str, Any]:
     """What a plan says for the launcher; empty if it does not ask for it."""
     if plan is None or not plan.elastic.enabled:
         return {}
@@ -474,7 +500,8 @@ def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
     return mpi_job(spec)
 
 
-def _entry_kind(module: bool, no_python: bool) -> EntryKind:
+def entry_kind(module: bool, no_python: bool) -> EntryKind:
+    """How the target is started, from the two options."""
     if module and no_python:
         raise InvalidArgument("-m and --no-python exclude each other", hint="a module is run by Python")
     return EntryKind.MODULE if module else EntryKind.COMMAND if no_python else EntryKind.SCRIPT
@@ -520,7 +547,7 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
+def read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
     """The plan of the workers, after the check of `torsh plan validate` for their number.
 
     Exits with status 2, as for any other wrong option, if the plan cannot run.
