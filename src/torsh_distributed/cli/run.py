@@ -34,6 +34,7 @@ from torsh_distributed.launch.spec import (
     JobSpec,
     OnLoss,
     parse_endpoint,
+    parse_health,
     parse_nnodes,
     parse_nproc,
 )
@@ -150,6 +151,13 @@ TorchStore = Annotated[
         "--torch-store",
         help="Serve torch's TCPStore, which asks for no secret, to programs that open it themselves.",
         rich_help_panel=_WORKERS,
+    ),
+]
+
+Health = Annotated[
+    str | None,
+    typer.Option(
+        help="Serve /healthz and /readyz for probes at HOST:PORT, or at PORT on loopback.", rich_help_panel=_NODES
     ),
 ]
 
@@ -281,6 +289,7 @@ def run(
     token_file: TokenFile = None,
     no_token: NoToken = False,
     torch_store: TorchStore = False,
+    health: Health = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
     verbose: Verbose = False,
@@ -355,6 +364,7 @@ def run(
             export=export,
             alerts=alerts,
         ),
+        health=None if health is None else parse_health(health),
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,

@@ -52,6 +52,10 @@ def launch_job(spec: JobSpec) -> int:
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node, leader))
+        if spec.health is not None:
+            from torsh_distributed.launch.control.health_endpoint import HealthEndpoint
+
+            stack.enter_context(HealthEndpoint(loop, *spec.health, node.count_workers))
         leader: Leader | None = None
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"

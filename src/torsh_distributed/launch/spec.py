@@ -139,6 +139,9 @@ class JobSpec:
     observe: ObserveSettings = field(default_factory=ObserveSettings)
     """Who looks at the job: pages, exports, a report."""
 
+    health: tuple[str, int] | None = None
+    """Address and port of the pages for probes; None serves none."""
+
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""
 
@@ -271,6 +274,14 @@ def parse_nnodes(text: str) -> int:
     if least < 1:
         raise InvalidArgument("--nnodes must be at least 1", nnodes=text)
     return least
+
+
+def parse_health(text: str) -> tuple[str, int]:
+    """Address and port of `PORT` (on loopback) or `HOST:PORT`."""
+    host, port = (LOOPBACK, int(text)) if text.isascii() and text.isdigit() else parse_endpoint(text)
+    if port is None or not 0 <= port < 2**16:
+        raise InvalidArgument("--health reads PORT or HOST:PORT", hint="for example --health 8081", health=text)
+    return host, port
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:

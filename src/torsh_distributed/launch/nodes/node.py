@@ -94,6 +94,11 @@ class Node:
         self.report: Callable[[FromNode], None] = _ignore
         """Sends a report to the leader; set once the leader is known."""
 
+    def count_workers(self) -> tuple[int, int]:
+        """Workers of this node that run, and how many there should be; none run any more once the job is ending."""
+        is_up = self._attempt is not None and not (self._is_interrupted or self._is_ending)
+        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.nproc_per_node
+
     def handle(self, message: FromLeader) -> None:
         """Carry out a record of the leader."""
         match message:
