@@ -324,16 +324,16 @@ def run(
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
-    chosen = _read_plan(plan, num_ranks=num_nodes * num_workers)
+    chosen = read_plan(plan, num_ranks=num_nodes * num_workers)
     changes = elastic_spec(
-        _planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
     )
     if mpi and changes is not None:
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
         )
     spec = JobSpec(
-        entry=Entry(kind=_entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
+        entry=Entry(kind=entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
         nnodes=num_nodes,
         node_rank=node_rank,
@@ -400,7 +400,7 @@ def elastic_spec(
     return ElasticSpec(**{**planned, **given})
 
 
-def _planned_elastic(plan: Plan | None) -> dict[str, Any]:
+def planned_elastic(plan: Plan | None) -> dict[str, Any]:
     """What a plan says for the launcher; empty if it does not ask for it."""
     if plan is None or not plan.elastic.enabled:
         return {}
@@ -481,7 +481,7 @@ def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
     return mpi_job(spec)
 
 
-def _entry_kind(module: bool, no_python: bool) -> EntryKind:
+def entry_kind(module: bool, no_python: bool) -> EntryKind:
     if module and no_python:
         raise InvalidArgument("-m and --no-python exclude each other", hint="a module is run by Python")
     return EntryKind.MODULE if module else EntryKind.COMMAND if no_python else EntryKind.SCRIPT
@@ -527,7 +527,7 @@ def _read_token(path: Path | None) -> str | None:
     return read_or_create_secret_file(path) if path is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
-def _read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
+def read_plan(path: Path | None, *, num_ranks: int) -> Plan | None:
     """The plan of the workers, after the check of `torsh plan validate` for their number.
 
     Exits with status 2, as for any other wrong option, if the plan cannot run.
