@@ -161,6 +161,13 @@ Health = Annotated[
     ),
 ]
 
+SpotNotice = Annotated[
+    str | None,
+    typer.Option(
+        help="Save and end when this cloud takes the machine back: aws, gcp or azure.", rich_help_panel=_NODES
+    ),
+]
+
 LogDir = Annotated[
     Path | None,
     typer.Option(
@@ -290,6 +297,7 @@ def run(
     no_token: NoToken = False,
     torch_store: TorchStore = False,
     health: Health = None,
+    spot_notice: SpotNotice = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
     verbose: Verbose = False,
@@ -365,6 +373,7 @@ def run(
             alerts=alerts,
         ),
         health=None if health is None else parse_health(health),
+        spot_notice=spot_notice,
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,

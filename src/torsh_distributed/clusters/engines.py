@@ -29,7 +29,12 @@ class EngineEntry:
     """The extra of this library that installs the package."""
 
 
-ENGINES: dict[str, EngineEntry] = {}
+ENGINES: dict[str, EngineEntry] = {
+    "k8s": EngineEntry(
+        home="torsh_distributed.clusters.kubernetes.kubernetes_engine:KubernetesEngine",
+        summary="pods of Kubernetes: an Indexed Job, a JobSet, a TrainJob or a PyTorchJob",
+    ),
+}
 """Adding an engine is one line here and a module with its class."""
 
 

@@ -142,6 +142,9 @@ class JobSpec:
     health: tuple[str, int] | None = None
     """Address and port of the pages for probes; None serves none."""
 
+    spot_notice: str | None = None
+    """The cloud whose notices of taking the machine back are watched for; None watches for none."""
+
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import yaml
 from typing_extensions import override
 
 from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.kubernetes.api_server import ApiServer
 from torsh_distributed.clusters.kubernetes.cluster_access import find_access
 from torsh_distributed.clusters.kubernetes.job_kinds import (
@@ -21,7 +23,7 @@ from torsh_distributed.clusters.kubernetes.job_kinds import (
     token_secret,
 )
 from torsh_distributed.clusters.kubernetes.job_state import job_status
-from torsh_distributed.clusters.kubernetes.kubernetes_options import JobKind, KubernetesOptions
+from torsh_distributed.clusters.kubernetes.kubernetes_options import JobKind, KubernetesOptions, known_settings
 from torsh_distributed.clusters.kubernetes.pod_logs import finished_logs, followed_logs
 from torsh_distributed.clusters.kubernetes.pod_template import (
     JOB_LABEL,
@@ -48,15 +50,14 @@ _END_MARGIN_S = 60.0
 class KubernetesEngine(ClusterEngine):
     """Jobs are known as `NAMESPACE/KIND/NAME`. The cluster is the one that kubectl would use."""
 
-    def __init__(self, server: ApiServer | None = None) -> None:
-        self._given = server
+    def __init__(self, options: Mapping[str, str]) -> None:
+        require_known_options("k8s", options, known_settings())
+        self._context = options.get("context")
 
-    @property
+    @functools.cached_property
     def _server(self) -> ApiServer:
         """Looked up when the first question is asked: rendering asks nobody."""
-        if self._given is None:
-            self._given = ApiServer(find_access(os.environ))
-        return self._given
+        return ApiServer(find_access(os.environ, context=self._context))
 
     @override
     def render(self, submission: Submission) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument
 
@@ -45,6 +45,9 @@ class KubernetesOptions:
 
     kind: JobKind = JobKind.JOB
     """The object that runs the pods."""
+
+    context: str | None = None
+    """Which cluster and user of the kubeconfig; None takes the current one."""
 
     namespace: str | None = None
     """Where the job lives; None takes the kubeconfig's."""
@@ -96,15 +99,7 @@ class KubernetesOptions:
         """Read a submission's options; an unknown one is an error that proposes the nearest."""
         check_name(submission.name)
         given = dict(submission.options)
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key in given:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                raise InvalidArgument(
-                    f"Kubernetes has no setting {key!r}",
-                    hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}",
-                    option=key,
-                )
+        require_known_options("k8s", given, known_settings())
         if not given.get("image"):
             raise InvalidArgument(
                 "a job on Kubernetes needs an image",
@@ -133,6 +128,14 @@ class KubernetesOptions:
                 raise InvalidArgument("node_selector must read key=value,key=value", node_selector=self.node_selector)
         if self.shm is not None:
             quantity(self.shm)
+
+
+def known_settings() -> dict[str, str]:
+    """Every setting, with its default."""
+    return {
+        field.name: "required" if field.default is dataclasses.MISSING else str(field.default or "none")
+        for field in dataclasses.fields(KubernetesOptions)
+    }
 
 
 def check_name(name: str) -> None:
