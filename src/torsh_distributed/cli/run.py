@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
+from torsh_distributed.cli.cluster.ssh_run import Carry, Hosts, Ssh, SshConfig, SshPython, ssh_hosts
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
@@ -37,6 +38,7 @@ from torsh_distributed.launch.spec import (
     parse_health,
     parse_nnodes,
     parse_nproc,
+    parse_port_range,
 )
 
 if TYPE_CHECKING:
@@ -142,6 +144,13 @@ NoToken = Annotated[
     typer.Option(
         "--no-token",
         help="Several nodes without a secret: whoever reaches the master port can join.",
+        rich_help_panel=_NODES,
+    ),
+]
+PortRange = Annotated[
+    str | None,
+    typer.Option(
+        help="FIRST-LAST: the only ports that launchers, the store and the ranks' backends listen on.",
         rich_help_panel=_NODES,
     ),
 ]
@@ -298,6 +307,12 @@ def run(
     torch_store: TorchStore = False,
     health: Health = None,
     spot_notice: SpotNotice = None,
+    port_range: PortRange = None,
+    ssh: Ssh = False,
+    hosts: Hosts = None,
+    ssh_config: SshConfig = None,
+    ssh_python: SshPython = None,
+    carry: Carry = None,
     log_dir: LogDir = None,
     local_ranks_filter: LocalRanksFilter = "",
     verbose: Verbose = False,
@@ -330,6 +345,13 @@ def run(
     address, port = _master(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     _check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
+    remote = ssh_hosts(ssh, hosts, config=ssh_config, python=ssh_python, carry=carry or (), nproc_per_node=num_workers)
+    if remote is not None:
+        if mpi or num_nodes > 1 or node_rank:
+            raise InvalidArgument(
+                "--ssh takes nodes and their order from --hosts", hint="leave out --nnodes, --node-rank and --mpi"
+            )
+        num_nodes, num_workers = len(remote.hosts), remote.num_workers
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
     chosen = read_plan(plan, num_ranks=num_nodes * num_workers)
@@ -348,7 +370,7 @@ def run(
         master_addr=address,
         master_port=port,
         max_restarts=max_restarts,
-        run_id=rdzv_id or ("none" if num_nodes > 1 else uuid.uuid4().hex[:8]),
+        run_id=rdzv_id or ("none" if num_nodes > 1 and remote is None else uuid.uuid4().hex[:8]),
         role=role,
         log_dir=log_dir,
         shown_ranks=_parse_ranks(local_ranks_filter),
@@ -377,9 +399,13 @@ def run(
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
-        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None else 1.0),
+        # Over SSH one terminal shows all nodes, and a dead one is to be named there at once.
+        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None and remote is None else 1.0),
         elastic=changes,
+        port_range=None if port_range is None else parse_port_range(port_range),
     )
+    if remote is not None:
+        raise typer.Exit(remote.describe(spec) if dry_run else remote.launch(spec))
     with _mpi_job(spec) if mpi else nullcontext(spec) as job:
         if dry_run:
             raise typer.Exit(_describe(job))
@@ -491,6 +517,7 @@ def _mpi_job(spec: JobSpec) -> AbstractContextManager[JobSpec]:
 
 
 def entry_kind(module: bool, no_python: bool) -> EntryKind:
+    """How the target is started, from the two options."""
     if module and no_python:
         raise InvalidArgument("-m and --no-python exclude each other", hint="a module is run by Python")
     return EntryKind.MODULE if module else EntryKind.COMMAND if no_python else EntryKind.SCRIPT

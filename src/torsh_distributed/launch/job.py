@@ -27,6 +27,7 @@ from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import with_reachable_master
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
+from torsh_distributed.launch.ports import require_port_limit
 from torsh_distributed.launch.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def launch_job(spec: JobSpec) -> int:
     handles signals while it runs.
     """
     check_entry(spec.entry)
+    if spec.port_range is not None:
+        require_port_limit()
     spec = with_reachable_master(spec)
     with ExitStack() as stack:
         events_dir = os.environ.get("TORSH_EVENTS_DIR")

@@ -160,6 +160,12 @@ class JobSpec:
     elastic: ElasticSpec | None = None
     """Whether workers may come and go while the job runs; None keeps the world as it is."""
 
+    port_range: tuple[int, int] | None = None
+    """First and last port that this job listens on, for firewalls; None takes any free one."""
+
+    repeats_reports: bool = True
+    """Whether nodes other than 0 print node 0's reports too; not where all of them share one terminal."""
+
     def __post_init__(self) -> None:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
         _at_least("nnodes", self.nnodes, 1)
@@ -177,6 +183,8 @@ class JobSpec:
             )
         if self.master_port is not None and not 0 <= self.master_port < 2**16:
             raise InvalidArgument("the master port must lie between 0 and 65535", master_port=self.master_port)
+        if self.port_range is not None:
+            _check_port_range(self.port_range, self.master_port)
         if self.elastic is not None and self.serves_torch_store:
             raise InvalidArgument(
                 "--elastic and --torch-store exclude each other: waits in torch's store cannot be ended",
@@ -205,6 +213,13 @@ class JobSpec:
             )
 
     @property
+    def meeting_port(self) -> int:
+        """Where the launchers of several nodes meet."""
+        if self.master_port is not None:
+            return self.master_port
+        return DEFAULT_MASTER_PORT if self.port_range is None else self.port_range[0]
+
+    @property
     def keeps_spare(self) -> bool:
         """Whether a process that has imported torch is kept to fork workers from."""
         return (self.elastic is not None or self.max_restarts > 0) and self.entry.kind is not EntryKind.COMMAND
@@ -231,6 +246,27 @@ class JobSpec:
 def _at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise InvalidArgument(f"{name} must be at least {minimum}", got=value)
+
+
+def _check_port_range(ports: tuple[int, int], master_port: int | None) -> None:
+    first, last = ports
+    if not 0 < first <= last < 2**16:
+        raise InvalidArgument(
+            "the port range must lie between 1 and 65535, its first port not above its last", port_range=ports
+        )
+    if master_port is not None and not first <= master_port <= last:
+        raise InvalidArgument(
+            f"the master port {master_port} is outside the port range {first}-{last}",
+            hint="leave out --master-port: the first port of the range is taken",
+        )
+
+
+def parse_port_range(text: str) -> tuple[int, int]:
+    """First and last port of `FIRST-LAST`."""
+    first, separator, last = text.partition("-")
+    if not (separator and first.strip().isdigit() and last.strip().isdigit()):
+        raise InvalidArgument("--port-range must read FIRST-LAST", hint="for example 29500-29599", port_range=text)
+    return int(first), int(last)
 
 
 def parse_nproc(text: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torsh_distributed.comm.meeting.network_interface import interface_variables
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
+from torsh_distributed.launch.ports import port_variables
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
 from torsh_distributed.launch.worker.launcher_line import (
     BEAT_VARIABLE,
@@ -100,6 +101,8 @@ def worker_environment(
         TORSH_SECRET_FILE=str(secret_file),
         PYTHONPATH=os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), base.get("PYTHONPATH")))),
     )
+    if spec.port_range is not None:
+        env.update(port_variables(spec.port_range, base))
     if spec.elastic is not None:
         env.update({BEAT_VARIABLE: str(BEAT_S), MEMBER_VARIABLE: str(place.rank)})
     if joins:

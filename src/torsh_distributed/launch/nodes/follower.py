@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from dataclasses import asdict
 from typing import Self
 
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
@@ -32,7 +33,8 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
-from torsh_distributed.launch.spec import DEFAULT_MASTER_PORT, JobSpec
+from torsh_distributed.launch.nodes.software import own_software
+from torsh_distributed.launch.spec import JobSpec
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.25
@@ -50,7 +52,7 @@ class Follower:
         self._output = output
         self._node = node
         self._token = token
-        self._port = spec.master_port or DEFAULT_MASTER_PORT
+        self._port = spec.meeting_port
         self._connection: Connection | None = None
         self._is_member = False
         self._connecting: socket.socket | None = None
@@ -108,6 +110,8 @@ class Follower:
                 nproc_per_node=self._spec.nproc_per_node,
                 max_restarts=self._spec.max_restarts,
                 run_id=self._spec.run_id,
+                **asdict(own_software()),
+                clock_s=time.time(),
             )
         )
 

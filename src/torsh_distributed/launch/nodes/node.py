@@ -121,7 +121,7 @@ class Node:
                 self._end(message)
 
     def _start(self, message: Start) -> None:
-        if message.attempt == 0 and sets_omp_threads(self._spec, os.environ):
+        if message.attempt == 0 and sets_omp_threads(self._spec, os.environ) and self._reports_itself:
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
         self._attempt_number = number = message.attempt
@@ -230,7 +230,8 @@ class Node:
 
     def _stop(self, message: Stop) -> None:
         self._show_failure(message.failure)
-        self._output.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: all workers are restarted")
+        if self._reports_itself:
+            self._output.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: all workers are restarted")
         if self._attempt is None:
             self._stopped(message.attempt)
         else:
@@ -274,7 +275,7 @@ class Node:
         self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
             self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
-        elif exit_code and not self._is_interrupted:  # else the line about the signal said so
+        elif exit_code and not self._is_interrupted and self._reports_itself:  # else the line about the signal said so
             attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
             self._output.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")
@@ -307,13 +308,20 @@ class Node:
                 self._output.say(f"{number.name}: the job ends")
             self.report(Interrupted(signal=number))
 
+    @property
+    def _reports_itself(self) -> bool:
+        """Whether this node prints what concerns the whole job."""
+        return self._spec.is_leader or self._spec.repeats_reports
+
     def _show_failure(self, failure: JobFailure) -> None:
-        self._output.show_failure(
-            failure,
-            attempt=self._attempt_number,
-            is_multi_node=self._spec.nnodes > 1,
-            is_verbose=self._spec.is_verbose,
-        )
+        is_leader_lost = failure.node_rank == 0 and failure.rank is None  # which node 0 cannot report itself
+        if self._reports_itself or is_leader_lost:
+            self._output.show_failure(
+                failure,
+                attempt=self._attempt_number,
+                is_multi_node=self._spec.nnodes > 1,
+                is_verbose=self._spec.is_verbose,
+            )
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"
         self._emit("lost", detail=f"{who}: {failure.cause}")
 
