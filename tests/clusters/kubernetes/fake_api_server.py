@@ -9,6 +9,7 @@ kubelets. A test plays those: `pods_of` makes the pods of a Job, and `set_pod` s
 from __future__ import annotations
 
 import json
+import select
 import ssl
 import subprocess
 import threading
@@ -42,6 +43,9 @@ class FakeApiServer(ThreadingHTTPServer):
         self.refusals: dict[str, int] = {}
         """Paths whose creation fails with a status, for tests of what is left behind."""
         self.changed = threading.Condition()
+        self.history: list[tuple[str, str, Object]] = []
+        """Every change: what happened, to which path, and the object after it. Its length is the newest version."""
+        self.is_closing = False
         self.requests: list[tuple[str, str]] = []
         certificate, key = folder / "server.pem", folder / "server.key"
         _openssl(
@@ -73,19 +77,24 @@ class FakeApiServer(ThreadingHTTPServer):
             return [one for one in self.objects.values() if one["kind"] == kind]
 
     def put(self, path: str, value: Object | None) -> None:
-        """Replace, or remove, an object, as a controller would."""
+        """Create, replace or remove an object, as a controller would."""
         with self.changed:
+            happened = "DELETED" if value is None else "MODIFIED" if path in self.objects else "ADDED"
+            kept = json.loads(json.dumps(self.objects[path] if value is None else value))
+            kept["metadata"]["resourceVersion"] = str(len(self.history) + 1)
             if value is None:
-                self.objects.pop(path, None)
+                del self.objects[path]
             else:
-                self.objects[path] = value
+                self.objects[path] = kept
+            self.history.append((happened, path, kept))
             self.changed.notify_all()
 
     def update(self, path: str, **parts: Any) -> None:
         """Merge into an object, as a controller would."""
         with self.changed:
-            _merge(self.objects[path], parts)
-            self.changed.notify_all()
+            draft = json.loads(json.dumps(self.objects[path]))
+            _merge(draft, parts)
+            self.put(path, draft)
 
     def pods_of(self, job: Object, phase: str = "Running") -> list[str]:
         """The pods that the Job's controller would make; returns their paths."""
@@ -122,8 +131,7 @@ class FakeApiServer(ThreadingHTTPServer):
             for other, one in list(self.objects.items()):
                 if any(owner["uid"] == uid for owner in one["metadata"].get("ownerReferences", ())):
                     self.remove(other)
-            del self.objects[path]
-            self.changed.notify_all()
+            self.put(path, None)
 
     def wait_until(self, is_so: Any) -> None:
         """Wait for a change after which `is_so()`."""
@@ -135,10 +143,8 @@ class FakeApiServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.is_closing = True
         self.shutdown()
-        with self.changed:
-            self.objects.clear()
-            self.changed.notify_all()
         self.server_close()
         self._thread.join()
 
@@ -177,9 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 given["metadata"]["uid"] = str(uuid.uuid4())
                 given["metadata"].setdefault("namespace", parts.path.split("/namespaces/")[1].split("/")[0])
-                server.objects[path] = given
-                server.changed.notify_all()
-                self._answer(201, given)
+                server.put(path, given)
+                self._answer(201, server.objects[path])
 
     def do_PATCH(self) -> None:
         if not self._is_known():
@@ -197,9 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
             if wrong is not None:
                 self._status(422, f"{draft['kind']} is invalid: {wrong}")
                 return
-            server.objects[path] = draft
-            server.changed.notify_all()
-            self._answer(200, draft)
+            server.put(path, draft)
+            self._answer(200, server.objects[path])
 
     def do_DELETE(self) -> None:
         if not self._is_known():
@@ -210,8 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._missing(path)
                 return
             assert options["propagationPolicy"] == "Foreground"
+            server.update(path, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})
             gone = server.objects[path]
-            gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
             has_pods = any(
                 one["kind"] == "Pod" and gone["metadata"]["uid"] in json.dumps(one["metadata"])
                 for one in server.objects.values()
@@ -219,7 +223,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, gone)
             if not has_pods:
                 server.remove(path)
-            server.changed.notify_all()
 
     def _is_known(self) -> bool:
         """Whether the caller may ask, and the kind is served; otherwise he is told so."""
@@ -242,7 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._missing(path)
             else:
                 found = [one for other, one in self.server.objects.items() if _is_meant(path, other, one, query)]
-                self._answer(200, {"kind": "List", "items": found})
+                version = str(len(self.server.history))
+                self._answer(200, {"kind": "List", "metadata": {"resourceVersion": version}, "items": found})
 
     def _watch(self, path: str, query: dict[str, str]) -> None:
         self.send_response(200)
@@ -250,25 +254,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         server = self.server
-        seen: dict[str, str] = {}
+        sent = int(query["resourceVersion"])
         with server.changed:
             while True:
-                now = {
-                    other: json.dumps(one)
-                    for other, one in server.objects.items()
-                    if _is_meant(path, other, one, query)
-                }
-                events = [("ADDED" if name not in seen else "MODIFIED", text) for name, text in now.items()
-                          if seen.get(name) != text]  # fmt: skip
-                events += [("DELETED", text) for name, text in seen.items() if name not in now]
-                seen = now
                 try:
-                    for kind, text in events:
-                        self.wfile.write(f'{{"type": "{kind}", "object": {text}}}\n'.encode())
+                    for happened, other, one in server.history[sent:]:
+                        if _is_meant(path, other, one, query):
+                            self.wfile.write(json.dumps({"type": happened, "object": one}).encode() + b"\n")
                     self.wfile.flush()
                 except OSError:
                     return
-                if not server.changed.wait(timeout=1.0) and _is_gone(self.connection):
+                sent = len(server.history)
+                server.changed.wait(timeout=0.2)
+                if server.is_closing or _is_gone(self.connection):
                     return
 
     def _log(self, path: str, *, follow: bool) -> None:
@@ -286,13 +284,13 @@ class _Handler(BaseHTTPRequestHandler):
             with server.changed:
                 text = server.logs.get(path, "")
                 is_over = server.objects.get(path, {}).get("status", {}).get("phase") != "Running"
-                if len(text) == sent and not is_over and follow:
-                    server.changed.wait(timeout=1.0)
+                if len(text) == sent and not is_over and follow and not server.is_closing:
+                    server.changed.wait(timeout=0.2)
                     continue
             self.wfile.write(text[sent:].encode())
             self.wfile.flush()
             sent = len(text)
-            if is_over or not follow:
+            if is_over or not follow or server.is_closing:
                 return
 
     def _body(self) -> Any:
@@ -326,8 +324,6 @@ def _is_meant(path: str, other: str, one: Object, query: dict[str, str]) -> bool
 
 
 def _is_gone(connection: Any) -> bool:
-    import select
-
     return bool(select.select([connection], [], [], 0)[0])
 
 

@@ -43,10 +43,8 @@ def test_shell_is_clean(tmp_path: Path, what: str, is_rich: bool) -> None:
     changes: dict[str, Any] = {"name": "train1"}
     if is_rich:
         options |= {} if what == "pbs" else {"spot": "yes"}
-        options |= {
-            "aws": {"efa_cards": "4", "key_name": "mine"},
-            "pbs": {"queue": "gpu", "activate": "module load x"},
-        }.get(what, {})
+        rich = {"aws": {"efa_cards": "4", "key_name": "mine"}, "pbs": {"queue": "gpu", "activate": "module load x"}}
+        options |= rich.get(what, {})
         changes |= {"gpus_per_worker": 4, "env": {"A": "it's $5"}, "memory_per_worker": "8G", "time_limit_s": 43200.0}
     for name, text in files(tmp_path, what, options=options, **changes).items():
         shellcheck(name, text)
@@ -79,9 +77,8 @@ def test_the_parts_of_a_pbs_script_work_together(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "pbsdsh").write_text('#!/bin/bash\nshift\nfor i in 0 1; do PBS_VNODENUM=$i "$1" "${@:3}"; done\n')
-    (tools / "torsh").write_text(
-        '#!/bin/bash\nwhile [[ $# -gt 0 ]]; do [[ $1 == --token-file ]] && stat -c %a "$2"; printf "%s " "$1"; shift; done\necho\n'
-    )
+    show = '[[ $1 == --token-file ]] && stat -c %a "$2"; printf "%s " "$1"; shift'
+    (tools / "torsh").write_text(f"#!/bin/bash\nwhile [[ $# -gt 0 ]]; do {show}; done\necho\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
     done = subprocess.run(

@@ -67,11 +67,12 @@ class ApiServer:
         """The object as it is now; None if there is none."""
         return self._maybe("GET", f"{collection(api, kind, namespace)}/{quote(name)}", what=f"read {kind} {name}")
 
-    def find(self, api: str, kind: str, namespace: str, selector: str) -> list[Manifest]:
-        """The objects with these labels."""
+    def find(self, api: str, kind: str, namespace: str, selector: str) -> tuple[list[Manifest], str]:
+        """The objects with these labels, and the version that this is true for."""
         path = f"{collection(api, kind, namespace)}?{urlencode({'labelSelector': selector})}"
-        found = self._call("GET", path, what=f"list objects of kind {kind}").get("items", [])
-        return [one for one in found if isinstance(one, dict)]
+        answer = self._call("GET", path, what=f"list objects of kind {kind}")
+        found = [one for one in answer.get("items", []) if isinstance(one, dict)]
+        return found, str(answer.get("metadata", {}).get("resourceVersion", ""))
 
     def change(self, api: str, kind: str, namespace: str, name: str, changes: Manifest) -> Manifest:
         """Merge the changes into the object."""
@@ -85,10 +86,11 @@ class ApiServer:
         return self._maybe("DELETE", path, options, what=f"remove {kind} {name}") is not None
 
     def watch(
-        self, api: str, kind: str, namespace: str, *, timeout_s: float, **selectors: str
+        self, api: str, kind: str, namespace: str, *, since: str, timeout_s: float, **selectors: str
     ) -> Iterator[tuple[str, Manifest]]:
-        """What happens to the objects (`ADDED`, `MODIFIED`, `DELETED`), those that are there first; ends in time."""
-        query = urlencode({"watch": "true", "timeoutSeconds": str(max(1, round(timeout_s))), **selectors})
+        """What happens to the objects (`ADDED`, `MODIFIED`, `DELETED`) after the version `since`; ends in time."""
+        limits = {"resourceVersion": since, "timeoutSeconds": str(max(1, round(timeout_s)))}
+        query = urlencode({"watch": "true", **limits, **selectors})
         path, what = f"{collection(api, kind, namespace)}?{query}", f"watch objects of kind {kind}"
         limit_s = timeout_s + REQUEST_TIMEOUT_S
         for line in self._lines(path, what, timeout_s=limit_s):

@@ -136,7 +136,12 @@ class KubernetesEngine(ClusterEngine):
         limit_s = self._grace_s(namespace, name) + _END_MARGIN_S
         self._server.delete(*_KINDS[kind], namespace, name)
         # Foreground: the object is there until its pods are gone.
-        watched = self._server.watch(*_KINDS[kind], namespace, timeout_s=limit_s, fieldSelector=f"metadata.name={name}")
+        job = self._server.read(*_KINDS[kind], namespace, name)
+        if job is None:
+            return
+        since = str(job["metadata"].get("resourceVersion", ""))
+        selector = f"metadata.name={name}"
+        watched = self._server.watch(*_KINDS[kind], namespace, since=since, timeout_s=limit_s, fieldSelector=selector)
         for change, _ in watched:
             if change == "DELETED":
                 return
@@ -165,7 +170,7 @@ class KubernetesEngine(ClusterEngine):
         )
 
     def _pods(self, namespace: str, name: str) -> list[Manifest]:
-        return self._server.find("v1", "Pod", namespace, f"{JOB_LABEL}={name}")
+        return self._server.find("v1", "Pod", namespace, f"{JOB_LABEL}={name}")[0]
 
     def _grace_s(self, namespace: str, name: str) -> float:
         pods = self._pods(namespace, name)
@@ -174,10 +179,12 @@ class KubernetesEngine(ClusterEngine):
     def _wait_for_pods(self, namespace: str, name: str) -> None:
         """Until none of the job's pods runs any more."""
         limit_s = self._grace_s(namespace, name) + _END_MARGIN_S
-        running = {pod["metadata"]["name"] for pod in self._pods(namespace, name) if _still_runs(pod)}
+        selector = f"{JOB_LABEL}={name}"
+        pods, since = self._server.find("v1", "Pod", namespace, selector)
+        running = {pod["metadata"]["name"] for pod in pods if _still_runs(pod)}
         if not running:
             return
-        watched = self._server.watch("v1", "Pod", namespace, timeout_s=limit_s, labelSelector=f"{JOB_LABEL}={name}")
+        watched = self._server.watch("v1", "Pod", namespace, since=since, timeout_s=limit_s, labelSelector=selector)
         for change, pod in watched:
             if change == "DELETED" or not _still_runs(pod):
                 running.discard(pod["metadata"]["name"])
