@@ -59,6 +59,7 @@ def launch_job(spec: JobSpec) -> int:
         output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
+        spec = node.spec
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node, leader))
         if spec.health is not None:
             from torsh_distributed.launch.control.health_endpoint import HealthEndpoint

@@ -139,12 +139,12 @@ def test_a_job_saves_and_ends_at_a_notice(world: World, tmp_path: Path, metadata
     def notify() -> None:
         for rank in range(2):
             wait_for_text(tmp_path / f"ready-{rank}")
-        metadata.pages = {AWS: b'{"action": "terminate"}'}
+        metadata.pages = {AZURE: azure("Preempt", "me_1")}
 
     cloud = threading.Thread(target=notify)
     cloud.start()
-    (outcome,) = launch(world, script, spot_notice="aws", env={"TORSH_METADATA_URL": metadata.address})
+    (outcome,) = launch(world, script, spot_notice="azure", env={"TORSH_METADATA_URL": metadata.address})
     cloud.join()
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["15", "15"]
-    assert "aws takes this machine back: the instance is to terminate" in outcome.output
+    assert "azure takes this machine back: Preempt not before soon" in outcome.output
     assert outcome.value != 0, "the job is not done"

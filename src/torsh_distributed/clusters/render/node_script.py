@@ -135,6 +135,11 @@ def up_or_down(up: Sequence[str], down: Sequence[str]) -> list[str]:
 def launch_script(cloud: str, settings: Mapping[str, str], body: Sequence[str]) -> RenderedFile:
     """`launch-CLOUD.sh`: what can be changed on top, then the commands."""
     lines = ["#!/bin/bash", NOT_DEPLOYED, "set -euo pipefail", ""]
-    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    lines += [f"{name}={_quoted(value)}" for name, value in settings.items()]
     lines += ['here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "", *body]
     return RenderedFile(f"launch-{cloud}.sh", "\n".join(lines) + "\n", is_program=True)
+
+
+def _quoted(value: str) -> str:
+    """Always in quotes: a value such as subnet-1 looks like arithmetic to a linter."""
+    return "'" + value.replace("'", "'\\''") + "'"

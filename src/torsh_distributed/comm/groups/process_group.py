@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.capabilities import choose_backend
+from torsh_distributed.comm.backends.encryption import require_encryption
 from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
@@ -99,6 +100,8 @@ def start_world(
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+    if not roster.shares_loopback:
+        require_encryption(chosen)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
         _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import write_secret_file
+from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
@@ -64,6 +66,10 @@ class Node:
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
         self._guardian.remove_directory(self.directory)
+        if spec.wants_tls and spec.tls is None:
+            spec = dataclasses.replace(spec, tls=make_certificate(self.directory))
+        self.spec = spec
+        """The job, with what was made for it here."""
         secret_file = self.directory / "secret"
         write_secret_file(secret_file, token)
         self._spare = _spare(spec, loop, self._guardian, output)
