@@ -108,7 +108,7 @@ class KubernetesOptions:
         kind = given.pop("kind", JobKind.JOB)
         if kind not in set(JobKind):
             raise InvalidArgument(f"kind must be one of {', '.join(JobKind)}", kind=kind)
-        return cls(**given, kind=JobKind(kind))  # type: ignore[arg-type]  # every other option is a text
+        return cls(**given, kind=JobKind(kind))
 
     def __post_init__(self) -> None:
         if self.code not in ("configmap", "image"):

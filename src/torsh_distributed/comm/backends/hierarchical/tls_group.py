@@ -74,6 +74,10 @@ class TlsInterNodeGroup:
         """Start folding `buffer` over the group, in place; `finish` waits for it."""
         return self._start(lambda number, deadline_s: self._all_reduce(buffer, op, number, deadline_s), call)
 
+    def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
+        """Fold `buffer` over the group, in place."""
+        self.finish(self.start_all_reduce(buffer, op, call, is_alone=True), call)
+
     def finish(self, pending: Future[object], call: Call) -> None:
         """Wait until the call's deadline; the buffer then holds the result."""
         try:
@@ -268,7 +272,7 @@ def _folded(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
 def _bytes_of(values: Tensor) -> memoryview:
     if not values.numel():
         return memoryview(b"")
-    return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _tensor_of(body: bytearray, like: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class TlsLinks:
                     operation="connect",
                 )
             try:
-                return self._greet(socket.create_connection(tuple(address), timeout=min(remaining_s, 10.0)))
+                return self._greet(socket.create_connection((address[0], address[1]), timeout=min(remaining_s, 10.0)))
             except NotAMember as error:
                 raise CommunicationError(
                     f"whoever answers at {address[0]}:{address[1]} is not rank {other} of this job: {error}",

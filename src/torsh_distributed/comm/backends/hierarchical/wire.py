@@ -84,7 +84,7 @@ class HierarchicalWire(Wire):
     def _fold_to_leaders(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """The fold over all ranks, in the buffer of each node's first rank."""
         self._node.reduce(flat, op, 0, call)
-        self._led(lambda group: group.finish(group.start_all_reduce(flat, op, call, is_alone=True), call))
+        self._led(lambda group: group.all_reduce(flat, op, call))
 
     def _all_reduce_in_shards(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """For each piece: reduce-scatter on the node, fold the shards between nodes, all-gather on the node."""
