@@ -1,4 +1,4 @@
-"""Hosts of the lab that can be entered by ssh: a real sshd in each namespace, with keys and configuration of its own."""
+"""Hosts of the lab that can be entered by ssh: a real sshd in each namespace, with keys of its own."""
 
 from __future__ import annotations
 

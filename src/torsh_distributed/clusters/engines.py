@@ -38,6 +38,14 @@ ENGINES: dict[str, EngineEntry] = {
         home="torsh_distributed.clusters.ssh.ssh_engine:SshEngine",
         summary="a list of hosts, one launcher on each through the system's ssh",
     ),
+    "slurm": EngineEntry(
+        home="torsh_distributed.clusters.slurm.slurm_engine:SlurmEngine",
+        summary="a batch job, its ranks started by srun",
+    ),
+    "mpi": EngineEntry(
+        home="torsh_distributed.clusters.mpi.mpi_engine:MpiEngine",
+        summary="ranks started by mpiexec of MPICH or Open MPI",
+    ),
 }
 """Adding an engine is one line here and a module with its class."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,14 +13,17 @@ if TYPE_CHECKING:
     from torsh_distributed.clusters.submitting import SubmittedJob
 
 _INTERRUPTED = 130
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 5.0
 
 
-def follow_to_the_end(job: SubmittedJob) -> int:
+def follow_to_the_end(job: SubmittedJob, *, queue_limit_s: float | None = None) -> int:
     """Print the output of all ranks as it comes, then the report; returns the exit code of the job.
 
-    Ctrl-C stops showing, not the job.
+    While it waits for resources, why is shown. One that has not started within `queue_limit_s` is cancelled, which
+    raises OperationTimeout. Ctrl-C stops showing, not the job.
     """
     try:
+        _await_start(job, queue_limit_s)
         for line in job.logs(follow=True):
             typer.echo(line)
     except KeyboardInterrupt:
@@ -31,6 +36,29 @@ def follow_to_the_end(job: SubmittedJob) -> int:
     for line in exit_report(job, status):
         typer.echo(line, err=True)
     return exit_code(status)
+
+
+def _await_start(job: SubmittedJob, limit_s: float | None) -> None:
+    """Return when the job no longer waits in the queue. Polls: engines send nothing."""
+    from torsh_distributed.clusters.cluster_engine import JobState
+    from torsh_distributed.errors import OperationTimeout
+
+    start_s = time.monotonic()
+    pause, pause_s, shown = threading.Event(), _FIRST_LOOK_S, ""
+    while (status := job.status()).state is JobState.QUEUED:
+        if status.detail != shown:
+            shown = status.detail
+            typer.echo(f"torsh: {job.name} waits in the queue: {shown}", err=True)
+        if limit_s is not None and time.monotonic() - start_s > limit_s:
+            job.cancel()
+            raise OperationTimeout(
+                f"{job.name} did not start within {limit_s:g} s and was cancelled; it waited for: {shown}",
+                hint="ask for less, or raise --queue-timeout",
+                operation="submit",
+                job=job.record.job_id,
+            )
+        pause.wait(pause_s)
+        pause_s = min(_LAST_LOOK_S, pause_s * 1.5)
 
 
 def exit_report(job: SubmittedJob, status: JobStatus) -> list[str]:

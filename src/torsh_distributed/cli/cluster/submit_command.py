@@ -81,6 +81,10 @@ Settings = Annotated[
     ),
 ]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show its output until it is over.")]
+QueueTimeout = Annotated[
+    str | None,
+    typer.Option(help="With --follow: cancel it if it has not started by then, as 30m."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be handed over, and stop.")]
 
 
@@ -109,6 +113,7 @@ def submit(
     on_loss: LossPolicy = None,
     settings: Settings = None,
     follow: Follow = False,
+    queue_timeout: QueueTimeout = None,
     dry_run: DryRun = False,
 ) -> None:
     """Hand a script to a cluster's engine, which runs it as `torsh run` would.
@@ -116,14 +121,16 @@ def submit(
     Options come before the script. `torsh jobs`, `torsh logs` and `torsh cancel` find the job again.
     """
     from torsh_distributed.cli.cluster.following import follow_to_the_end
-    from torsh_distributed.clusters.durations import parse_duration
     from torsh_distributed.clusters.engine_options import parse_settings
     from torsh_distributed.clusters.engines import open_engine
     from torsh_distributed.clusters.submission import Submission
     from torsh_distributed.clusters.submitting import check_submission, hand_over, new_job_name
+    from torsh_distributed.clusters.time_limits import parse_duration
 
     if not to:
         raise InvalidArgument("--to is missing: no engine is named", hint="`torsh submit --engines` lists them")
+    if queue_timeout is not None and not follow:
+        raise InvalidArgument("--queue-timeout without --follow has no effect", hint="add --follow")
     num_workers = parse_nproc(nproc_per_node)
     chosen = read_plan(plan, num_ranks=nodes * num_workers)
     submission = Submission(
@@ -151,7 +158,8 @@ def submit(
     job = hand_over(submission, to=to)
     typer.echo(f"torsh submit: {job.name} is job {job.record.job_id} of {to}", err=True)
     if follow:
-        raise typer.Exit(follow_to_the_end(job))
+        limit_s = None if queue_timeout is None else parse_duration(queue_timeout)
+        raise typer.Exit(follow_to_the_end(job, queue_limit_s=limit_s))
     typer.echo(job.name)
 
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 
 from typing_extensions import override
 
-from torsh_distributed.clusters.background import (
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import required_program
+from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,
     cancel_background,
     start_in_background,
 )
-from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
-from torsh_distributed.clusters.engine_options import require_known_options
-from torsh_distributed.clusters.engine_programs import required_program
 from torsh_distributed.clusters.run_arguments import entry_arguments, rank_variables, refuse_limits
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument

@@ -16,6 +16,7 @@ from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
+from torsh_distributed.launch.nodes.node_software import own_software
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
@@ -33,7 +34,6 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
-from torsh_distributed.launch.nodes.software import own_software
 from torsh_distributed.launch.spec import JobSpec
 
 _CONNECT_TIMEOUT_S = 5.0

@@ -15,6 +15,7 @@ from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
+from torsh_distributed.launch.nodes.node_software import NodeSoftware, own_software, software_differences
 from torsh_distributed.launch.nodes.records import (
     DiagnosisWanted,
     Ended,
@@ -32,7 +33,6 @@ from torsh_distributed.launch.nodes.records import (
     Stopped,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
-from torsh_distributed.launch.nodes.software import Software, own_software, software_differences
 from torsh_distributed.launch.spec import JobSpec
 
 _FINISH_TIMEOUT_S = 2.0
@@ -56,7 +56,7 @@ def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
         for (name, our), their in zip(ours.items(), theirs, strict=True)
         if our != their
     ]
-    theirs_installed = Software(python=request.python, torch=request.torch, torsh=request.torsh)
+    theirs_installed = NodeSoftware(python=request.python, torch=request.torch, torsh=request.torsh)
     differing += software_differences(own_software(), theirs_installed)
     if differing:
         return "; ".join(differing)

@@ -1,6 +1,6 @@
 """`launch_over_ssh`: start a launcher on every host, show what they say, pass signals on, end all or none.
 
-The launchers meet as if `torsh run` had been started on every node: node 0 leads, all prove the job's secret, and a host
+The launchers meet as if `torsh run` had been started on every node: node 0 leads, all prove the job's secret, and one
 that falls silent is named by the others. This process holds the connections; if it ends, all launchers do.
 """
 
@@ -46,7 +46,7 @@ def launch_over_ssh(
         terminal = stack.enter_context(Terminal())
         output = LauncherOutput(terminal, is_json=False)
         job = stack.enter_context(_RemoteJob(spec, loop, output))
-        loop.watch(inbox.fd, lambda: [job.interrupt(number) for number in inbox.take()])
+        loop.watch(inbox.fd, lambda: job.take_signals(inbox))
         for order, host in zip(host_orders(spec, hosts, client, directory, variables), hosts, strict=True):
             job.add(HostConnection(host, client.command(host), loop, terminal, job.ended), order)
         return loop.run()
@@ -95,7 +95,12 @@ class _RemoteJob:
         self._hosts.append(connection)
         connection.tell(order.to_line())
 
-    def interrupt(self, number: signal.Signals) -> None:
+    def take_signals(self, inbox: SignalInbox) -> None:
+        """Handle what came since the last call."""
+        for number in inbox.take():
+            self._interrupt(number)
+
+    def _interrupt(self, number: signal.Signals) -> None:
         """Pass a signal on to every host. A second one that ends gives the hosts no more time."""
         self._tell_all(signal_line(number))
         if number in PASSED_ON:

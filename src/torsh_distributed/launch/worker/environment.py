@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
+from torsh_distributed.launch.worker.slurm_nodes import expand_nodes, expand_tasks
 
 DEFAULT_PORT = 29500
 _LOOPBACK = "127.0.0.1"
@@ -235,17 +235,22 @@ def _slurm(variables: _Variables) -> Environment | None:
     """Tasks of srun. A batch script also has SLURM_PROCID, but it is not a rank: srun alone sets SLURM_STEP_ID."""
     if not variables.has("SLURM_PROCID") or not variables.has("SLURM_STEP_ID"):
         return None
-    first = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    nodes = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    counts = variables.text("SLURM_STEP_TASKS_PER_NODE")
+    node_rank = variables.maybe("SLURM_NODEID")
+    tasks = expand_tasks(counts) if counts and node_rank is not None else []
     job_id = variables.number("SLURM_JOB_ID", 0)
     return Environment(
         source="SLURM",
         rank=variables.number("SLURM_PROCID"),
         world_size=variables.number("SLURM_NTASKS"),
         local_rank=variables.maybe("SLURM_LOCALID"),
-        node_rank=variables.maybe("SLURM_NODEID"),
-        master_addr=variables.text("MASTER_ADDR") or (first_node(first) if first else _LOOPBACK),
+        local_world_size=tasks[node_rank] if node_rank is not None and node_rank < len(tasks) else None,
+        node_rank=node_rank,
+        master_addr=variables.text("MASTER_ADDR") or (first_node(nodes) if nodes else _LOOPBACK),
         # Jobs share nodes: a port derived from the job's number keeps them apart.
         master_port=variables.number("MASTER_PORT", 10_000 + job_id % 20_000),
+        attempt=variables.number("SLURM_RESTART_COUNT", 0),
     )
 
 
@@ -293,12 +298,4 @@ def read_node_file(path: str) -> list[str]:
 
 def first_node(nodelist: str) -> str:
     """The first node of SLURM's compressed list: `gpu[007-012,20],login` gives gpu007."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist.strip())
-    if match is None:
-        raise ConfigurationError(
-            "the SLURM node list cannot be read",
-            hint="export MASTER_ADDR with the name of the first node",
-            SLURM_JOB_NODELIST=nodelist,
-        )
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + suffix
+    return expand_nodes(nodelist)[0]

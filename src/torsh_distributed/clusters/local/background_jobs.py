@@ -36,7 +36,7 @@ def start_in_background(
     folder = job_directory(name)
     order = {"command": list(command), "directory": str(directory), "env": dict(env), "time_limit_s": time_limit_s}
     process = subprocess.Popen(
-        [sys.executable, "-m", "torsh_distributed.clusters.background_process", str(folder)],
+        [sys.executable, "-m", "torsh_distributed.clusters.local.background_process", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,16 +50,15 @@ def start_in_background(
         said = process.stdout.readline() if _is_readable(process.stdout.fileno(), _START_TIMEOUT_S) else b""
         if said.strip() != b"started":
             process.kill()
-            rest = said + process.stdout.read()
             process.wait()
+            rest = said + (process.stdout.read() if said else b"")
             raise IoError(
                 "the job's process could not be started",
                 hint="see its reason; the command is run as it is on this machine",
                 command=" ".join(command),
                 reason=rest.decode(errors="replace").strip() or f"no answer within {_START_TIMEOUT_S:g} s",
             )
-    # It is nobody's child to wait for: whoever asks later is another process.
-    process.returncode = 0
+    process.wait(timeout=_START_TIMEOUT_S)
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:

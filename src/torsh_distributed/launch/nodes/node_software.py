@@ -11,7 +11,7 @@ _NAMES = {"python": "Python", "torch": "torch", "torsh": "torsh-distributed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Software:
+class NodeSoftware:
     """Versions as installed; empty where a package is missing."""
 
     python: str
@@ -20,9 +20,11 @@ class Software:
 
 
 @cache
-def own_software() -> Software:
+def own_software() -> NodeSoftware:
     """What this interpreter has, read without importing torch."""
-    return Software(python=platform.python_version(), torch=_installed("torch"), torsh=_installed("torsh-distributed"))
+    return NodeSoftware(
+        python=platform.python_version(), torch=_installed("torch"), torsh=_installed("torsh-distributed")
+    )
 
 
 def _installed(package: str) -> str:
@@ -32,13 +34,13 @@ def _installed(package: str) -> str:
         return ""
 
 
-def software_differences(ours: Software, theirs: Software) -> list[str]:
+def software_differences(ours: NodeSoftware, theirs: NodeSoftware) -> list[str]:
     """What would keep the two from one job, in words; empty if nothing does.
 
     Patch levels of Python work together, and so do builds of one torch for different accelerators.
     """
     found = []
-    for field in fields(Software):
+    for field in fields(NodeSoftware):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
         if _compared(field.name, here) != _compared(field.name, there):
             found.append(f"{_NAMES[field.name]} is {there or 'not installed'} there and {here or 'missing'} on node 0")

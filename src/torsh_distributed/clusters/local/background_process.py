@@ -1,4 +1,4 @@
-"""The process behind `background`: starts a job's command, passes signals on, and writes down how it ended."""
+"""The process behind `background_jobs`: starts a job's command, passes signals on, and writes down how it ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torsh_distributed.clusters.background import EXIT_FILE, LOG_FILE, PROCESS_FILE, boot_id, start_ticks
 from torsh_distributed.clusters.job_records import write_private
+from torsh_distributed.clusters.local.background_jobs import EXIT_FILE, LOG_FILE, PROCESS_FILE, boot_id, start_ticks
 from torsh_distributed.private_files import open_private
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -22,6 +22,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(folder: Path) -> None:
     """Read the order from stdin, run it, and leave `exit.json`."""
     order = json.loads(sys.stdin.buffer.read())
+    # The submitter waits for the parent; the child is init's, so nobody has to wait for it.
+    if os.fork():
+        os._exit(0)
+    os.setsid()
     log = open_private(folder / LOG_FILE, os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -44,8 +48,8 @@ def main(folder: Path) -> None:
     write_private(folder / PROCESS_FILE, json.dumps(me))
     os.write(1, b"started\n")
     # The submitter closes its end: from now on there is nobody to talk to.
-    for number in (1, 2):
-        os.dup2(log, number)
+    for fd in (1, 2):
+        os.dup2(log, fd)
     write_private(folder / EXIT_FILE, json.dumps(_run(command, watch, order["time_limit_s"])))
 
 
