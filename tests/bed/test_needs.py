@@ -73,6 +73,7 @@ def test_hardware_may_be_absent_even_so(inner: pytest.Pytester, monkeypatch: pyt
     ],
     ids=["in the test", "by a mark", "as a module"],
 )
+@pytest.mark.ranks
 def test_where_all_is_required_no_other_skip_passes(
     inner: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, outcome: dict[str, int]
 ) -> None:
