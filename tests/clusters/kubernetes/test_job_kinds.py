@@ -145,12 +145,12 @@ def test_a_script_of_the_image_is_left_there(tmp_path: Path) -> None:
         ({"options": {"volume": "claim"}}, "CLAIM:/path"),
         ({"options": {"grace_s": "3"}}, "at least 10"),
         ({"options": {"ttl_s": "soon"}}, "whole number"),
-        ({"options": {"shm": "much"}}, "512M or 8G"),
+        ({"options": {"shm": "much"}}, "8G, 512M"),
         ({"options": {"node_selector": "gpu"}}, "key=value"),
         ({"options": {"pull_policy": "Maybe"}}, "pull_policy"),
         ({"name": "Train_1"}, "--name train-1|--name train"),
         ({"name": "a" * 60}, "at most"),
-        ({"memory_per_worker": "8 apples"}, "512M or 8G"),
+        ({"memory_per_worker": "8 apples"}, "8G, 512M"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_asked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -39,14 +39,17 @@ def shellcheck(name: str, text: str) -> None:
 
 @pytest.mark.needs_command("shellcheck")
 @pytest.mark.parametrize("is_rich", [False, True], ids=["plain", "rich"])
-@pytest.mark.parametrize("what", ["pbs", "aws", "gcp", "azure"])
+@pytest.mark.parametrize("what", ["pbs", "slurm", "mpi", "aws", "gcp", "azure"])
 def test_shell_is_clean(tmp_path: Path, what: str, is_rich: bool) -> None:
-    image = {} if what == "pbs" else {"image": "registry.example/train:1"}
+    image = {} if what in ("pbs", "slurm", "mpi") else {"image": "registry.example/train:1"}
     options = {**image, **{"aws": AWS, "gcp": GCP, "azure": AZURE}.get(what, {})}
+    if what == "mpi":
+        options["hostfile"] = "my hosts"
     changes: dict[str, Any] = {"name": "train1"}
     if is_rich:
-        options |= {} if what == "pbs" else {"spot": "yes"}
+        options |= {} if not image else {"spot": "yes"}
         rich = {"aws": {"efa_cards": "4", "key_name": "mine"}, "pbs": {"queue": "gpu", "activate": "module load x"}}
+        rich["mpi"] = {"mpi": "mpich"}
         options |= rich.get(what, {})
         changes |= {"gpus_per_worker": 4, "env": {"A": "it's $5"}, "memory_per_worker": "8G", "time_limit_s": 43200.0}
     for name, text in files(tmp_path, what, options=options, **changes).items():
@@ -104,6 +107,27 @@ def test_the_parts_of_a_pbs_script_work_together(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".torsh-*")), "and gone afterwards"
 
 
+@pytest.mark.needs_command("bash")
+def test_an_mpi_script_gives_ranks_the_secret_and_their_place(tmp_path: Path) -> None:
+    """Run by bash with an mpirun that shows its arguments. Real MPI is in the tests of the engine."""
+    (tmp_path / "hosts").write_text("\nnode7 slots=4\nnode8:4\n")
+    text = files(tmp_path, "mpi", nodes=2, workers_per_node=4, env={"A": "b"}, options={"hostfile": "hosts"})[
+        "run-mpi.sh"
+    ]
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    show = 'stat -c %a "$TORSH_SECRET_FILE"; wc -c < "$TORSH_SECRET_FILE"; echo "$MASTER_ADDR:$MASTER_PORT" "$@"'
+    (tools / "mpirun").write_text(f"#!/bin/bash\n{show}\n")
+    (tools / "mpirun").chmod(0o755)
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", text], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("600\n65\nnode7:29500 -np 8 --hostfile hosts --bind-to core --map-by ppr:4:node")
+    assert "-x TORSH_SECRET_FILE" in done.stdout
+    assert done.stdout.endswith("train.py --lr 0.1 $(HOME)\n")
+    assert not list(tmp_path.glob(".torsh-*")), "the secret is gone"
+
+
 def test_a_compose_file_has_a_master_and_workers(tmp_path: Path) -> None:
     made = files(tmp_path, "compose", nodes=3, gpus_per_worker=1, memory_per_worker="2G", env={"A": "$x"}, options={})
     whole = yaml.safe_load(made["compose.yaml"])
@@ -158,6 +182,8 @@ def test_clouds_save_before_their_machines_are_taken_back(tmp_path: Path) -> Non
         ("pbs", {"partition": "gpu"}, "no setting 'partition'"),
         ("compost", {}, "did you mean 'compose'"),
         ("docker", {"user": "me"}, "a number"),
+        ("mpi", {}, "hostfile"),
+        ("mpi", {"hostfile": "h", "mpi": "lam"}, "openmpi or mpich"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, what: str, options: dict[str, str], message: str) -> None:

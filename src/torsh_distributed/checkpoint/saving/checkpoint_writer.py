@@ -54,12 +54,12 @@ from torsh_distributed.checkpoint.saving.file_image import FileImage
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.zstd_archives import compressor
 from torsh_distributed.comm.agreement import fail_together
-from torsh_distributed.comm.backends.encryption import background_backend
 from torsh_distributed.comm.collectives.objects import gather_object
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.comm.serialization import serialize
+from torsh_distributed.comm.trust.encrypted_backends import background_backend
 from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import HeldState
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument
 
@@ -15,7 +16,6 @@ MASTER_PORT = 29500
 """Where the launchers of a job meet; every job has addresses of its own, so none needs another port."""
 HEALTH_PORT = 8081
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_QUANTITY = re.compile(r"(\d+)([KMGT]?)i?B?", re.IGNORECASE)
 # Pods are called NAME-node-0-7; the longest name is a label of DNS, which has 63 characters.
 _MAX_NAME = 63 - len("-node-0-99999")
 
@@ -152,8 +152,8 @@ def check_name(name: str) -> None:
 
 def quantity(text: str, *, times: int = 1) -> str:
     """An amount of memory as Kubernetes writes it: `8G` is `8Gi`, as everywhere here."""
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None:
-        raise InvalidArgument("an amount of memory reads like 512M or 8G", got=text)
-    number, unit = found.groups()
-    return f"{int(number) * times}{unit.upper()}i" if unit else str(int(number) * times)
+    size = parse_memory(text) * times
+    for unit, factor in (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+        if size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 
 from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.kubernetes.kubernetes_options import quantity
 from torsh_distributed.clusters.render.rendered_files import RenderedFile, exported, folded
 from torsh_distributed.clusters.run_arguments import entry_arguments
 from torsh_distributed.clusters.submission import Submission
-from torsh_distributed.errors import InvalidArgument
 
 _SETTINGS = {
     "queue": "the queue",
@@ -18,7 +17,6 @@ _SETTINGS = {
     "place": "how nodes are taken; scatter puts each on another machine",
     "activate": "a line of shell before the job, such as `module load python`",
 }
-_MEMORY = re.compile(r"(\d+)([KMGT])i?B?", re.IGNORECASE)
 
 
 def render_pbs(submission: Submission) -> list[RenderedFile]:
@@ -86,10 +84,8 @@ def _chunk(submission: Submission) -> str:
     if submission.gpus_per_worker:
         parts.append(f"ngpus={submission.gpus_per_worker * workers}")
     if submission.memory_per_worker is not None:
-        found = _MEMORY.fullmatch(submission.memory_per_worker.strip())
-        if found is None:
-            raise InvalidArgument("an amount of memory reads like 512M or 8G", got=submission.memory_per_worker)
-        parts.append(f"mem={int(found[1]) * workers}{found[2].lower()}b")
+        amount = quantity(submission.memory_per_worker, times=workers)
+        parts.append(f"mem={amount.replace('i', '').lower()}b")
     return ":".join(parts)
 
 

@@ -28,7 +28,7 @@ class Renderer:
 _HERE = "torsh_distributed.clusters.render"
 RENDERERS: dict[str, Renderer] = {
     "slurm": Renderer("engine:slurm", "job.sbatch", "a script for sbatch"),
-    "mpi": Renderer("engine:mpi", "run-mpi.sh", "a command line for mpiexec"),
+    "mpi": Renderer(f"{_HERE}.mpi_script:render_mpi", "", "a script around mpirun or mpiexec"),
     "k8s": Renderer("engine:k8s", "job.yaml", "manifests for kubectl: a Job, JobSet, TrainJob or PyTorchJob"),
     "pbs": Renderer(f"{_HERE}.pbs_script:render_pbs", "", "a script for qsub"),
     "docker": Renderer(f"{_HERE}.container_files:render_docker", "", "a Dockerfile"),

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.comm.backends.capabilities import choose_backend
-from torsh_distributed.comm.backends.encryption import require_encryption
 from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
@@ -28,6 +27,7 @@ from torsh_distributed.comm.groups.abort import forget_group, forming, remember_
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
+from torsh_distributed.comm.trust.encrypted_backends import require_encryption
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,

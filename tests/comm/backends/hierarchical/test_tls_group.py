@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.bed.world import World
 from tests.comm.backends.hierarchical.test_wire import everything, start, stop
-from torsh_distributed.comm.backends.encryption import background_backend, require_encryption
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.groups.abort import abort
+from torsh_distributed.comm.trust.encrypted_backends import background_backend, require_encryption
 from torsh_distributed.comm.trust.job_tls import CERTIFICATE_VARIABLE, make_certificate
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable
 
