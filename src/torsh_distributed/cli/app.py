@@ -26,6 +26,10 @@ COMMANDS = {
         "torsh_distributed.cli.cluster.cancel_command",
         "End a submitted job; returns when nothing of it runs.",
     ),
+    "render": (
+        "torsh_distributed.cli.cluster.render_command",
+        "Write what a cluster, a container or a cloud needs to run a script, and run nothing.",
+    ),
     "scale": ("torsh_distributed.cli.scale", "Give a running elastic job more or fewer workers."),
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),

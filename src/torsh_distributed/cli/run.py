@@ -35,12 +35,14 @@ from torsh_distributed.launch.spec import (
     JobSpec,
     OnLoss,
     parse_endpoint,
+    parse_health,
     parse_nnodes,
     parse_nproc,
     parse_port_range,
 )
 
 if TYPE_CHECKING:
+    from torsh_distributed.comm.trust.job_tls import JobTls
     from torsh_distributed.plan import Plan
 
 CONTEXT_SETTINGS = {
@@ -153,12 +155,42 @@ PortRange = Annotated[
         rich_help_panel=_NODES,
     ),
 ]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls",
+        help="Encrypt everything between nodes, on every node alike; what cannot be is refused.",
+        envvar="TORSH_TLS",
+        rich_help_panel=_NODES,
+    ),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="Certificate of this node, in PEM. Default: one made now.", rich_help_panel=_NODES)
+]
+TlsKey = Annotated[Path | None, typer.Option(help="Its key.", rich_help_panel=_NODES)]
+TlsCa = Annotated[
+    Path | None, typer.Option(help="Authority that must have signed the others'.", rich_help_panel=_NODES)
+]
 TorchStore = Annotated[
     bool,
     typer.Option(
         "--torch-store",
         help="Serve torch's TCPStore, which asks for no secret, to programs that open it themselves.",
         rich_help_panel=_WORKERS,
+    ),
+]
+
+Health = Annotated[
+    str | None,
+    typer.Option(
+        help="Serve /healthz and /readyz for probes at HOST:PORT, or at PORT on loopback.", rich_help_panel=_NODES
+    ),
+]
+
+SpotNotice = Annotated[
+    str | None,
+    typer.Option(
+        help="Save and end when this cloud takes the machine back: aws, gcp or azure.", rich_help_panel=_NODES
     ),
 ]
 
@@ -293,6 +325,12 @@ def run(
     token_file: TokenFile = None,
     no_token: NoToken = False,
     torch_store: TorchStore = False,
+    tls: Tls = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    health: Health = None,
+    spot_notice: SpotNotice = None,
     port_range: PortRange = None,
     ssh: Ssh = False,
     hosts: Hosts = None,
@@ -348,6 +386,8 @@ def run(
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
         )
+    if mpi and tls:
+        raise InvalidArgument("--mpi and --tls exclude each other: MPI has no encryption", hint="leave out one of them")
     spec = JobSpec(
         entry=Entry(kind=entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
@@ -363,6 +403,8 @@ def run(
         is_verbose=verbose,
         is_json=json,
         token=_read_token(token_file),
+        wants_tls=tls,
+        tls=_own_tls(tls_cert, tls_key, tls_ca, wanted=tls),
         allows_no_token=no_token,
         serves_torch_store=torch_store,
         env={
@@ -380,6 +422,8 @@ def run(
             export=export,
             alerts=alerts,
         ),
+        health=None if health is None else parse_health(health),
+        spot_notice=spot_notice,
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
@@ -521,6 +565,25 @@ def _master(address: str | None, port: int | None, endpoint: str, *, is_standalo
             )
         address, port = parse_endpoint(endpoint)
     return (address or LOOPBACK).strip("[]"), port
+
+
+def _own_tls(certificate: Path | None, key: Path | None, authority: Path | None, *, wanted: bool) -> JobTls | None:
+    """The user's own certificate, checked; None if there is none to use."""
+    if certificate is None and key is None and authority is None:
+        return None
+    if not wanted:
+        raise InvalidArgument("--tls-cert, --tls-key and --tls-ca have no effect without --tls", hint="add --tls")
+    if certificate is None or key is None:
+        raise InvalidArgument("--tls-cert and --tls-key belong together, and --tls-ca needs both")
+    from torsh_distributed.comm.trust.job_tls import JobTls
+
+    found = JobTls(
+        certificate=certificate.resolve(),
+        key=key.resolve(),
+        authority=None if authority is None else authority.resolve(),
+    )
+    found.server_context()
+    return found
 
 
 def _check_backend(name: str) -> None:

@@ -143,7 +143,7 @@ def submit(
         memory_per_worker=memory_per_worker,
         plan=None if plan is None else plan.resolve(),
         working_dir=(working_dir or Path.cwd()).resolve(),
-        env=_variables(env or ()),
+        env=given_variables(env or ()),
         time_limit_s=None if time_limit is None else parse_duration(time_limit),
         max_restarts=max_restarts,
         elastic=elastic_spec(
@@ -163,7 +163,7 @@ def submit(
     typer.echo(job.name)
 
 
-def _variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+def given_variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
     """Variables from `NAME=VALUE`, and from `NAME` with this process's value, which then is on no command line."""
     import os
 
