@@ -22,6 +22,8 @@ TOKEN = "TORSH_TEST_TOKEN"
 # Pytest sets the second for every phase of a test; torch sets the third when it first imports its compiler.
 _NOT_OF_TESTS = frozenset({TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
 _GRACE_S = 3.0
+KEPT: set[int] = set()
+"""Daemons of fixtures that live as long as the session."""
 _numbers = itertools.count()
 
 
@@ -53,8 +55,8 @@ def _bearers(token: str, before: set[int]) -> set[int]:
 
 
 def _is_kept(pid: int) -> bool:
-    """The bed's zygote and Python's shared-memory tracker live as long as this process."""
-    return pid in ZYGOTES or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
+    """The bed's zygote, daemons of the session and Python's shared-memory tracker live as long as this process."""
+    return pid in ZYGOTES or pid in KEPT or b"multiprocessing.resource_tracker" in _read(pid, "cmdline")
 
 
 def _leftover_processes(before: set[int], token: str) -> set[int]:

@@ -11,27 +11,26 @@ from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, IoError
 
+_TABLE_WIDTH = 120
+"""Columns below which a table of five would break words; the verdicts are then one line each."""
+
 
 class _FileOrCommand(TyperGroup):
     """`torsh migrate FILE` is `torsh migrate config FILE`."""
 
+    default_command = "config"
+
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: typer has its own click
         is_command = not args or args[0] in self.commands or args[0] in ("-h", "--help")
-        return list(super().parse_args(ctx, args if is_command else ["config", *args]))
+        return list(super().parse_args(ctx, args if is_command else [self.default_command, *args]))
 
 
-app = typer.Typer(
-    name="migrate",
-    cls=_FileOrCommand,
-    help="Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=_FileOrCommand, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
-def _group() -> None:
+def _migrate() -> None:
     """Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs."""
 
 
@@ -66,7 +65,11 @@ def config(
     from torsh_distributed.migrate.config_kinds import translate_config
 
     plan, report = translate_config(file, kind=kind, world_size=world, fills=_fills(fills or ()), version=version)
-    Console().print(report.table())
+    console = Console()
+    if console.width >= _TABLE_WIDTH:
+        console.print(report.table())
+    else:
+        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     if not without_refused:
         report.require_accepted()
     if output is not None:
@@ -103,6 +106,37 @@ def command(
         typer.echo(f"wrote {output}", err=True)
     elif found.plan is not None:
         typer.echo("write the plan with -o plan.toml", err=True)
+
+
+@app.command()
+def checkpoint(
+    source: Annotated[Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one of its tags.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write to.")],
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="A tag; else the newest.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="FORMAT", help="Write the weights alone: safetensors or bin (torch.save)."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of --weights: fp32, bf16, fp16.")] = "fp32",
+    inert: Annotated[
+        list[str] | None,
+        typer.Option("--inert", metavar="CLASS", help="A class that the files may name; read as a record. Repeatable."),
+    ] = None,
+) -> None:
+    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) without DeepSpeed, and write it as one of ours.
+
+    What is written loads under any plan and at any world size, with the optimizer's state. With --weights, the model
+    alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.
+    """
+    from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint, write_weights
+
+    if weights is None:
+        typer.echo(f"wrote {convert_checkpoint(source, out, tag, inert=inert or ())}")
+        return
+    if weights not in ("safetensors", "bin"):
+        raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")
+    for path in write_weights(source, out, tag, file_format=weights, dtype=dtype, inert=inert or ()):
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

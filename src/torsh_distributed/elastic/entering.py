@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import partial
 
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView
 from torsh_distributed.errors import OperationTimeout, TorshError
+from torsh_distributed.launch.worker.launcher_line import NEWS_VARIABLE
 
 _log = logging.getLogger(__name__)
 
-NEWS_TIMEOUT_S = 15.0
-"""How long a failed collective waits for word from the launcher; a stopped process is noticed within half a second."""
+_NEWS_TIMEOUT_S = 15.0
 
 
 class WorldChanged(Exception):
     """A newer view has arrived: what was about to be done cannot succeed."""
+
+
+def news_timeout_s() -> float:
+    """How long a failed collective waits for word from the launcher, which notices a stopped process in half a second.
+
+    Engines of others notice a lost node later, and say so in TORSH_NEWS_TIMEOUT_S.
+    """
+    return float(os.environ.get(NEWS_VARIABLE) or _NEWS_TIMEOUT_S)
 
 
 def enter_newest(client: MembershipClient, enter: Callable[[WorldView], None], *, timeout_s: float) -> None:

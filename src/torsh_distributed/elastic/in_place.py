@@ -25,7 +25,7 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.elastic.entering import NEWS_TIMEOUT_S, WorldChanged, enter_newest
+from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.state_transfer import RankProgress, send_state, source_of
@@ -176,7 +176,7 @@ class InPlaceRecovery:
         if not self._client.is_interrupted:
             if not _is_of_communication(error):
                 raise error
-            if self._client.await_view(NEWS_TIMEOUT_S, is_wanted=lambda view: view.is_urgent) is None:
+            if self._client.await_view(news_timeout_s(), is_wanted=lambda view: view.is_urgent) is None:
                 raise error
         self._enter_newest()
 

@@ -1,6 +1,18 @@
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint as convert_checkpoint
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as fp32_weights
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import load_deepspeed as load_deepspeed
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import write_weights as write_weights
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import CheckpointFacts as CheckpointFacts
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import DeepSpeedState as DeepSpeedState
+from torsh_distributed.migrate.deepspeed.checkpoints.deepspeed_state import open_checkpoint as open_checkpoint
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import DeepSpeedConfig as DeepSpeedConfig
 from torsh_distributed.migrate.deepspeed.config.deepspeed_config import from_deepspeed as from_deepspeed
 from torsh_distributed.migrate.deepspeed.elasticity import compute_elastic_config as compute_elastic_config
+from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed as init_distributed
+from torsh_distributed.migrate.deepspeed.pipe.layer_specs import LayerSpec as LayerSpec
+from torsh_distributed.migrate.deepspeed.pipe.layer_specs import TiedLayerSpec as TiedLayerSpec
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_engine import PipelineEngine as PipelineEngine
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule as PipelineModule
 from torsh_distributed.migrate.deepspeed.schedules.curriculum import CurriculumSchedule as CurriculumSchedule
 from torsh_distributed.migrate.deepspeed.schedules.curriculum import ProgressiveLayerDrop as ProgressiveLayerDrop
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule as make_schedule
@@ -9,3 +21,6 @@ from torsh_distributed.migrate.deepspeed.schedules.range_test import LRRangeTest
 from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupCosineLR as WarmupCosineLR
 from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupDecayLR as WarmupDecayLR
 from torsh_distributed.migrate.deepspeed.schedules.warmup_rates import WarmupLR as WarmupLR
+from torsh_distributed.migrate.deepspeed.script_start import add_config_arguments as add_config_arguments
+from torsh_distributed.migrate.deepspeed.script_start import initialize as initialize
+from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine as DeepSpeedEngine

@@ -154,11 +154,20 @@ class _HjsonParser:
             if kind not in _ESCAPES:
                 raise self.malformed(f"\\{kind} is not an escape")
             return _ESCAPES[kind]
+        code = self._hexadecimal()
+        is_first_half = 0xD800 <= code < 0xDC00 and self._text.startswith("\\u", self._at)
+        if is_first_half:  # of a character beyond 16 bits, which JSON writes as two
+            self._at += 2
+            second = self._hexadecimal()
+            return (code.to_bytes(2, "little") + second.to_bytes(2, "little")).decode("utf-16-le", "surrogatepass")
+        return chr(code)
+
+    def _hexadecimal(self) -> int:
         digits = self._text[self._at : self._at + 4]
         if not re.fullmatch(r"[0-9a-fA-F]{4}", digits):
             raise self.malformed("\\u is followed by four hexadecimal digits")
         self._at += 4
-        return chr(int(digits, 16))
+        return int(digits, 16)
 
     def _multiline(self) -> str:
         end = self._text.find("'''", self._at + 3)

@@ -44,9 +44,7 @@ KNOWN = SettingGroup(
         "zero_force_ds_cpu_optimizer": flag(True).equivalent("td.train.CpuAdam", "Adam on the host is CpuAdam"),
         "activation_checkpointing": section.ACTIVATIONS,
         "steps_per_print": whole(least=1),
-        "wall_clock_breakdown": flag().equivalent(
-            "TORSH_EVENTS_DIR=DIR", "`torsh trace` and `torsh why` have the times"
-        ),
+        "wall_clock_breakdown": flag().equivalent("TORSH_EVENTS_DIR=DIR", "`torsh trace` has the times of a step"),
         "memory_breakdown": flag().equivalent("TORSH_EVENTS_DIR=DIR", "memory is sampled with every step"),
         "dump_state": flag().honoured("torsh plan show", "prints every key"),
         "log_level": text().honoured("TORSH_LOG"),

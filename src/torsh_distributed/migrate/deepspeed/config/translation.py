@@ -117,8 +117,13 @@ class Translation:
         if setting is None:
             # Inside an open section that is on, whose translator speaks for what it reads.
             return KeyVerdict(key, value, Verdict.HINT, "", f"it belongs to {section}")
-        if setting.verdict is None:
+        if setting.verdict is None and not setting.asks_for_nothing(value):
             raise InternalError(f"no verdict for {key}", hint="please report it with the config")
-        if setting.verdict is Verdict.REFUSED and setting.asks_for_nothing(value):
+        is_off = value is False and not setting.default
+        if (
+            is_off
+            or setting.verdict is None
+            or (setting.verdict is Verdict.REFUSED and setting.asks_for_nothing(value))
+        ):
             return KeyVerdict(key, value, Verdict.HONOURED, "", "it asks for nothing")
         return KeyVerdict(key, value, setting.verdict, setting.means, setting.reason)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.fairscale.nn import shard_files
+from torsh_distributed.migrate.fairscale.nn import local_state_files
 from torsh_distributed.migrate.fairscale.nn.fsdp_arguments import FairscaleFsdpArguments
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.mesh.grad_norm import clip_to_norm, grad_norm, held_by_placement
@@ -169,7 +169,7 @@ class FairscaleFsdp(nn.Module):
             for owner, name, param, full in held:
                 owner._parameters[name] = param
                 if keeps_changes:
-                    shard_files.write_part(full.detach(), param)
+                    local_state_files.write_part(full.detach(), param)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -217,11 +217,11 @@ class FairscaleFsdp(nn.Module):
         shard_weights: Sequence[Mapping[str, Tensor]], shard_metadata: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
         """The whole state from the `local_state_dict` and `local_metadata_dict` of all ranks, without any of them."""
-        return shard_files.joined(shard_weights, shard_metadata)
+        return local_state_files.joined(shard_weights, shard_metadata)
 
     def gather_full_optim_state_dict(self, optim: Optimizer, recipient_rank: int | None = 0) -> dict[str, Any] | None:
         """The optimizer's state with whole tensors, on one rank or (None) on all; every rank calls this."""
-        full = shard_files.whole_optimizer_state(optim)
+        full = local_state_files.whole_optimizer_state(optim)
         return full if recipient_rank in (None, self.rank) else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class FairscaleFsdp(nn.Module):
 
         Its parameters are numbered in the order of `parameters()`.
         """
-        return shard_files.optimizer_part(full_optim_state_dict, list(self.parameters()))
+        return local_state_files.optimizer_part(full_optim_state_dict, list(self.parameters()))
 
     @contextmanager
     def _as_shards(self) -> Iterator[None]:

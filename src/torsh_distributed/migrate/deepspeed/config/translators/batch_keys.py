@@ -12,7 +12,7 @@ from torsh_distributed.migrate.deepspeed.elasticity import BATCH_KEYS, ElasticSe
 from torsh_distributed.migrate.report import Verdict
 
 CLIPS_BY_DEFAULT = (0, 19, 2)
-"""The first version after 0.19.1 that clips at 1.0 where a config is silent; earlier ones do not clip."""
+"""Versions after 0.19.1 clip at 1.0 where a config is silent; earlier ones do not clip."""
 
 
 def translate_batch(one: Translation) -> None:
@@ -87,6 +87,8 @@ def _set_sizes(one: Translation, found: BatchTriangle) -> None:
 def _set_passes(one: Translation, accumulation: int) -> str:
     """In a pipeline DeepSpeed's accumulation is the number of microbatches of one pass."""
     if degree(one, "pp") > 1:
+        if accumulation < degree(one, "pp"):
+            one.set("pipeline.schedule", "gpipe")  # 1F1B begins with a microbatch for every stage
         return one.set("pipeline.num_microbatches", accumulation)
     return one.set("training.gradient_accumulation", accumulation)
 
