@@ -27,8 +27,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def run(*words: object) -> str:
-    result = CliRunner().invoke(app, ["migrate", *map(str, words)])
+def run(*words: object, columns: int = 160) -> str:
+    result = CliRunner().invoke(app, ["migrate", *map(str, words)], env={"COLUMNS": str(columns)})
     if isinstance(result.exception, TorshError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -40,8 +40,13 @@ def test_a_file_becomes_a_plan_and_a_table(config: Path, tmp_path: Path) -> None
     plan = Plan.load(tmp_path / "plan.toml")
     assert plan.training.batch_size == 2 * 3 * 4
     assert plan.fsdp.strategy == "shard_grad_op"
-    assert "zero_optimization" in output
-    assert "hint" in output
+    (row,) = [line for line in output.splitlines() if "zero_optimization.overlap_comm" in line]
+    assert "│ hint" in row
+
+
+def test_a_narrow_terminal_gets_a_line_for_each_key(config: Path) -> None:
+    output = run(config, "--world", 4, "--fill", "gradient_accumulation_steps=3", columns=80)
+    assert "  honoured   zero_optimization.stage = 2 → fsdp.strategy = shard_grad_op\n" in output
 
 
 def test_options_may_come_first_and_the_kind_may_be_named(config: Path) -> None:

@@ -11,14 +11,19 @@ from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument, IoError
 
+_TABLE_WIDTH = 120
+"""Columns below which a table of five would break words; the verdicts are then one line each."""
+
 
 class _FileOrCommand(TyperGroup):
     """`torsh migrate FILE` is `torsh migrate config FILE`."""
 
+    default_command = "config"
+
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: typer has its own click
         is_command = not args or args[0] in self.commands or args[0] in ("-h", "--help")
-        return list(super().parse_args(ctx, args if is_command else ["config", *args]))
+        return list(super().parse_args(ctx, args if is_command else [self.default_command, *args]))
 
 
 app = typer.Typer(cls=_FileOrCommand, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -60,7 +65,11 @@ def config(
     from torsh_distributed.migrate.config_kinds import translate_config
 
     plan, report = translate_config(file, kind=kind, world_size=world, fills=_fills(fills or ()), version=version)
-    Console().print(report.table())
+    console = Console()
+    if console.width >= _TABLE_WIDTH:
+        console.print(report.table())
+    else:
+        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     if not without_refused:
         report.require_accepted()
     if output is not None:

@@ -12,7 +12,7 @@ from torsh_distributed.migrate.deepspeed.elasticity import BATCH_KEYS, ElasticSe
 from torsh_distributed.migrate.report import Verdict
 
 CLIPS_BY_DEFAULT = (0, 19, 2)
-"""The first version after 0.19.1 that clips at 1.0 where a config is silent; earlier ones do not clip."""
+"""Versions after 0.19.1 clip at 1.0 where a config is silent; earlier ones do not clip."""
 
 
 def translate_batch(one: Translation) -> None:
