@@ -1,4 +1,5 @@
 from torsh_distributed import checkpoint as checkpoint
+from torsh_distributed import clusters as clusters
 from torsh_distributed import comm as comm
 from torsh_distributed import compress as compress
 from torsh_distributed import elastic as elastic

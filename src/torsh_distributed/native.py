@@ -61,7 +61,14 @@ ADAM_KERNEL = CompiledModule(
     target=PACKAGE / "parallel/_adam.abi3.so",
     without_it="torch's fused kernel is used: the same results, slower on some processors",
 )
-COMPILED_MODULES = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL)
+PORT_LIMIT = CompiledModule(
+    name="the library that keeps listening ports in a range",
+    sources=PACKAGE / "launch/native",
+    target=PACKAGE / "launch/_ports.so",
+    without_it="--port-range is refused",
+)
+"""Not for Python: processes are started with it in LD_PRELOAD."""
+COMPILED_MODULES = (SHM_CORE, CODEC_KERNELS, ADAM_KERNEL, PORT_LIMIT)
 
 
 def fingerprint(sources: Path) -> int:

@@ -121,6 +121,17 @@ def torchvision() -> str | None:
     return None if reason is None else "torchvision cannot be imported; its wheels on PyPI need a torch built with CUDA"
 
 
+FAIRSCALE = Path(__file__).parents[2] / "build" / "fairscale"
+"""Where the real FairScale is, apart from the environment: benchmarks/fairscale.txt says how it gets there."""
+
+
+@functools.cache
+def fairscale() -> str | None:
+    """The real FairScale beside the environment, for tests that compare with it."""
+    is_there = (FAIRSCALE / "fairscale" / "__init__.py").exists()
+    return None if is_there else "no build/fairscale; the first lines of benchmarks/fairscale.txt say how to get it"
+
+
 @functools.cache
 def deepspeed() -> str | None:
     """DeepSpeed, installed aside to compare with."""
@@ -144,6 +155,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_library": library,
     "needs_command": command,
     "needs_torchvision": torchvision,
+    "needs_fairscale": fairscale,
     "needs_deepspeed": deepspeed,
 }
 _HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})

@@ -84,6 +84,7 @@ def test_deepspeed_may_be_absent_only_where_it_cannot_be_installed(
     ],
     ids=["in the test", "by a mark", "as a module"],
 )
+@pytest.mark.ranks
 def test_where_all_is_required_no_other_skip_passes(
     inner: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, outcome: dict[str, int]
 ) -> None:

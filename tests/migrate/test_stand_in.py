@@ -11,6 +11,8 @@ import pytest
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate import install
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import importlib, sys
 import torsh_distributed as td

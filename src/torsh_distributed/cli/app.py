@@ -14,8 +14,22 @@ from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 
 COMMANDS = {
-    "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
+    "run": ("torsh_distributed.cli.run.command", "Start a script on every worker, supervise it, and say why it ended."),
     "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
+    "submit": (
+        "torsh_distributed.cli.cluster.submit_command",
+        "Hand a script to a cluster's engine, which runs it as `torsh run` would.",
+    ),
+    "jobs": ("torsh_distributed.cli.cluster.jobs_command", "List the jobs that you submitted, and where they stand."),
+    "logs": ("torsh_distributed.cli.cluster.logs_command", "Show the output of all ranks of a submitted job."),
+    "cancel": (
+        "torsh_distributed.cli.cluster.cancel_command",
+        "End a submitted job; returns when nothing of it runs.",
+    ),
+    "render": (
+        "torsh_distributed.cli.cluster.render_command",
+        "Write what a cluster, a container or a cloud needs to run a script, and run nothing.",
+    ),
     "scale": ("torsh_distributed.cli.scale", "Give a running elastic job more or fewer workers."),
     "plan": ("torsh_distributed.cli.plan.commands", "Show, check and document plans."),
     "explain": ("torsh_distributed.cli.explain", "Say what an error means, whether a retry may help, and what to do."),

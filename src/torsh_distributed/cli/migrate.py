@@ -77,6 +77,37 @@ def config(
         typer.echo(f"wrote {output}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def command(
+    words: Annotated[
+        list[str], typer.Argument(help="A line of torchrun, mpirun, accelerate launch, …", metavar="LINE")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+    *,
+    without_refused: Annotated[
+        bool, typer.Option("--without-refused", help="Print the line even if options are refused.")
+    ] = False,
+) -> None:
+    """Print the line of `torsh run` that does what another launcher's line does, and the verdict on its options.
+
+    Put -- before the line. What the line says about training, such as precision or shards, becomes a plan.
+    """
+    from rich.console import Console
+
+    from torsh_distributed.migrate.launchers.launch_command import translate_command
+
+    found = translate_command(words)
+    Console(stderr=True).print(found.report.table())
+    if not without_refused:
+        found.report.require_accepted()
+    typer.echo(found.text(str(output or "plan.toml")))
+    if found.plan is not None and output is not None:
+        found.plan.save(output)
+        typer.echo(f"wrote {output}", err=True)
+    elif found.plan is not None:
+        typer.echo("write the plan with -o plan.toml", err=True)
+
+
 @app.command()
 def checkpoint(
     source: Annotated[Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one of its tags.")],
@@ -114,7 +145,8 @@ def check(
     diff: Annotated[bool, typer.Option("--diff", help="Print the proposed change.")] = False,
 ) -> None:
     """List the distributed calls of scripts, with our counterpart of each."""
-    from torsh_distributed.migrate.script_check import check_script, proposed_change
+    from torsh_distributed.migrate.scripts.script_changes import proposed_change
+    from torsh_distributed.migrate.scripts.script_check import check_script
 
     for script in scripts:
         try:
@@ -128,6 +160,10 @@ def check(
         for one in found:
             counterpart = f" → {one.counterpart}" if one.counterpart else ""
             typer.echo(f"{script}:{one.line}: {one.call}{counterpart}: {one.note}")
+            for entry in one.keywords:
+                means = f" → {entry.means}" if entry.means else ""
+                reason = f": {entry.reason}" if entry.reason else ""
+                typer.echo(f"    {entry.verdict} {entry.key} = {entry.value}{means}{reason}")
         if not found:
             typer.echo(f"{script}: no distributed calls")
 

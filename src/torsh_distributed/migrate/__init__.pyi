@@ -1,5 +1,7 @@
 from torsh_distributed.migrate import deepspeed as deepspeed
+from torsh_distributed.migrate import fairscale as fairscale
 from torsh_distributed.migrate import horovod as horovod
+from torsh_distributed.migrate import pytorch as pytorch
 from torsh_distributed.migrate.report import KeyVerdict as KeyVerdict
 from torsh_distributed.migrate.report import MigrationReport as MigrationReport
 from torsh_distributed.migrate.report import Verdict as Verdict

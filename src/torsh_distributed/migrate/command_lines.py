@@ -18,6 +18,7 @@ RUN_AS_VARIABLE = "TORSH_RUN_AS"
 
 TRANSLATORS = {
     "deepspeed": "torsh_distributed.migrate.deepspeed.launching.deepspeed_line",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_line",
     "horovod": "torsh_distributed.migrate.horovod.launching.horovodrun_line",
 }
 """The libraries that `--as` knows, with the module that reads their options."""

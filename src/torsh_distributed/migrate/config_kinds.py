@@ -16,7 +16,13 @@ from torsh_distributed.errors import ConfigurationError, IoError
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan import Plan
 
-CONFIG_KINDS = {"deepspeed": "torsh_distributed.migrate.deepspeed.config.config_kind"}
+CONFIG_KINDS = {
+    "deepspeed": "torsh_distributed.migrate.deepspeed.config.config_kind",
+    "accelerate": "torsh_distributed.migrate.launchers.accelerate_config",
+    "horovod": "torsh_distributed.migrate.horovod.horovod_config",
+    "pytorch": "torsh_distributed.migrate.pytorch.pytorch_config",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_config",
+}
 """The kinds that are known, with the module of each."""
 
 

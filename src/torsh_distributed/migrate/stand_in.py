@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 STAND_INS = {
     "deepspeed": "torsh_distributed.migrate.deepspeed.deepspeed_modules",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_modules",
     "horovod": "torsh_distributed.migrate.horovod.horovod_modules",
 }
 """The libraries that can be stood in for, with the module that says what is in them."""
@@ -73,7 +74,7 @@ def install(package: str) -> None:
         module.__dict__.update(names)
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent and child not in namespaces.get(parent, {}):  # a function may have the name of its module
             setattr(sys.modules[parent], child, module)
     reasons: Mapping[str, str] = getattr(stand_in, "MISSING", {})
     _installed[package] = _MissingModules(package, list(namespaces), reasons, stand_in.VERSION)

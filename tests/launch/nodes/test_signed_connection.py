@@ -32,7 +32,18 @@ FAILURE = JobFailure(
     node_rank=1, node_name="n", rank=3, cause="c", last_lines=("a", "ü"), finished_before=((2, 1.5),), step=4
 )
 MESSAGES: list[Message] = [
-    JoinRequest(node_rank=1, node_name="n", nnodes=2, nproc_per_node=4, max_restarts=0, run_id="r"),
+    JoinRequest(
+        node_rank=1,
+        node_name="n",
+        nnodes=2,
+        nproc_per_node=4,
+        max_restarts=0,
+        run_id="r",
+        python="3.11.2",
+        torch="2.13.0",
+        torsh="0.1.0",
+        clock_s=1.5,
+    ),
     Failed(attempt=1, failure=FAILURE),
     Finished(attempt=0),
     Heartbeat(),

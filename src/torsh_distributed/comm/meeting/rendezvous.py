@@ -8,6 +8,7 @@ name, where c10d alone would hang or time out without saying who.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.store.tcp.tcp_server import tcp_url
 from torsh_distributed.comm.trust.job_secret import job_secret
+from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,
@@ -108,6 +110,12 @@ def open_store(
     if secret is not None:
         return open_store_at(
             tcp_url(host, port), timeout_s=timeout_s, is_server=is_host, token=secret.decode(), retry=policy
+        )
+    if find_tls() is not None:
+        raise ConfigurationError(
+            "this job is to be under TLS, and torch's store, which it would meet in, has none",
+            hint="start it with `torsh run --tls`, or give all ranks the job's secret (TORSH_SECRET_FILE)",
+            master_addr=host,
         )
     if is_host:
         listener = _listen(host, port)
@@ -193,7 +201,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         verdict = _await_verdict(store, meeting, me)
     if "error" in verdict:
         raise _to_error(verdict)
-    return Roster(tuple(verdict["nodes"]), verdict["shares_loopback"])
+    return Roster(_spread(verdict["nodes"]), verdict["shares_loopback"])
 
 
 def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
@@ -220,7 +228,7 @@ def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
             }
         present[arrival.rank] = arrival
     return {
-        "nodes": [present[rank].node for rank in range(me.world_size)],
+        "nodes": _folded([present[rank].node for rank in range(me.world_size)]),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
     }
 
@@ -290,3 +298,12 @@ def _ranges(ranks: list[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _folded(nodes: list[str]) -> list[list[Any]]:
+    """Neighbours of one node as [node, number]: every rank reads the verdict, and its size is that of the world."""
+    return [[node, len(list(ranks))] for node, ranks in itertools.groupby(nodes)]
+
+
+def _spread(folded: list[list[Any]]) -> tuple[str, ...]:
+    return tuple(node for node, count in folded for _ in range(count))

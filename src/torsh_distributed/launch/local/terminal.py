@@ -38,6 +38,11 @@ class Terminal:
         with self._changed:
             self._put(name, data)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is queued that `write` would wait."""
+        return self._num_waiting_bytes >= _MAX_WAITING_BYTES
+
     def _put(self, name: StreamName, data: bytes) -> None:
         self._waiting.append((name, data))
         self._num_waiting_bytes += len(data)

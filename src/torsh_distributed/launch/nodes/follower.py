@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from dataclasses import asdict
 from typing import Self
 
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
@@ -15,6 +16,7 @@ from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
+from torsh_distributed.launch.nodes.node_software import own_software
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
@@ -32,7 +34,7 @@ from torsh_distributed.launch.nodes.records import (
     Stop,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
-from torsh_distributed.launch.spec import DEFAULT_MASTER_PORT, JobSpec
+from torsh_distributed.launch.spec import JobSpec
 
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.25
@@ -50,7 +52,7 @@ class Follower:
         self._output = output
         self._node = node
         self._token = token
-        self._port = spec.master_port or DEFAULT_MASTER_PORT
+        self._port = spec.meeting_port
         self._connection: Connection | None = None
         self._is_member = False
         self._connecting: socket.socket | None = None
@@ -95,7 +97,7 @@ class Follower:
             sock.close()
             self._retry_connect(os.strerror(code))
             return
-        self._connection = Connection(self._loop, sock, self._token, is_server=False)
+        self._connection = Connection(self._loop, sock, self._token, is_server=False, tls=self._spec.tls)
         self._connection.on_message = self._receive
         self._connection.on_close = self._lose
         # Whoever answers here must prove the secret and let this node in soon; it may not be node 0.
@@ -108,6 +110,8 @@ class Follower:
                 nproc_per_node=self._spec.nproc_per_node,
                 max_restarts=self._spec.max_restarts,
                 run_id=self._spec.run_id,
+                **asdict(own_software()),
+                clock_s=time.time(),
             )
         )
 
@@ -141,7 +145,7 @@ class Follower:
             raise OperationTimeout(
                 f"this node could not join {self._where} within {self._spec.join_timeout_s:g} s: {self._last_problem}",
                 hint=(
-                    "every node needs the same --token-file or TORSH_JOB_TOKEN"
+                    "every node needs the same --token-file or TORSH_JOB_TOKEN, and --tls if the others have it"
                     if "let this node in" in self._last_problem
                     else "start `torsh run` with --node-rank 0 there; check --master-addr, --master-port and firewalls"
                 ),

@@ -15,6 +15,7 @@ from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
+from torsh_distributed.launch.nodes.node_software import NodeSoftware, own_software, software_differences
 from torsh_distributed.launch.nodes.records import (
     DiagnosisWanted,
     Ended,
@@ -32,12 +33,13 @@ from torsh_distributed.launch.nodes.records import (
     Stopped,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
-from torsh_distributed.launch.spec import DEFAULT_MASTER_PORT, JobSpec
+from torsh_distributed.launch.spec import JobSpec
 
 _FINISH_TIMEOUT_S = 2.0
 _FIRST_NOTICE_S = 3.0
 _NEXT_NOTICE_S = 15.0
 _SHOWN_REFUSALS = 5
+_MAX_CLOCK_SKEW_S = 5.0
 
 
 def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
@@ -54,6 +56,8 @@ def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
         for (name, our), their in zip(ours.items(), theirs, strict=True)
         if our != their
     ]
+    theirs_installed = NodeSoftware(python=request.python, torch=request.torch, torsh=request.torsh)
+    differing += software_differences(own_software(), theirs_installed)
     if differing:
         return "; ".join(differing)
     if not 0 < request.node_rank < spec.nnodes:
@@ -79,7 +83,7 @@ class LauncherListener:
         self._members: dict[int, Connection] = {}
         self._names = {0: socket.gethostname()}
         self._refusals: list[str] = []
-        self._listener = listen_on(spec.master_addr, spec.master_port or DEFAULT_MASTER_PORT)
+        self._listener = listen_on(spec.master_addr, spec.meeting_port)
         self._listener.setblocking(False)
         loop.watch(self._listener.fileno(), self._accept)
         loop.call_later(_FIRST_NOTICE_S, self._notice_absent)
@@ -92,7 +96,7 @@ class LauncherListener:
         except OSError:
             # The client left before it was accepted.
             return
-        connection = Connection(self._loop, sock, self._token, is_server=True)
+        connection = Connection(self._loop, sock, self._token, is_server=True, tls=self._spec.tls)
         connection.on_message = partial(self._handle_join_request, connection)
         connection.on_close = partial(self._turn_away, connection)
         too_slow = partial(self._turn_away, connection, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
@@ -134,6 +138,12 @@ class LauncherListener:
             connection.finish(timeout_s=_FINISH_TIMEOUT_S)
             self._refuse(f"node {message.node_rank} ({message.node_name}) was refused: {reason}")
             return
+        skew_s = message.clock_s - time.time()
+        if abs(skew_s) > _MAX_CLOCK_SKEW_S:
+            self._output.warn(
+                f"the clock of node {message.node_rank} ({message.node_name}) is {abs(skew_s):.0f} s "
+                f"{'ahead of' if skew_s > 0 else 'behind'} node 0's: times in reports and events do not compare"
+            )
         node_rank = message.node_rank
         self._members[node_rank] = connection
         self._names[node_rank] = message.node_name

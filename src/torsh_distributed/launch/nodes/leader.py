@@ -17,7 +17,7 @@ from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
 from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader
-from torsh_distributed.launch.nodes.listening_sockets import listen_on, listen_on_path
+from torsh_distributed.launch.nodes.listening_sockets import listen_in_range, listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
@@ -217,9 +217,9 @@ class Leader:
             self._close_store()
         if self._listener is None or not port:
             self._close_listeners()
-            self._listener = listen_on(address, port)
+            self._listener = self._listen(address, port)
         if self._store is None:
-            self._store = StoreProcess(self._token)
+            self._store = StoreProcess(self._token, tls=self._spec.tls)
             self._loop.watch(self._store.pidfd, self._lose_store)
             self._loop.watch(self._store.reports.fileno(), self._show_report)
         path = ""
@@ -237,6 +237,12 @@ class Leader:
             local_store=path if self._local_listener is not None else "",
             machine_interval_s=self._spec.observe.machine_interval_s if self._spec.observe.is_active else None,
         )
+
+    def _listen(self, address: str, port: int) -> socket.socket:
+        ports = self._spec.port_range
+        if port or ports is None:
+            return listen_on(address, port)
+        return listen_in_range(address, ports, besides=self._spec.meeting_port if self._spec.nnodes > 1 else 0)
 
     def _show_report(self) -> None:
         """The store refused connections, and says so in one line."""

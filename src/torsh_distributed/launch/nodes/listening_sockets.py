@@ -90,6 +90,26 @@ def listen_on(address: str, port: int) -> socket.socket:
     return listener
 
 
+def listen_in_range(address: str, ports: tuple[int, int], *, besides: int) -> socket.socket:
+    """A socket listening on the first free port of the range, both ends included, but not on `besides`."""
+    first, last = ports
+    for port in range(first, last + 1):
+        if port == besides:
+            continue
+        try:
+            return listen_on(address, port)
+        except CommunicationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
+    raise CommunicationError(
+        f"no port of {first}-{last} on {address} is free",
+        hint="widen --port-range: a job needs one port on node 0 for launchers, one for the store, and a few per rank",
+        master_addr=address,
+        port_range=f"{first}-{last}",
+    )
+
+
 def listen_on_path(path: str) -> socket.socket | None:
     """A Unix socket at a path in a directory of this user's own; None if the path is longer than the kernel takes."""
     if len(path.encode()) > _MAX_UNIX_PATH_BYTES:

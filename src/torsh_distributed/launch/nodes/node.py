@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
+from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
+from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
@@ -64,6 +67,13 @@ class Node:
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
         self._guardian.remove_directory(self.directory)
+        self._kept_memory = make_kept_memory() if spec.elastic is not None or spec.max_restarts > 0 else None
+        if self._kept_memory is not None:
+            self._guardian.remove_directory(self._kept_memory)
+        if spec.wants_tls and spec.tls is None:
+            spec = dataclasses.replace(spec, tls=make_certificate(self.directory))
+        self.spec = spec
+        """The job, with what was made for it here."""
         secret_file = self.directory / "secret"
         write_secret_file(secret_file, token)
         self._spare = _spare(spec, loop, self._guardian, output)
@@ -74,6 +84,7 @@ class Node:
             output=output,
             guardian=self._guardian,
             directory=self.directory,
+            kept_memory=self._kept_memory,
             mark=mark,
             secret_file=secret_file,
             oom_counter=find_oom_counter(),
@@ -93,6 +104,11 @@ class Node:
         self._is_ending = False
         self.report: Callable[[FromNode], None] = _ignore
         """Sends a report to the leader; set once the leader is known."""
+
+    def count_workers(self) -> tuple[int, int]:
+        """Workers of this node that run, and how many there should be; none run any more once the job is ending."""
+        is_up = self._attempt is not None and not (self._is_interrupted or self._is_ending)
+        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.nproc_per_node
 
     def handle(self, message: FromLeader) -> None:
         """Carry out a record of the leader."""
@@ -116,7 +132,7 @@ class Node:
                 self._end(message)
 
     def _start(self, message: Start) -> None:
-        if message.attempt == 0 and sets_omp_threads(self._spec, os.environ):
+        if message.attempt == 0 and sets_omp_threads(self._spec, os.environ) and self._reports_itself:
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
         self._attempt_number = number = message.attempt
@@ -225,7 +241,8 @@ class Node:
 
     def _stop(self, message: Stop) -> None:
         self._show_failure(message.failure)
-        self._output.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: all workers are restarted")
+        if self._reports_itself:
+            self._output.say(f"restart {message.attempt + 1} of {self._spec.max_restarts}: all workers are restarted")
         if self._attempt is None:
             self._stopped(message.attempt)
         else:
@@ -269,7 +286,7 @@ class Node:
         self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
             self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
-        elif exit_code and not self._is_interrupted:  # else the line about the signal said so
+        elif exit_code and not self._is_interrupted and self._reports_itself:  # else the line about the signal said so
             attempts = "1 attempt" if self._attempt_number == 0 else f"{self._attempt_number + 1} attempts"
             self._output.say(f"the job ended with exit code {exit_code} after {attempts}")
         self._emit("ended", detail=f"exit code {exit_code}")
@@ -302,13 +319,20 @@ class Node:
                 self._output.say(f"{number.name}: the job ends")
             self.report(Interrupted(signal=number))
 
+    @property
+    def _reports_itself(self) -> bool:
+        """Whether this node prints what concerns the whole job."""
+        return self._spec.is_leader or self._spec.repeats_reports
+
     def _show_failure(self, failure: JobFailure) -> None:
-        self._output.show_failure(
-            failure,
-            attempt=self._attempt_number,
-            is_multi_node=self._spec.nnodes > 1,
-            is_verbose=self._spec.is_verbose,
-        )
+        is_leader_lost = failure.node_rank == 0 and failure.rank is None  # which node 0 cannot report itself
+        if self._reports_itself or is_leader_lost:
+            self._output.show_failure(
+                failure,
+                attempt=self._attempt_number,
+                is_multi_node=self._spec.nnodes > 1,
+                is_verbose=self._spec.is_verbose,
+            )
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"
         self._emit("lost", detail=f"{who}: {failure.cause}")
 
@@ -349,6 +373,8 @@ class Node:
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._kept_memory is not None:
+            shutil.rmtree(self._kept_memory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 

@@ -36,6 +36,11 @@ class JoinRequest:
     nproc_per_node: int
     max_restarts: int
     run_id: Text
+    python: Text
+    torch: Text
+    torsh: Text
+    clock_s: float
+    """Wall-clock time there."""
 
 
 @dataclass(frozen=True, kw_only=True)

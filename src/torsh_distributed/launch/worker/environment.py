@@ -1,7 +1,7 @@
 """This process's place in its job, read from the launcher's environment variables in one place, once.
 
 One function per launcher. The order is: `torsh run`, torchrun, variables set by hand,
-Open MPI, MPICH, SLURM; none of them means a world of one. TORSH_* variables override single values.
+Open MPI, MPICH, SLURM, PBS; none of them means a world of one. TORSH_* variables override single values.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
+from torsh_distributed.launch.worker.slurm_nodes import expand_nodes, expand_tasks
 
 DEFAULT_PORT = 29500
 _LOOPBACK = "127.0.0.1"
+_LAUNCHERS = {"run": "torsh run", "ray": "Ray", "dask": "Dask"}
+"""What TORSH_LAUNCHER may say: all of them set torchrun's variables and serve the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
         master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
     )
-    for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm):
+    for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm, _pbs):
         detected = detect(variables)
         if detected is not None:
             found = detected
@@ -160,7 +164,8 @@ class _Variables:
 
 
 def _torsh_run(variables: _Variables) -> Environment | None:
-    return _elastic(variables, "torsh run") if variables.text("TORSH_LAUNCHER") == "run" else None
+    source = _LAUNCHERS.get(variables.text("TORSH_LAUNCHER") or "")
+    return None if source is None else _elastic(variables, source)
 
 
 def _torchrun(variables: _Variables) -> Environment | None:
@@ -234,28 +239,67 @@ def _slurm(variables: _Variables) -> Environment | None:
     """Tasks of srun. A batch script also has SLURM_PROCID, but it is not a rank: srun alone sets SLURM_STEP_ID."""
     if not variables.has("SLURM_PROCID") or not variables.has("SLURM_STEP_ID"):
         return None
-    first = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    nodes = variables.text("SLURM_STEP_NODELIST") or variables.text("SLURM_JOB_NODELIST")
+    counts = variables.text("SLURM_STEP_TASKS_PER_NODE")
+    node_rank = variables.maybe("SLURM_NODEID")
+    tasks = expand_tasks(counts) if counts and node_rank is not None else []
     job_id = variables.number("SLURM_JOB_ID", 0)
     return Environment(
         source="SLURM",
         rank=variables.number("SLURM_PROCID"),
         world_size=variables.number("SLURM_NTASKS"),
         local_rank=variables.maybe("SLURM_LOCALID"),
-        node_rank=variables.maybe("SLURM_NODEID"),
-        master_addr=variables.text("MASTER_ADDR") or (first_node(first) if first else _LOOPBACK),
+        local_world_size=tasks[node_rank] if node_rank is not None and node_rank < len(tasks) else None,
+        node_rank=node_rank,
+        master_addr=variables.text("MASTER_ADDR") or (first_node(nodes) if nodes else _LOOPBACK),
         # Jobs share nodes: a port derived from the job's number keeps them apart.
         master_port=variables.number("MASTER_PORT", 10_000 + job_id % 20_000),
+        attempt=variables.number("SLURM_RESTART_COUNT", 0),
     )
+
+
+def _pbs(variables: _Variables) -> Environment | None:
+    """Tasks of pbsdsh: one for each line of PBS_NODEFILE. A batch script has the same variables, but is task 1."""
+    path = variables.text("PBS_NODEFILE")
+    if path is None or not variables.has("PBS_VNODENUM") or variables.number("PBS_TASKNUM", 1) < 2:
+        return None
+    hosts = read_node_file(path)
+    rank = variables.number("PBS_VNODENUM")
+    if not 0 <= rank < len(hosts):
+        raise ConfigurationError(
+            f"PBS_VNODENUM is {rank}, but PBS_NODEFILE has {len(hosts)} lines",
+            hint="ranks are the lines of that file: ask for as many with -l select=N:mpiprocs=M",
+            PBS_NODEFILE=path,
+        )
+    job_id = re.match(r"\d+", variables.text("PBS_JOBID") or "")
+    return Environment(
+        source="PBS",
+        rank=rank,
+        world_size=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        node_rank=list(dict.fromkeys(hosts)).index(hosts[rank]),
+        master_addr=variables.text("MASTER_ADDR") or hosts[0],
+        # Jobs share nodes: a port derived from the job's number keeps them apart.
+        master_port=variables.number("MASTER_PORT", 10_000 + int(job_id[0] if job_id else 0) % 20_000),
+    )
+
+
+def read_node_file(path: str) -> list[str]:
+    """The lines of PBS_NODEFILE: the host of every rank, in order."""
+    try:
+        hosts = Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"PBS_NODEFILE cannot be read: {error}",
+            hint="it is on the first node of the job; share it, or use `torsh render pbs`, which needs it there alone",
+            PBS_NODEFILE=path,
+        ) from error
+    if not hosts:
+        raise ConfigurationError("PBS_NODEFILE is empty", PBS_NODEFILE=path)
+    return hosts
 
 
 def first_node(nodelist: str) -> str:
     """The first node of SLURM's compressed list: `gpu[007-012,20],login` gives gpu007."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist.strip())
-    if match is None:
-        raise ConfigurationError(
-            "the SLURM node list cannot be read",
-            hint="export MASTER_ADDR with the name of the first node",
-            SLURM_JOB_NODELIST=nodelist,
-        )
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + suffix
+    return expand_nodes(nodelist)[0]

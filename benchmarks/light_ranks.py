@@ -1,0 +1,185 @@
+"""Thousands of ranks without a process each: tasks that join a real store, over real sockets, as `init()` does.
+
+Each makes the two connections of a real client (one for requests, one to wait on), proves the job's secret, announces
+itself, waits for rank 0's verdict and reads it. Rank 0 is real: it runs `comm.meeting.rendezvous.join`. The store is in
+the process that `torsh run` starts for its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import torch.distributed as dist
+
+from torsh_distributed.comm.meeting.rendezvous import join
+from torsh_distributed.comm.store.registry import open_store
+from torsh_distributed.comm.store.tcp import tcp_protocol
+from torsh_distributed.comm.trust.handshake import Handshake
+from torsh_distributed.launch.nodes.store_process import StoreProcess
+
+_SECRET = "the secret of a benchmark"
+_PREFIX = "torsh/0/"
+_RANKS_PER_NODE = 8
+_TIMEOUT_S = 240.0
+_PAUSES_S = (0.02, 0.5)
+"""The real client's first and longest pause between attempts to connect."""
+
+
+@dataclass(frozen=True)
+class JoinCost:
+    """What it took for all ranks to join."""
+
+    num_ranks: int
+    wall_s: float
+    store_cpu_s: float
+    store_peak_bytes: int
+    messages_per_join: float
+    """Frames sent and received by a rank, proofs included, and those of attempts that were turned away."""
+    verdict_bytes: int
+
+
+class _LightConnection:
+    """A greeted connection that asks one thing at a time."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    async def open(self, port: int) -> None:
+        """Connect and prove the secret; one that is turned away tries again, as the real client does."""
+        pause_s = _PAUSES_S[0]
+        while True:
+            try:
+                self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+                await self._greet()
+                await self.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
+                return
+            except (ConnectionError, asyncio.IncompleteReadError):
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+                pause_s = min(_PAUSES_S[1], pause_s * 1.5)
+
+    async def _greet(self) -> None:
+        handshake = Handshake(_SECRET.encode(), tcp_protocol.MAGIC, is_server=False, wants_signing=False)
+        reply = handshake.opening
+        while True:
+            self._counts[0] += bool(reply)
+            self._writer.write(reply)
+            if handshake.is_done:
+                return
+            data = await self._reader.read(4096)
+            if not data:
+                raise ConnectionResetError("turned away")
+            self._counts[0] += 1
+            reply = handshake.feed(data)
+
+    def tell(self, body: bytes) -> None:
+        self._counts[0] += 1
+        self._writer.write(tcp_protocol.frame(body))
+
+    async def ask(self, body: bytes) -> bytes:
+        self.tell(body)
+        (length,) = tcp_protocol.FRAME_HEADER.unpack(await self._reader.readexactly(tcp_protocol.FRAME_HEADER.size))
+        self._counts[0] += 1
+        return await self._reader.readexactly(length)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def _join_lightly(rank: int, world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+    """One rank's part: what `join` does, without a process."""
+    main, waiting = _LightConnection(counts), _LightConnection(counts)
+    await main.open(port)
+    number = await main.ask(tcp_protocol.ADD_HEADER.pack(tcp_protocol.ADD, 1) + f"{_PREFIX}arrivals".encode())
+    arrival = {
+        "rank": rank,
+        "world_size": world_size,
+        "host": f"host{rank // _RANKS_PER_NODE}",
+        "pid": rank,
+        "node": f"node-{rank // _RANKS_PER_NODE}",
+        "network": f"net-{rank // _RANKS_PER_NODE}",
+    }
+    key = f"{_PREFIX}arrival/{int(number[1:])}".encode()
+    main.tell(tcp_protocol.KEY_HEADER.pack(tcp_protocol.SET, len(key)) + key + json.dumps(arrival).encode())
+    await waiting.open(port)
+    verdict = f"{_PREFIX}verdict/0".encode()
+    request = tcp_protocol.encode([b"wait", tcp_protocol.number(_TIMEOUT_S), verdict])
+    await waiting.ask(tcp_protocol.FIELDS + request)
+    said = await main.ask(tcp_protocol.GET + verdict)
+    assert "error" not in json.loads(said[1:]), said[:500]
+    sizes[0] = len(said)
+    waiting.close()
+    main.close()
+
+
+async def _join_all(world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for rank in range(1, world_size):
+            tasks.create_task(_join_lightly(rank, world_size, port, counts, sizes))
+
+
+def join_ranks(num_ranks: int) -> JoinCost:
+    """Have that many ranks join one store, and say what it took."""
+    with _many_files(6 * num_ranks + 1000), socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        store = StoreProcess(_SECRET)
+        try:
+            store.serve([listener])
+            port = listener.getsockname()[1]
+            with open_store(f"tcp://127.0.0.1:{port}", timeout_s=_TIMEOUT_S, token=_SECRET) as own:
+                return _measure(num_ranks, port, store.pid, own)
+        finally:
+            store.close()
+
+
+def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
+    counts, sizes = [0], [0]
+    cpu_s = _cpu_s(pid)
+    leader = Thread(
+        target=join,
+        args=(dist.PrefixStore("torsh/0", own),),
+        kwargs={"rank": 0, "world_size": num_ranks, "timeout_s": _TIMEOUT_S, "node": "node-0"},
+    )
+    start_s = time.perf_counter()
+    leader.start()
+    asyncio.run(_join_all(num_ranks, port, counts, sizes))
+    leader.join()
+    return JoinCost(
+        num_ranks=num_ranks,
+        wall_s=time.perf_counter() - start_s,
+        store_cpu_s=_cpu_s(pid) - cpu_s,
+        store_peak_bytes=_peak_bytes(pid),
+        messages_per_join=counts[0] / max(1, num_ranks - 1),
+        verdict_bytes=sizes[0],
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_bytes(pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def _many_files(wanted: int) -> Iterator[None]:
+    """Allow this process and its children so many open files, where the system lets this user."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(hard, wanted) if os.geteuid() == 0 else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(soft, wanted)), most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

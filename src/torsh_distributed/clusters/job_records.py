@@ -1,0 +1,161 @@
+"""What is remembered about a submitted job, so that any process of this user can ask for it later.
+
+A job has a directory in the user's state directory ($TORSH_STATE_DIR, else $XDG_STATE_HOME/torsh, else
+~/.local/state/torsh), for this user alone: its record, and what its engine keeps there (a script, the job's token, the
+output of a job that runs on this machine). Environment variables of the ranks are not in the record: they may be
+secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.errors import InvalidArgument, IoError, ProcessGroupNotFound
+from torsh_distributed.private_files import make_private_directories, open_private
+
+STATE_VARIABLE = "TORSH_STATE_DIR"
+_RECORD = "job.json"
+_MAX_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """A submitted job, as any later process finds it."""
+
+    name: str
+    """The job's name, by which `torsh logs`, `torsh cancel` and `torsh scale` take it."""
+
+    engine: str
+    """Which engine has it."""
+
+    job_id: str
+    """The engine's own id of it."""
+
+    submitted_at_s: float
+    """Wall-clock time."""
+
+    nodes: int
+    workers: int
+    command: str
+    """What every rank runs, for people."""
+
+    directory: str
+    """Where it was submitted from."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    """The engine's own settings: which cluster, which namespace."""
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where this user's jobs are remembered."""
+    environ = os.environ if environ is None else environ
+    chosen = environ.get(STATE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "torsh"
+
+
+def job_directory(name: str) -> Path:
+    """The directory of the job of that name, created for this user alone; it may exist already."""
+    require_job_name(name)
+    try:
+        return make_private_directories(state_directory(), "jobs", name)
+    except OSError as error:
+        raise IoError(
+            "the job's directory cannot be made",
+            hint=f"set {STATE_VARIABLE} to a directory of yours that the nodes of the cluster share",
+            path=str(state_directory() / "jobs" / name),
+            reason=error.strerror or str(error),
+        ) from error
+
+
+def require_job_name(name: str) -> None:
+    """Raise InvalidArgument unless the name can be a directory, a run id and a name that engines show."""
+    sound = name and len(name) <= _MAX_NAME_CHARS and all(char.isalnum() or char in "-_." for char in name)
+    if not sound or name.startswith((".", "-")):
+        raise InvalidArgument(
+            "a job's name may hold letters, digits, '-', '_' and '.', and begins with none of '-' and '.'",
+            hint="for example --name llama-1",
+            name=name,
+        )
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file by one with this text, for this user alone; readers see the old one or the new one, whole."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = open_private(draft, os.O_WRONLY | os.O_TRUNC)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def remember(submission: Submission, *, engine: str, job_id: str) -> JobRecord:
+    """Write down that the engine has taken the job."""
+    entry = submission.entry
+    record = JobRecord(
+        name=submission.name,
+        engine=engine,
+        job_id=job_id,
+        submitted_at_s=time.time(),
+        nodes=submission.nodes,
+        workers=submission.num_workers,
+        command=" ".join((entry.target, *entry.args)),
+        directory=str(submission.working_dir),
+        options=dict(submission.options),
+    )
+    write_private(job_directory(submission.name) / _RECORD, json.dumps(asdict(record), indent=2) + "\n")
+    return record
+
+
+def forget(name: str) -> None:
+    """Remove all that is remembered about the job; the job itself is left alone."""
+    shutil.rmtree(job_directory(name))
+
+
+def all_records() -> list[JobRecord]:
+    """Every job remembered here, the oldest first. A record that cannot be read is an error that names it."""
+    folder = state_directory() / "jobs"
+    paths = folder.glob(f"*/{_RECORD}") if folder.is_dir() else ()
+    return sorted((_read(path) for path in paths), key=lambda record: record.submitted_at_s)
+
+
+def find_record(name: str) -> JobRecord:
+    """The job of that name, or with that id at its engine; raises ProcessGroupNotFound with the names there are."""
+    records = all_records()
+    found = [record for record in records if record.name == name] or [r for r in records if r.job_id == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f"{record.name} ({record.engine})" for record in found)
+        raise ProcessGroupNotFound(f"several jobs have the id {name!r}", hint=f"give a name: {names}", job=name)
+    known = ", ".join(record.name for record in records[-10:]) or "none"
+    raise ProcessGroupNotFound(
+        f"no job named {name!r} was submitted by this user from here",
+        hint=f"`torsh jobs` lists them; the latest: {known}",
+        job=name,
+        state_directory=str(state_directory()),
+    )
+
+
+def _read(path: Path) -> JobRecord:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        return JobRecord(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise IoError(
+            "the record of a job cannot be read",
+            hint=f"remove the directory {path.parent} if the job is over",
+            path=str(path),
+            reason=str(error),
+        ) from error

@@ -1,0 +1,158 @@
+"""MPI as an engine: mpiexec in the background of this machine; ranks find their place in its variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import socket
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from typing_extensions import override
+
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import fixed_size
+from torsh_distributed.clusters.job_records import job_directory, state_directory
+from torsh_distributed.clusters.local.background_jobs import (
+    background_logs,
+    background_status,
+    cancel_background,
+    start_in_background,
+)
+from torsh_distributed.clusters.mpi.mpi_command import find_mpiexec, mpiexec_command, which_launcher, with_rank
+from torsh_distributed.clusters.ranks.rank_reports import (
+    job_variables,
+    rank_command,
+    report_directory,
+    with_cause,
+)
+from torsh_distributed.clusters.run_arguments import refuse_limits
+from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.launch.ports import port_variables, require_port_limit
+from torsh_distributed.launch.spec import LOOPBACK, parse_port_range
+
+OPTIONS = {
+    "mpiexec": "program to start ranks with; default: the one beside this Python, else on the PATH",
+    "hosts": "hosts with commas; default: this machine",
+    "hostfile": "file of hosts, as mpiexec reads it",
+    "master_addr": "address of the first host, where rank 0 serves the store",
+    "port_range": "FIRST-LAST, the only ports to listen on",
+    "args": "further options of mpiexec, as they are",
+}
+_GRACE_S = 20.0
+_TOKEN = "token"  # noqa: S105 - the name of a file
+
+
+class MpiEngine(ClusterEngine):
+    """Jobs of mpiexec. On several hosts the job's directory must be on a file system that they share."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        require_known_options("mpi", options, OPTIONS)
+        self._options = dict(options)
+
+    @override
+    def render(self, submission: Submission) -> str:
+        """The command line, under the variables that it passes on; values of the user's own are not shown."""
+        folder = state_directory() / "jobs" / submission.name
+        hidden = dataclasses.replace(submission, env=dict.fromkeys(submission.env, "…"))
+        env = self._variables(hidden, folder)
+        lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+        return "\n".join([*lines, shlex.join(self._command(submission, env))])
+
+    @override
+    def submit(self, submission: Submission) -> str:
+        folder = job_directory(submission.name)
+        report_directory(folder)
+        env = self._variables(submission, folder)
+        command = self._command(submission, env)
+        write_secret_file(folder / _TOKEN, new_secret())
+        start_in_background(
+            submission.name,
+            command,
+            directory=submission.working_dir,
+            env={**os.environ, **env},
+            time_limit_s=submission.time_limit_s,
+        )
+        return submission.name
+
+    def _command(self, submission: Submission, env: Mapping[str, str]) -> list[str]:
+        refuse_limits(submission, engine="mpi")
+        if submission.max_restarts or submission.elastic is not None:
+            raise FeatureNotAvailable(
+                "a job of mpiexec ends with its first rank: --max-restarts and --elastic have no effect",
+                hint="leave them out, or use the engine 'ssh' on the same hosts",
+            )
+        if submission.nodes > 1 and not self._is_on_hosts:
+            raise InvalidArgument(
+                f"--nodes {submission.nodes} needs hosts", hint="--set hosts=a,b or --set hostfile=FILE"
+            )
+        program = find_mpiexec(self._options.get("mpiexec"))
+        return mpiexec_command(
+            program,
+            which_launcher(program),
+            submission,
+            self._options,
+            command=rank_command(submission),
+            variables=env,
+        )
+
+    @property
+    def _is_on_hosts(self) -> bool:
+        return bool(self._options.get("hosts") or self._options.get("hostfile"))
+
+    def _variables(self, submission: Submission, folder: Path) -> dict[str, str]:
+        """What ranks get on top of mpiexec's own. The store's port is free here, or drawn from the job's name."""
+        env = job_variables(submission, reports=folder / "reports", secret_file=folder / _TOKEN)
+        port = _port_of(submission.name) if self._is_on_hosts else _free_port()
+        if "port_range" in self._options:
+            ports = parse_port_range(self._options["port_range"])
+            require_port_limit()
+            env.update(port_variables(ports, {**os.environ, **env}))
+            port = ports[0]
+        env.setdefault("MASTER_ADDR", self._master())
+        env.setdefault("MASTER_PORT", str(port))
+        return env
+
+    def _master(self) -> str:
+        if "master_addr" in self._options:
+            return self._options["master_addr"]
+        if not self._is_on_hosts:
+            return LOOPBACK
+        if not self._options.get("hosts"):
+            raise InvalidArgument(
+                "with a hostfile the address of the first host must be given", hint="--set master_addr=NAME"
+            )
+        return self._options["hosts"].split(",")[0].partition(":")[0].strip()
+
+    @override
+    def status(self, job_id: str) -> JobStatus:
+        return with_cause(background_status(job_id), state_directory() / "jobs" / job_id / "reports")
+
+    @override
+    def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
+        return (with_rank(line) for line in background_logs(job_id, follow=follow))
+
+    @override
+    def cancel(self, job_id: str) -> None:
+        cancel_background(job_id, grace_s=_GRACE_S)
+
+    @override
+    def scale(self, job_id: str, workers: int) -> None:
+        raise fixed_size("mpi")
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((LOOPBACK, 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _port_of(name: str) -> int:
+    """A port that other jobs rarely have: nobody here knows which ones are free on the first host."""
+    return 10_000 + zlib.crc32(name.encode()) % 20_000

@@ -1,0 +1,180 @@
+"""SLURM as an engine: sbatch, scontrol, scancel, and the job's own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from typing_extensions import override
+
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import ask_program, fixed_size, required_program
+from torsh_distributed.clusters.job_records import all_records, job_directory, state_directory, write_private
+from torsh_distributed.clusters.log_following import read_growing
+from torsh_distributed.clusters.ranks.rank_reports import (
+    job_variables,
+    rank_command,
+    report_directory,
+    with_cause,
+)
+from torsh_distributed.clusters.slurm.slurm_queue import ASK_TIMEOUT_S, ask_slurm
+from torsh_distributed.clusters.slurm.slurm_script import OPTIONS, slurm_script
+from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, OperationTimeout
+from torsh_distributed.launch.ports import port_variables, require_port_limit
+from torsh_distributed.launch.spec import parse_port_range
+
+_LABEL = re.compile(r"\s*(\d+): ?(.*)")
+_CANCEL_TIMEOUT_S = 90.0
+_LOOK_AGAIN_S = 0.5
+_SCRIPT, _TOKEN = "job.sh", "token"
+_CLIENT = "submit from a machine with SLURM's client programs, such as a login node"
+
+
+class SlurmEngine(ClusterEngine):
+    """Batch jobs. The job's directory must be on a file system that the nodes share, as home directories are."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        require_known_options("slurm", options, OPTIONS)
+        self._options = dict(options)
+
+    @override
+    def render(self, submission: Submission) -> str:
+        """The batch script, with the names of the user's variables in place of their values."""
+        folder = state_directory() / "jobs" / submission.name
+        hidden = dataclasses.replace(submission, env=dict.fromkeys(submission.env, "…"))
+        return self._script(hidden, folder)
+
+    @override
+    def submit(self, submission: Submission) -> str:
+        required_program("sbatch", hint=_CLIENT)
+        folder = job_directory(submission.name)
+        report_directory(folder)
+        write_secret_file(folder / _TOKEN, new_secret())
+        script = folder / _SCRIPT
+        write_private(script, self._script(submission, folder))
+        try:
+            # First without submitting: a job that fits no node would be taken, and wait for ever.
+            ask_program(["sbatch", "--test-only", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
+            said = ask_program(["sbatch", "--parsable", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
+        except CommunicationError as error:
+            error.hint = f"what there is: {_available()}"
+            raise
+        return said.strip().split(";")[0]
+
+    def _script(self, submission: Submission, folder: Path) -> str:
+        if submission.elastic is not None:
+            raise FeatureNotAvailable(
+                "a job on 'slurm' has the size of its allocation and cannot be elastic",
+                hint="leave out --elastic; a job that is preempted saves and is queued again",
+            )
+        env = job_variables(submission, reports=folder / "reports", secret_file=folder / _TOKEN)
+        if "port_range" in self._options:
+            ports = parse_port_range(self._options["port_range"])
+            require_port_limit()
+            env = {**env, "MASTER_PORT": str(ports[0]), **port_variables(ports, env)}
+        command = rank_command(submission)
+        return slurm_script(submission, self._options, folder=folder, command=command, env=env)
+
+    @override
+    def status(self, job_id: str) -> JobStatus:
+        found = ask_slurm(job_id)
+        folder = _folder_of(job_id)
+        if folder is None:
+            return found
+        if found.state is JobState.LOST:
+            found = _remembered(folder) or found
+        return with_cause(found, folder / "reports")
+
+    @override
+    def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
+        folder = _folder_of(job_id)
+        if folder is None:
+            raise CommunicationError(
+                f"the output of job {job_id} is not known here",
+                hint="only jobs that were submitted with `torsh submit` by this user have it",
+                job=job_id,
+            )
+        lines = read_growing(
+            lambda: sorted(folder.glob("output*.log")),
+            follow=follow,
+            is_over=lambda: ask_slurm(job_id).state.is_over,
+            interval_s=_LOOK_AGAIN_S,
+        )
+        return (_with_rank(line) for line in lines)
+
+    @override
+    def cancel(self, job_id: str) -> None:
+        required_program("scancel", hint=_CLIENT)
+        folder = _folder_of(job_id)
+        if folder is not None:
+            # Ranks that save when they are told to end must not bring the job back.
+            (folder / "cancelled").touch(mode=0o600)
+        if ask_slurm(job_id).state.is_over:
+            return
+        ask_program(["scancel", job_id], timeout_s=ASK_TIMEOUT_S, hint="`scontrol ping`")
+        deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+        pause = threading.Event()
+        while not _has_ended(job_id):
+            if time.monotonic() > deadline:
+                raise OperationTimeout(
+                    f"job {job_id} still runs {_CANCEL_TIMEOUT_S:g} s after scancel",
+                    hint="look at KillWait and UnkillableStepTimeout of the cluster; `squeue` shows its state",
+                    operation="cancel",
+                )
+            pause.wait(_LOOK_AGAIN_S)
+
+    @override
+    def scale(self, job_id: str, workers: int) -> None:
+        raise fixed_size("slurm")
+
+
+def _has_ended(job_id: str) -> bool:
+    """Whether no process of it is left: a cancelled job is shown as such before its nodes are clean."""
+    command = ["squeue", "--noheader", "--jobs", job_id, "--states=all", "--format=%T"]
+    queued = ask_program(command, timeout_s=ASK_TIMEOUT_S, hint="`scontrol ping` says whether the controller runs")
+    return not any(state in ("COMPLETING", "RUNNING", "PENDING") for state in queued.split())
+
+
+def _folder_of(job_id: str) -> Path | None:
+    """The directory of the job, found by its record; None for a job that was not submitted from here."""
+    base = job_id.partition("_")[0]
+    for record in all_records():
+        if record.engine == "slurm" and record.job_id.partition("_")[0] == base:
+            return state_directory() / "jobs" / record.name
+    return None
+
+
+def _remembered(folder: Path) -> JobStatus | None:
+    """How the job ended, from what its script wrote; None if it wrote nothing."""
+    codes = [int(json.loads(path.read_text())["exit_code"]) for path in sorted(folder.glob("exit*.json"))]
+    if not codes:
+        return None
+    code = next((code for code in codes if code), 0)
+    state = JobState.FAILED if code else JobState.SUCCEEDED
+    if code and (folder / "cancelled").exists():
+        state = JobState.CANCELLED
+    return JobStatus(state=state, exit_code=code, detail="SLURM has forgotten it; its own note says so")
+
+
+def _with_rank(line: str) -> str:
+    """srun's label as `torsh run` shows it."""
+    match = _LABEL.fullmatch(line)
+    return line if match is None else f"[rank {match[1]}] {match[2]}"
+
+
+def _available() -> str:
+    """What the cluster has, in one line."""
+    command = ["sinfo", "--noheader", "--format=%P: %D nodes %t, %c CPUs, %m MB, gres %G"]
+    try:
+        said = ask_program(command, timeout_s=ASK_TIMEOUT_S, hint="`scontrol ping` says whether the controller runs")
+    except (CommunicationError, FileNotFoundError) as error:
+        return f"unknown ({error})"
+    return "; ".join(said.split("\n")).strip("; ") or "nothing"

@@ -1,0 +1,1 @@
+"""`torsh submit --to ssh`: a list of hosts as a cluster."""

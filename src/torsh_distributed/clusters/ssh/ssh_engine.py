@@ -1,0 +1,106 @@
+"""SSH as an engine: `torsh run --ssh` in the background of this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+
+from typing_extensions import override
+
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_programs import required_program
+from torsh_distributed.clusters.local.background_jobs import (
+    background_logs,
+    background_status,
+    cancel_background,
+    start_in_background,
+)
+from torsh_distributed.clusters.run_arguments import entry_arguments, rank_variables, refuse_limits
+from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.errors import CommunicationError, InvalidArgument
+from torsh_distributed.launch.ssh.remote_hosts import RemoteHost, parse_hosts
+
+OPTIONS = {
+    "hosts": "NAME:SLOTS with commas, as a:4,b:4; slots are the most ranks that a host takes",
+    "config": "configuration of ssh instead of ~/.ssh/config",
+    "python": "Python on the hosts",
+    "port_range": "FIRST-LAST, the only ports to listen on",
+    "master_port": "port on the first host where launchers meet",
+}
+_GRACE_S = 40.0  # beyond the 25 s that launchers give workers to save
+
+
+class SshEngine(ClusterEngine):
+    """Jobs on hosts that this user can enter by ssh without a password."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        require_known_options("ssh", options, OPTIONS)
+        if not options.get("hosts"):
+            raise InvalidArgument("the engine 'ssh' needs hosts", hint="--set hosts=a:4,b:4")
+        self._options = dict(options)
+        self._hosts = parse_hosts(options["hosts"])
+
+    @override
+    def render(self, submission: Submission) -> str:
+        return shlex.join(self._command(submission))
+
+    @override
+    def submit(self, submission: Submission) -> str:
+        required_program("ssh", hint="install OpenSSH (openssh-client)")
+        start_in_background(
+            submission.name,
+            self._command(submission),
+            directory=submission.working_dir,
+            env={**os.environ, **rank_variables(submission)},
+            time_limit_s=submission.time_limit_s,
+        )
+        return submission.name
+
+    def _command(self, submission: Submission) -> list[str]:
+        refuse_limits(submission, engine="ssh")
+        hosts = ",".join(f"{host.target}:{submission.workers_per_node}" for host in self._chosen(submission))
+        words = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--ssh", "--hosts", hosts]
+        for name in ("config", "python"):
+            words += [f"--ssh-{name}", self._options[name]] if name in self._options else []
+        for name in ("port_range", "master_port"):
+            words += [f"--{name.replace('_', '-')}", self._options[name]] if name in self._options else []
+        words += [word for name in sorted(rank_variables(submission)) for word in ("--carry", name)]
+        return [*words, *entry_arguments(submission)]
+
+    def _chosen(self, submission: Submission) -> list[RemoteHost]:
+        """The first hosts that are needed; raises CommunicationError with what there is if that is not enough."""
+        fitting = [
+            host for host in self._hosts if host.num_workers is None or host.num_workers >= submission.workers_per_node
+        ]
+        if len(fitting) < submission.nodes:
+            there = ", ".join(
+                f"{host.target} ({host.num_workers} slots)" if host.num_workers else host.target for host in self._hosts
+            )
+            raise CommunicationError(
+                f"the job asks for {submission.nodes} hosts with {submission.workers_per_node} ranks each; there are "
+                f"{len(fitting)} of {len(self._hosts)}: {there}",
+                hint="lower --nodes or --nproc-per-node, or name more hosts: --set hosts=…",
+            )
+        return fitting[: submission.nodes]
+
+    @override
+    def status(self, job_id: str) -> JobStatus:
+        return background_status(job_id)
+
+    @override
+    def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
+        return background_logs(job_id, follow=follow)
+
+    @override
+    def cancel(self, job_id: str) -> None:
+        cancel_background(job_id, grace_s=_GRACE_S)
+
+    @override
+    def scale(self, job_id: str, workers: int) -> None:
+        """Ask the launcher on the first host; raises with its answer if the job is not elastic."""
+        from torsh_distributed.clusters.ssh.remote_scale import scale_on_host
+
+        scale_on_host(self._hosts[0], self._options, job_id, workers)

@@ -1,0 +1,29 @@
+"""`--port-range`: the ports that a job listens on, limited for firewalls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.native import PORT_LIMIT
+
+RANGE_VARIABLE = "TORSH_PORT_RANGE"
+_PRELOAD = "LD_PRELOAD"
+
+
+def require_port_limit() -> None:
+    """Raise FeatureNotAvailable if the sockets of torch's backends could not be kept in a range."""
+    if not PORT_LIMIT.target.exists():
+        raise FeatureNotAvailable(
+            "--port-range needs the compiled library that limits the ports of torch's backends, which was not built",
+            hint="install a C compiler and Python's headers, then `python -m torsh_distributed.native`",
+            library=str(PORT_LIMIT.target),
+        )
+
+
+def port_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep the TCP sockets which a process opens on any port within the range, those of gloo too."""
+    library = str(PORT_LIMIT.target)
+    loaded = [part for part in base.get(_PRELOAD, "").split(":") if part and part != library]
+    return {RANGE_VARIABLE: f"{ports[0]}-{ports[1]}", _PRELOAD: os.pathsep.join((library, *loaded))}

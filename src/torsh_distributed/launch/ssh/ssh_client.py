@@ -1,0 +1,115 @@
+"""The system's ssh client, as jobs use it: no questions, host keys checked, no secret among its arguments."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable
+from torsh_distributed.launch.ssh.remote_hosts import RemoteHost
+
+_ASK_TIMEOUT_S = 10.0
+FAILED = 255
+"""ssh's exit code if it could not connect or the connection broke."""
+
+_OPTIONS = (
+    # Ask for nothing: a password or an unknown key ends the attempt with an error that says so.
+    "BatchMode=yes",
+    # Whatever the configuration says: a host whose key is not known is not entered.
+    "StrictHostKeyChecking=yes",
+    "ConnectTimeout=10",
+    # A connection of its own, which ends with this process.
+    "ControlMaster=no",
+    "ControlPath=none",
+    # A host that no longer answers is given up after two to three seconds.
+    "ServerAliveInterval=1",
+    "ServerAliveCountMax=2",
+    "RequestTTY=no",
+    "ForwardX11=no",
+    "ForwardAgent=no",
+)
+
+_EXPLAINED = {
+    "Host key verification failed": "connect once by hand and check the key: ssh {host}",
+    "Permission denied": "ssh {host} must work without a password: add your key there (ssh-copy-id {host})",
+    "Could not resolve hostname": "check the name, or give it a HostName in ~/.ssh/config",
+    "Connection refused": "start sshd there, or name its Port in ~/.ssh/config",
+    "Connection timed out": "check that the host is up and that no firewall is in between",
+    "No route to host": "check that the host is up and that no firewall is in between",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshClient:
+    """How hosts are entered."""
+
+    config: Path | None = None
+    """Configuration file instead of ~/.ssh/config."""
+
+    python: str = sys.executable
+    """The interpreter on the hosts; it must have this library."""
+
+    def command(self, host: RemoteHost) -> list[str]:
+        """The command line that starts a launcher's process on the host, which reads its order from stdin."""
+        remote = f"exec {shlex.quote(self.python)} -m torsh_distributed.launch.ssh.host_start"
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        return [self._program(), *self._file(), "-T", *options, "--", _address(host), remote]
+
+    def host_name(self, host: RemoteHost) -> str:
+        """What the host is called on the network: ssh's own configuration may give it another name."""
+        done = subprocess.run(
+            [self._program(), *self._file(), "-G", "--", _address(host)],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise ConfigurationError(
+                f"ssh cannot be used for {host.target}: {done.stderr.strip()}",
+                hint="check ~/.ssh/config, or the file given by --ssh-config",
+                host=host.target,
+            )
+        found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+        return found["hostname"]
+
+    def _program(self) -> str:
+        path = shutil.which("ssh")
+        if path is None:
+            raise FeatureNotAvailable(
+                "--ssh needs the ssh client, which is not on the PATH", hint="install OpenSSH (openssh-client)"
+            )
+        return path
+
+    def _file(self) -> list[str]:
+        return [] if self.config is None else ["-F", str(self.config)]
+
+
+def _address(host: RemoteHost) -> str:
+    user, at, name = host.target.rpartition("@")
+    return user + at + name.strip("[]")
+
+
+class SshFailure(NamedTuple):
+    """Why a connection failed, and what to do about it."""
+
+    said: str
+    hint: str
+    is_before_entry: bool
+    """Whether ssh never got in."""
+
+
+def explain_failure(host: RemoteHost, last_lines: list[str]) -> SshFailure:
+    """What ssh says about a connection that failed."""
+    said = [line for line in last_lines if line.strip()]
+    for text, hint in _EXPLAINED.items():
+        found = next((line for line in said if text in line), None)
+        if found is not None:
+            return SshFailure(found.strip(), hint.format(host=_address(host)), is_before_entry=True)
+    last = said[-1].strip() if said else "the connection broke"
+    return SshFailure(last, f"try it by hand: ssh {_address(host)}", is_before_entry=False)
