@@ -30,6 +30,10 @@ class EngineEntry:
 
 
 ENGINES: dict[str, EngineEntry] = {
+    "k8s": EngineEntry(
+        home="torsh_distributed.clusters.kubernetes.kubernetes_engine:KubernetesEngine",
+        summary="pods of Kubernetes: an Indexed Job, a JobSet, a TrainJob or a PyTorchJob",
+    ),
     "ssh": EngineEntry(
         home="torsh_distributed.clusters.ssh.ssh_engine:SshEngine",
         summary="a list of hosts, one launcher on each through the system's ssh",
@@ -41,6 +45,18 @@ ENGINES: dict[str, EngineEntry] = {
     "mpi": EngineEntry(
         home="torsh_distributed.clusters.mpi.mpi_engine:MpiEngine",
         summary="ranks started by mpiexec of MPICH or Open MPI",
+    ),
+    "ray": EngineEntry(
+        home="torsh_distributed.clusters.ray.ray_engine:RayEngine",
+        summary="actors of a Ray cluster, through its job server",
+        package="ray",
+        extra="ray",
+    ),
+    "dask": EngineEntry(
+        home="torsh_distributed.clusters.dask.dask_engine:DaskEngine",
+        summary="workers of a Dask cluster",
+        package="distributed",
+        extra="dask",
     ),
 }
 """Adding an engine is one line here and a module with its class."""

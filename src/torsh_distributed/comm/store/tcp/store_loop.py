@@ -15,14 +15,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torsh_distributed.comm.store.table import Table
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.store.tcp.tcp_protocol import TcpField
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_name, peer_uid
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torsh_distributed.comm.trust.tls_channel import TlsChannel
 
 _READ_BYTES = 2**16
 _LARGE_READ_BYTES = 2**20
@@ -43,7 +48,7 @@ class _StorePeer:
     __slots__ = ("address", "handshake", "inbox", "is_open", "is_ours", "outbox", "receiving", "sending", "sock")
 
     def __init__(self, sock: socket.socket, address: str) -> None:
-        self.sock = sock
+        self.sock: socket.socket | TlsChannel = sock
         self.address = address
         self.handshake: Handshake | None = None
         self.receiving: Signer | None = None
@@ -70,10 +75,20 @@ class StoreLoop:
 
     `secret` is what clients must prove; without one `b""` lets in everyone who speaks the protocol. `forward` takes
     connections of plain torch clients; without it they are refused. `report` gets a line about refused connections.
+    With `tls`, connections from other machines must be encrypted.
     """
 
-    def __init__(self, secret: bytes, *, report: Callable[[str], None], forward: TorchForwarder | None = None) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        report: Callable[[str], None],
+        forward: TorchForwarder | None = None,
+        tls: JobTls | None = None,
+    ) -> None:
         self._secret = secret
+        self._tls = None if tls is None else tls.server_context()
+        self._tls_secret = secret if tls is None else bound_secret(secret, tls.own_digest())
         self._report = report
         self._forward = forward
         self._table = Table()
@@ -189,8 +204,7 @@ class StoreLoop:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            is_signed = bool(self._secret) and not is_same_machine(sock)
-            peer.handshake = Handshake(self._secret, tcp_protocol.MAGIC, is_server=True, wants_signing=is_signed)
+            peer.handshake = self._new_handshake(peer, sock)
             self._proof_deadlines.append((time.monotonic() + PROOF_TIMEOUT_S, peer))
 
     def _pauses(self) -> bool:
@@ -215,6 +229,16 @@ class StoreLoop:
         self._paused_until_s = None
         for listener in self._listeners:
             self._epoll.modify(listener.fileno(), select.EPOLLIN)
+
+    def _new_handshake(self, peer: _StorePeer, sock: socket.socket) -> Handshake:
+        """The proof that is asked for; beyond this machine under TLS, or with every later message signed."""
+        if self._tls is None or is_same_machine(sock):
+            is_signed = bool(self._secret) and not is_same_machine(sock)
+            return Handshake(self._secret, tcp_protocol.MAGIC, is_server=True, wants_signing=is_signed)
+        from torsh_distributed.comm.trust.tls_channel import TlsChannel
+
+        peer.sock = TlsChannel(sock, self._tls, is_server=True)
+        return Handshake(self._tls_secret, tcp_protocol.MAGIC, is_server=True, wants_signing=False)
 
     def _question(self, peer: _StorePeer) -> None:
         """Take the next bytes of a stranger."""
@@ -260,6 +284,7 @@ class StoreLoop:
         peer.is_ours = tcp_protocol.MAGIC.startswith(peer.inbox[:_TORCH_OPENING_BYTES])
         if peer.is_ours or len(peer.inbox) < _TORCH_OPENING_BYTES:
             return not peer.is_ours
+        assert isinstance(peer.sock, socket.socket), "a server with TLS forwards nobody"
         self._strangers.release(peer)
         self._epoll.unregister(peer.sock.fileno())
         del self._peers[peer.sock.fileno()]
