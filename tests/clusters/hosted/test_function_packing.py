@@ -5,11 +5,7 @@ import threading
 
 import pytest
 
-<<<<<<<< HEAD:tests/clusters/hosted/test_code_packing.py
-from torsh_distributed.clusters.hosted.code_packing import pack_function
-========
 from torsh_distributed.clusters.hosted.function_packing import pack_function
->>>>>>>> reach-engines:tests/clusters/hosted/test_function_packing.py
 from torsh_distributed.errors import SerializationError
 
 pytestmark = pytest.mark.needs_library("cloudpickle")
