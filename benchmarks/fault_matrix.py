@@ -210,6 +210,7 @@ class FaultOutcome:
 
 def run_fault(fault: Fault, backend: str, num_ranks: int, folder: Path) -> FaultOutcome:
     """Run one job with the fault. A job that waits is interrupted once the launcher has said why."""
+    folder.mkdir(exist_ok=True)
     script = folder / "worker.py"
     script.write_text(SCRIPT)
     options = ["--nproc-per-node", str(num_ranks), *(["--mpi"] if backend == "mpi4py" else [])]

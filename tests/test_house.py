@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,11 +24,16 @@ SAME_IDEA = {
     "meeting": "how a backend's ranks meet in the store",
     "rendezvous": "ranks find each other, by a store or by MPI",
     "choose": "which strategy a plan means",
-    "submission": "what is handed to an engine",
+    "report": "what was found, as a table",
 }
 """Names that several modules share, each because it is the same idea at several places."""
 OF_A_SECTION = {path.stem for path in (PACKAGE / "plan" / "sections").rglob("*.py")}
 """A section of a plan is called as the part of the library that it configures."""
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def modules() -> dict[str, Path]:
@@ -40,7 +46,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Every module of ours that `path` imports anywhere: in functions and for type checkers too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -76,12 +82,12 @@ def test_modules_share_a_name_only_where_they_share_an_idea() -> None:
 def test_a_type_name_means_one_thing() -> None:
     seen: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 seen.setdefault(node.name.lstrip("_"), []).append(name)
     assert {type_name: homes for type_name, homes in seen.items() if len(homes) > 1} == {}
 
 
 def test_every_package_says_what_lives_in_it() -> None:
-    silent = [name for name, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
     assert silent == []

@@ -122,6 +122,7 @@ def test_importing_it_imports_neither_torch_nor_pydantic(module: str) -> None:
     ["import torsh_distributed, torch.distributed as dist", "import torch.distributed as dist, torsh_distributed"],
     ids=["ours first", "torch first"],
 )
+@pytest.mark.ranks
 def test_our_backends_are_registered_in_both_import_orders(imports: str) -> None:
     code = f"{imports}; print([dist.is_backend_available(name) for name in ('shm', 'torsh', 'mpi4py')])"
     assert run_python(code) == "[True, True, True]"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 OPTIONAL = {"redis", "mpi4py", "matplotlib", "ray", "dask", "opentelemetry", "deepspeed", "zstandard", "psutil"}
 REPORT = """
 import json, os, sys, threading

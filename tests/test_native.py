@@ -10,6 +10,7 @@ import pytest
 from torsh_distributed.native import CODEC_KERNELS, COMPILED_MODULES, build, fingerprint, is_stale, load
 
 
+@pytest.mark.ranks
 def test_a_module_is_built_from_its_sources(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from benchmarks.fault_matrix import BACKENDS, FAULTS, run_fault, why_no_memory_group, why_no_mpi
@@ -15,22 +18,20 @@ _QUICK_FAULTS = 3
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     num_runs = 1 if budget.is_quick else 20
+    num_jobs = max(1, len(os.sched_getaffinity(0)) // 2)
     missing = {"mpi4py": why_no_mpi(), "out of memory": why_no_memory_group()}
     for name, reason in missing.items():
         if reason is not None:
             yield Note(text=f"{name} is left out: {reason}")
     num_all = num_right_rank = num_right_cause = 0
-    with tempfile.TemporaryDirectory(prefix="torsh-faults-") as root:
+    with tempfile.TemporaryDirectory(prefix="torsh-faults-") as root, ThreadPoolExecutor(num_jobs) as pool:
         for fault in FAULTS[:_QUICK_FAULTS] if budget.is_quick else FAULTS:
             for backend in ("torsh",) if budget.is_quick else BACKENDS:
                 if missing.get(backend) or missing.get(fault.name):
                     continue
                 for num_ranks in _NUM_RANKS[:1] if budget.is_quick else _NUM_RANKS:
-                    outcomes = []
-                    for number in range(num_runs):
-                        folder = Path(root) / f"{fault.name}-{backend}-{num_ranks}-{number}"
-                        folder.mkdir()
-                        outcomes.append(run_fault(fault, backend, num_ranks, folder))
+                    folders = [Path(root) / f"{fault.name}-{backend}-{num_ranks}-{run}" for run in range(num_runs)]
+                    outcomes = list(pool.map(partial(run_fault, fault, backend, num_ranks), folders))
                     num_all += len(outcomes)
                     num_right_rank += sum(outcome.is_right_rank for outcome in outcomes)
                     num_right_cause += sum(outcome.is_right_cause for outcome in outcomes)
@@ -44,8 +45,8 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
                         yield Row(name=name, unit=Unit.SECONDS, ours=_with_p95(times))
     yield Note(
         text=f"right rank in {num_right_rank} of {num_all} runs ({100 * num_right_rank / num_all:.1f} %), "
-        f"right cause in {num_right_cause} ({100 * num_right_cause / num_all:.1f} %); a row's number is the median of "
-        "the time from fault to verdict, its upper end the 95th percentile"
+        f"right cause in {num_right_cause} ({100 * num_right_cause / num_all:.1f} %), {num_jobs} jobs at a time; "
+        "the number of a row is the median of the time from fault to verdict, its upper end the 95th percentile"
     )
 
 

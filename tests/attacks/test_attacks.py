@@ -42,11 +42,14 @@ def test_another_user_gets_nothing_from_a_job_on_his_machine(tmp_path: Path) -> 
 
 
 @pytest.mark.matrix
-def test_another_host_and_another_user_get_nothing_from_a_job_on_two_nodes(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--tls"]], ids=["signed", "tls"])
+def test_another_host_and_another_user_get_nothing_from_a_job_on_two_nodes(
+    lab: Lab, tmp_path: Path, options: list[str]
+) -> None:
     first, second, stranger = lab.hosts(3)
     with victim(tmp_path, hosts=[first, second], nproc_per_node=1) as job:
-        job.start_node(0)
-        job.start_node(1)
+        job.start_node(0, *options)
+        job.start_node(1, *options)
         job.wait_ready()
         attempts = [*job.attack(["port"], stranger), *job.attack(["user", "port"], second)]
         verdict = job.finish(attempts)

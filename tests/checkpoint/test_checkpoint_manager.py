@@ -291,6 +291,7 @@ def test_a_hostile_pickle_is_never_opened(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.ranks
 def test_an_interrupted_save_is_not_a_checkpoint_and_is_removed(tmp_path: Path) -> None:
     program = """
 import os, sys, torch

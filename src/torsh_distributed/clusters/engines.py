@@ -30,6 +30,10 @@ class EngineEntry:
 
 
 ENGINES: dict[str, EngineEntry] = {
+    "k8s": EngineEntry(
+        home="torsh_distributed.clusters.kubernetes.kubernetes_engine:KubernetesEngine",
+        summary="pods of Kubernetes: an Indexed Job, a JobSet, a TrainJob or a PyTorchJob",
+    ),
     "ssh": EngineEntry(
         home="torsh_distributed.clusters.ssh.ssh_engine:SshEngine",
         summary="a list of hosts, one launcher on each through the system's ssh",

@@ -6,9 +6,11 @@ import hashlib
 import os
 import secrets
 import shlex
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
 from torsh_distributed.comm.trust.job_secret import new_secret
@@ -27,6 +29,9 @@ from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.ports import require_port_limit
 from torsh_distributed.launch.spec import JobSpec
+
+if TYPE_CHECKING:
+    from torsh_distributed.launch.observing.spot_notice import SpotWatch
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_SECRET_FILE", "TORSH_PROGRESS_FILE", "TORSH_STORE", "PYTHONPATH")
 
@@ -54,7 +59,14 @@ def launch_job(spec: JobSpec) -> int:
         output = LauncherOutput(terminal, is_json=spec.is_json)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
+        spec = node.spec
         loop.watch(inbox.fd, lambda: _take_signals(inbox, node, leader))
+        if spec.health is not None:
+            from torsh_distributed.launch.control.health_endpoint import HealthEndpoint
+
+            stack.enter_context(HealthEndpoint(loop, *spec.health, node.count_workers))
+        if spec.spot_notice is not None:
+            stack.enter_context(_watch_for_notice(spec.spot_notice, loop, output, node))
         leader: Leader | None = None
         if spec.is_leader:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -75,6 +87,23 @@ def launch_job(spec: JobSpec) -> int:
 
             stack.enter_context(Follower(spec, loop, output, node, token=token))
         return loop.run()
+
+
+def _watch_for_notice(cloud: str, loop: Loop, output: LauncherOutput, node: Node) -> SpotWatch:
+    """End the job as a batch system would when the cloud takes this machine back."""
+    from torsh_distributed.launch.observing.spot_notice import SpotWatch, parse_cloud
+
+    watch = SpotWatch(parse_cloud(cloud))
+
+    def hear() -> None:
+        said = watch.take()
+        if said is not None:
+            output.warn(said[1])
+            if said[0]:
+                node.interrupt(signal.SIGTERM)
+
+    loop.watch(watch.reports.fileno(), hear)
+    return watch
 
 
 def _open_to_commands(spec: JobSpec, loop: Loop, leader: Leader) -> JobCommands:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.observe.settings import ObserveSettings
 
@@ -127,6 +128,12 @@ class JobSpec:
     token: str | None = field(default=None, repr=False)
     """The job's secret: launchers and workers prove it to each other. None makes a random one, on one node."""
 
+    wants_tls: bool = False
+    """Whether everything between nodes is encrypted; what cannot be is refused."""
+
+    tls: JobTls | None = None
+    """Certificate and key of this node. None makes them when the job starts, if it wants TLS."""
+
     allows_no_token: bool = False
     """Whether several nodes may do without a secret: they then derive one from the run id, which others can too."""
 
@@ -138,6 +145,12 @@ class JobSpec:
 
     observe: ObserveSettings = field(default_factory=ObserveSettings)
     """Who looks at the job: pages, exports, a report."""
+
+    health: tuple[str, int] | None = None
+    """Address and port of the pages for probes; None serves none."""
+
+    spot_notice: str | None = None
+    """The cloud whose notices of taking the machine back are watched for; None watches for none."""
 
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""
@@ -179,6 +192,16 @@ class JobSpec:
             raise InvalidArgument("the master port must lie between 0 and 65535", master_port=self.master_port)
         if self.port_range is not None:
             _check_port_range(self.port_range, self.master_port)
+        if self.wants_tls and self.serves_torch_store:
+            raise InvalidArgument(
+                "--tls and --torch-store exclude each other: torch's store has no encryption",
+                hint="leave out --torch-store",
+            )
+        if self.wants_tls and self.allows_no_token:
+            raise InvalidArgument(
+                "--tls and --no-token exclude each other: the secret says which certificates belong to the job",
+                hint="give every node the same --token-file",
+            )
         if self.elastic is not None and self.serves_torch_store:
             raise InvalidArgument(
                 "--elastic and --torch-store exclude each other: waits in torch's store cannot be ended",
@@ -307,6 +330,14 @@ def parse_nnodes(text: str) -> int:
     if least < 1:
         raise InvalidArgument("--nnodes must be at least 1", nnodes=text)
     return least
+
+
+def parse_health(text: str) -> tuple[str, int]:
+    """Address and port of `PORT` (on loopback) or `HOST:PORT`."""
+    host, port = (LOOPBACK, int(text)) if text.isascii() and text.isdigit() else parse_endpoint(text)
+    if port is None or not 0 <= port < 2**16:
+        raise InvalidArgument("--health reads PORT or HOST:PORT", hint="for example --health 8081", health=text)
+    return host, port
 
 
 def parse_endpoint(text: str) -> tuple[str, int | None]:

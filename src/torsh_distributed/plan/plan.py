@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -93,6 +94,17 @@ class Plan(PlanSections):
         sources = [values_from_file(Path(chosen), cls)] if chosen else []
         sources += [values_from_environment(variables, cls), values_from_command_line(command_line, cls)]
         return cls._from_values(merge(sources), where=str(chosen or "plan"))
+
+    @staticmethod
+    def from_deepspeed(source: str | Path | Mapping[str, Any], **options: Any) -> tuple[Plan, Any]:
+        """The plan of a DeepSpeed config, and a `MigrationReport` with a verdict on every key of it.
+
+        Options: `world_size`, `fills` for keys that are "auto", `version` of DeepSpeed. See `migrate.deepspeed`, which
+        is looked up by name: it knows plans, and plans do not know it.
+        """
+        reader: Any = importlib.import_module("torsh_distributed.migrate.deepspeed.config.deepspeed_config")
+        found: tuple[Plan, Any] = reader.from_deepspeed(source, **options)
+        return found
 
     @classmethod
     def _from_values(cls, given: SourceValues, *, where: str) -> Self:

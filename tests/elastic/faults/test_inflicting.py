@@ -17,6 +17,8 @@ from torsh_distributed.elastic import Fault, InjectedFault, inject
 from torsh_distributed.elastic.faults.inflicting import flip_byte, inflict
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 
+pytestmark = pytest.mark.ranks
+
 
 def test_exceptions_are_those_that_are_named() -> None:
     with pytest.raises(InjectedFault, match="raise rank 0 at step 0"):

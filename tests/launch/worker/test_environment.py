@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torsh_distributed.errors import ConfigurationError, RankOutOfBounds
@@ -135,3 +137,27 @@ def test_a_rank_beyond_the_world_is_refused_with_the_numbers() -> None:
 )
 def test_the_first_node_is_read_from_slurms_list(nodelist: str, first: str) -> None:
     assert first_node(nodelist) == first
+
+
+def pbs(folder: Path, **changes: str) -> dict[str, str]:
+    """A task of pbsdsh on the second line of its host."""
+    (folder / "nodes").write_text("gpu1\ngpu1\ngpu2\ngpu2\n")
+    given = {"PBS_NODEFILE": str(folder / "nodes"), "PBS_VNODENUM": "3", "PBS_TASKNUM": "5", "PBS_JOBID": "30007.head"}
+    return {**given, **changes}
+
+
+def test_tasks_of_pbs_are_the_lines_of_its_node_file(tmp_path: Path) -> None:
+    found = read_environment(pbs(tmp_path))
+    assert (found.source, found.rank, found.world_size, found.master_addr) == ("PBS", 3, 4, "gpu1")
+    assert (found.local_rank, found.local_world_size, found.node_rank, found.master_port) == (1, 2, 1, 20007)
+
+
+def test_a_batch_script_of_pbs_is_no_rank(tmp_path: Path) -> None:
+    assert read_environment(pbs(tmp_path, PBS_VNODENUM="0", PBS_TASKNUM="1")).world_size == 1
+
+
+def test_a_node_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="PBS_VNODENUM is 4, but PBS_NODEFILE has 4 lines"):
+        read_environment(pbs(tmp_path, PBS_VNODENUM="4"))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_environment(pbs(tmp_path, PBS_NODEFILE=str(tmp_path / "none")))

@@ -228,6 +228,7 @@ def export_to_wandb(folder: Path) -> None:
     exporter.close(view)
 
 
+@pytest.mark.ranks
 @pytest.mark.needs_library("wandb")
 def test_wandb_takes_the_curve(tmp_path: Path) -> None:
     in_a_process_of_its_own(export_to_wandb, tmp_path)
@@ -248,6 +249,7 @@ def export_to_mlflow(folder: Path) -> None:
     assert [point.step for point in history] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.ranks
 @pytest.mark.needs_library("mlflow")
 def test_mlflow_takes_the_curve(tmp_path: Path) -> None:
     in_a_process_of_its_own(export_to_mlflow, tmp_path)

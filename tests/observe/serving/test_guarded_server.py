@@ -17,6 +17,8 @@ from torsh_distributed.observe.page.page_routes import page_routes
 from torsh_distributed.observe.serving import guarded_server
 from torsh_distributed.observe.serving.guarded_server import GuardedServer
 
+pytestmark = pytest.mark.ranks
+
 
 class Page:
     def __init__(self, server: GuardedServer, acknowledged: list[str]) -> None:

@@ -93,6 +93,7 @@ def test_a_model_without_blocks_is_refused_with_what_to_write() -> None:
         anatomy_of(nn.Bilinear(2, 2, 2))
 
 
+@pytest.mark.ranks
 def test_transformers_is_not_imported() -> None:
     code = "import sys, torsh_distributed.parallel.models.anatomy; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torsh_distributed.parallel.offload import OffloadStats, PagedDataParallel
 from torsh_distributed.plan.sections.offload import OffloadConfig
 from torsh_distributed.train.demos.gpt import CharGPT
 
-STEPS, VOCABULARY = 20, 24
+STEPS, VOCABULARY = 10, 24
 KB = 1 / 2**20
 """In GB: budgets in tests are kilobytes."""
 
@@ -81,6 +82,7 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
+@functools.cache
 def plain(name: str = "gpt", *, clip: float | None = None, size: int = 4) -> list[float]:
     """The expected losses, from plain torch."""
     model, optimizer = build(name)

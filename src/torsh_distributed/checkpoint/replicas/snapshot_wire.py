@@ -5,7 +5,7 @@
     header length (4) | payload length (8) | header: MessagePack map | signature (32), if signed | payload
 
 The header has the payload's hash: xxh3_128 between processes of one machine, SHA-256 across a network, where the header
-is signed (see `comm.trust.handshake`).
+is signed (see `comm.trust.handshake`), or everything is encrypted if the job is under TLS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import msgpack
 import xxhash
 
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.comm.trust.socket_peers import is_same_machine
+from torsh_distributed.comm.trust.tls_channel import encrypted
 
 CHUNK_BYTES = 8 << 20
 _MAGIC = b"TORSHREP"
@@ -57,7 +59,11 @@ class SnapshotConnection:
     def _greeted(cls, sock: socket.socket, secret: bytes, *, is_server: bool) -> Self:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = Handshake(secret, _MAGIC, is_server=is_server, wants_signing=not is_same_machine(sock))
+            is_open = not is_same_machine(sock)
+            tls = find_tls() if is_open else None
+            if tls is not None:
+                sock, secret = encrypted(sock, tls, secret, is_server=is_server)
+            handshake = Handshake(secret, _MAGIC, is_server=is_server, wants_signing=is_open and tls is None)
             sock.sendall(handshake.opening)
             for length in (HELLO_BYTES, MAC_BYTES) if is_server else (HELLO_BYTES + MAC_BYTES,):
                 data = bytearray(length)

@@ -59,6 +59,7 @@ from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.comm.serialization import serialize
+from torsh_distributed.comm.trust.encrypted_backends import background_backend
 from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import HeldState
 
@@ -230,9 +231,9 @@ class CheckpointWriter:
         """Agree on who writes what, and raise if an upload has failed: those count that rank 0 has seen the end of."""
         if self._group is not None and self._channel is None:
             ranks = dist.get_process_group_ranks(self._group)
-            self._channel = group_over(ranks, backend="gloo", timeout=_WRITE_TIMEOUT)
+            self._channel = group_over(ranks, backend=background_backend(), timeout=_WRITE_TIMEOUT)
             if self._uploads is not None:
-                self._uploads.open(group_over(ranks, backend="gloo", timeout=_WRITE_TIMEOUT))
+                self._uploads.open(group_over(ranks, backend=background_backend(), timeout=_WRITE_TIMEOUT))
         finished = 0 if self._uploads is None else self._uploads.num_finished
         has_changed, (self._job, finished) = self._boxes.update(state.tensors, [self._job, finished])
         if self._uploads is not None:

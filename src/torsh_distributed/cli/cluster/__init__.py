@@ -1,1 +1,1 @@
-"""Jobs on clusters: `torsh submit`, `torsh jobs`, `torsh logs`, `torsh cancel`."""
+"""Jobs on clusters: `torsh submit`, `torsh jobs`, `torsh logs`, `torsh cancel`, `torsh render`."""

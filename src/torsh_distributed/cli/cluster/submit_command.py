@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.cli.run import (
+from torsh_distributed.cli.run.option_values import elastic_spec, entry_kind, planned_elastic, read_plan
+from torsh_distributed.cli.run.options import (
     CONTEXT_SETTINGS,
     Elastic,
     LossPolicy,
@@ -17,10 +18,6 @@ from torsh_distributed.cli.run import (
     NoPython,
     Script,
     ScriptArgs,
-    elastic_spec,
-    entry_kind,
-    planned_elastic,
-    read_plan,
 )
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import Entry, parse_nproc
@@ -143,7 +140,7 @@ def submit(
         memory_per_worker=memory_per_worker,
         plan=None if plan is None else plan.resolve(),
         working_dir=(working_dir or Path.cwd()).resolve(),
-        env=_variables(env or ()),
+        env=given_variables(env or ()),
         time_limit_s=None if time_limit is None else parse_duration(time_limit),
         max_restarts=max_restarts,
         elastic=elastic_spec(
@@ -163,7 +160,7 @@ def submit(
     typer.echo(job.name)
 
 
-def _variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
+def given_variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
     """Variables from `NAME=VALUE`, and from `NAME` with this process's value, which then is on no command line."""
     import os
 

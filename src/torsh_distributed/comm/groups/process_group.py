@@ -27,6 +27,7 @@ from torsh_distributed.comm.groups.abort import forget_group, forming, remember_
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
+from torsh_distributed.comm.trust.encrypted_backends import require_encryption
 from torsh_distributed.errors import (
     BackendNotInitialized,
     InvalidArgument,
@@ -99,6 +100,8 @@ def start_world(
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+    if not roster.shares_loopback:
+        require_encryption(chosen)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
         _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+_LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK = "lo"
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variables that name the interface to torch's backends, and how; nccl takes a bare name for a prefix of names."""
@@ -112,6 +113,19 @@ def tell_backends(interface: str | None, environ: MutableMapping[str, str]) -> t
     added = {name: value for name, value in interface_variables(interface).items() if name not in environ}
     environ.update(added)
     return tuple(added)
+
+
+def listening_address(environ: Mapping[str, str]) -> str:
+    """Where a rank listens for ranks on other hosts: on the interface that the launcher or the user named.
+
+    Without one it is the address that reaches the master, loopback if that is on this host.
+    """
+    interface = environ.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        for name, address in _owned_addresses():
+            if name == interface and not (address.is_link_local and address.version == 6):
+                return str(address)
+    return address_towards(environ.get("MASTER_ADDR", _LOOPBACK_ADDRESS)) or _LOOPBACK_ADDRESS
 
 
 def gloo_address(environ: Mapping[str, str]) -> str | None:

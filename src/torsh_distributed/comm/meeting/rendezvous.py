@@ -27,6 +27,7 @@ from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.store.tcp.tcp_server import tcp_url
 from torsh_distributed.comm.trust.job_secret import job_secret
+from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import (
     CommunicationError,
     ConfigurationError,
@@ -109,6 +110,12 @@ def open_store(
     if secret is not None:
         return open_store_at(
             tcp_url(host, port), timeout_s=timeout_s, is_server=is_host, token=secret.decode(), retry=policy
+        )
+    if find_tls() is not None:
+        raise ConfigurationError(
+            "this job is to be under TLS, and torch's store, which it would meet in, has none",
+            hint="start it with `torsh run --tls`, or give all ranks the job's secret (TORSH_SECRET_FILE)",
+            master_addr=host,
         )
     if is_host:
         listener = _listen(host, port)

@@ -12,6 +12,7 @@ from torsh_distributed.comm.store.memory import MemoryKeyspace
 from torsh_distributed.comm.store.redis import RedisKeyspace
 from torsh_distributed.comm.store.store import Store
 from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
+from torsh_distributed.comm.trust.job_tls import find_tls
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.plan.sections.retry import RetryConfig
 
@@ -78,7 +79,11 @@ def _open_keyspace(
             host, port = _host_and_port(url, parts)
             if port == 0 and not is_server:
                 raise InvalidArgument("port 0 is for the server; a client needs the real one", url=url)
-            return TcpKeyspace((host, port), timeout_s=timeout_s, is_server=is_server, token=token, policy=policy)
+            # A job under TLS has a secret, and all its stores between nodes are encrypted.
+            tls = find_tls() if token is not None else None
+            return TcpKeyspace(
+                (host, port), timeout_s=timeout_s, is_server=is_server, token=token, policy=policy, tls=tls
+            )
         case "unix":
             return TcpKeyspace(str(_file_path(url, parts)), timeout_s=timeout_s, token=token, policy=policy)
         case "redis" | "rediss":

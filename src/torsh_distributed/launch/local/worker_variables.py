@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.comm.meeting.network_interface import interface_variables
+from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
 from torsh_distributed.comm.trust.job_secret import STORE_VARIABLE, without_secrets
+from torsh_distributed.comm.trust.job_tls import (
+    AUTHORITY_VARIABLE,
+    CERTIFICATE_VARIABLE,
+    KEY_VARIABLE,
+    plain_transports_off,
+)
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.ports import port_variables
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
@@ -34,11 +41,15 @@ _PERSONAL = (
     "TORSH_MASTER_ADDR",
     "TORSH_MASTER_PORT",
     # Of a job around this one.
+    CERTIFICATE_VARIABLE,
+    KEY_VARIABLE,
+    AUTHORITY_VARIABLE,
     METRICS_VARIABLE,
     STORE_VARIABLE,
     MEMBER_VARIABLE,
     JOIN_VARIABLE,
     BEAT_VARIABLE,
+    KEPT_MEMORY_VARIABLE,
 )
 
 
@@ -101,6 +112,10 @@ def worker_environment(
         TORSH_SECRET_FILE=str(secret_file),
         PYTHONPATH=os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), base.get("PYTHONPATH")))),
     )
+    if spec.tls is not None:
+        env.update(spec.tls.variables())
+        if spec.nnodes > 1:
+            env.update(plain_transports_off(spec.tls))
     if spec.port_range is not None:
         env.update(port_variables(spec.port_range, base))
     if spec.elastic is not None:

@@ -97,7 +97,7 @@ class Follower:
             sock.close()
             self._retry_connect(os.strerror(code))
             return
-        self._connection = Connection(self._loop, sock, self._token, is_server=False)
+        self._connection = Connection(self._loop, sock, self._token, is_server=False, tls=self._spec.tls)
         self._connection.on_message = self._receive
         self._connection.on_close = self._lose
         # Whoever answers here must prove the secret and let this node in soon; it may not be node 0.
@@ -145,7 +145,7 @@ class Follower:
             raise OperationTimeout(
                 f"this node could not join {self._where} within {self._spec.join_timeout_s:g} s: {self._last_problem}",
                 hint=(
-                    "every node needs the same --token-file or TORSH_JOB_TOKEN"
+                    "every node needs the same --token-file or TORSH_JOB_TOKEN, and --tls if the others have it"
                     if "let this node in" in self._last_problem
                     else "start `torsh run` with --node-rank 0 there; check --master-addr, --master-port and firewalls"
                 ),

@@ -96,7 +96,7 @@ class LauncherListener:
         except OSError:
             # The client left before it was accepted.
             return
-        connection = Connection(self._loop, sock, self._token, is_server=True)
+        connection = Connection(self._loop, sock, self._token, is_server=True, tls=self._spec.tls)
         connection.on_message = partial(self._handle_join_request, connection)
         connection.on_close = partial(self._turn_away, connection)
         too_slow = partial(self._turn_away, connection, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")

@@ -219,7 +219,7 @@ class Leader:
             self._close_listeners()
             self._listener = self._listen(address, port)
         if self._store is None:
-            self._store = StoreProcess(self._token)
+            self._store = StoreProcess(self._token, tls=self._spec.tls)
             self._loop.watch(self._store.pidfd, self._lose_store)
             self._loop.watch(self._store.reports.fileno(), self._show_report)
         path = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
+from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
+from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
@@ -64,6 +67,13 @@ class Node:
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
         self._guardian.remove_directory(self.directory)
+        self._kept_memory = make_kept_memory() if spec.elastic is not None or spec.max_restarts > 0 else None
+        if self._kept_memory is not None:
+            self._guardian.remove_directory(self._kept_memory)
+        if spec.wants_tls and spec.tls is None:
+            spec = dataclasses.replace(spec, tls=make_certificate(self.directory))
+        self.spec = spec
+        """The job, with what was made for it here."""
         secret_file = self.directory / "secret"
         write_secret_file(secret_file, token)
         self._spare = _spare(spec, loop, self._guardian, output)
@@ -74,6 +84,7 @@ class Node:
             output=output,
             guardian=self._guardian,
             directory=self.directory,
+            kept_memory=self._kept_memory,
             mark=mark,
             secret_file=secret_file,
             oom_counter=find_oom_counter(),
@@ -93,6 +104,11 @@ class Node:
         self._is_ending = False
         self.report: Callable[[FromNode], None] = _ignore
         """Sends a report to the leader; set once the leader is known."""
+
+    def count_workers(self) -> tuple[int, int]:
+        """Workers of this node that run, and how many there should be; none run any more once the job is ending."""
+        is_up = self._attempt is not None and not (self._is_interrupted or self._is_ending)
+        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.nproc_per_node
 
     def handle(self, message: FromLeader) -> None:
         """Carry out a record of the leader."""
@@ -357,6 +373,8 @@ class Node:
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._kept_memory is not None:
+            shutil.rmtree(self._kept_memory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 

@@ -2,7 +2,8 @@
 
 Both ends prove the job's secret first (see `comm.trust.handshake`). A record on the wire: length (4 bytes, big-endian),
 HMAC-SHA256 over direction, sequence number and body, body (JSON); so without the secret a record can be neither forged,
-replayed nor reflected. It is not encrypted: records contain no secret.
+replayed nor reflected. It is not encrypted, as records contain no secret, unless the job asks for TLS: then the proof
+is bound to the certificate of the leader (see `comm.trust.job_tls`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes.records import Message, decode, encode
+
+if TYPE_CHECKING:
+    from torsh_distributed.comm.trust.tls_channel import TlsChannel
 
 _MAGIC = b"TORSHLN2"
 _LENGTH = struct.Struct("!I")
@@ -31,8 +37,9 @@ class BadRecord(Exception):
 class RecordCodec:
     """Turns messages into signed bytes and back, for one end of one connection. Pure."""
 
-    def __init__(self, token: str, *, is_server: bool) -> None:
-        self._handshake = Handshake(token.encode(), _MAGIC, is_server=is_server, wants_signing=True)
+    def __init__(self, token: str | bytes, *, is_server: bool) -> None:
+        secret = token.encode() if isinstance(token, str) else token
+        self._handshake = Handshake(secret, _MAGIC, is_server=is_server, wants_signing=True)
         self._outgoing = self._handshake.opening
         self._sending: Signer | None = None
         self._receiving: Signer | None = None
@@ -97,19 +104,36 @@ class Connection:
     or sends something else, but not after `close`. Set both before the loop runs again.
     """
 
-    def __init__(self, loop: Loop, sock: socket.socket, token: str, *, is_server: bool) -> None:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, token: str, *, is_server: bool, tls: JobTls | None = None
+    ) -> None:
         self.on_message: Callable[[Message], None] = lambda _: None
         self.on_close: Callable[[str], None] = lambda _: None
         self.last_heard_s = time.monotonic()
         self._loop = loop
-        self._sock = sock
-        self._codec = RecordCodec(token, is_server=is_server)
+        self._sock: socket.socket | TlsChannel = sock
         self._waiting: list[Message] = []
-        self._outgoing = bytearray(self._codec.take_outgoing())
+        self._outgoing = bytearray()
         self._is_open = True
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop.watch(sock.fileno(), self._serve, writable=True)
+        self._secret = token.encode()
+        self._codec: RecordCodec | None = None
+        """None while a client does not know the certificate yet that its proof is bound to."""
+        if tls is None:
+            self._begin(self._secret, is_server=is_server)
+        else:
+            from torsh_distributed.comm.trust.tls_channel import TlsChannel
+
+            context = tls.server_context() if is_server else tls.client_context()
+            self._sock = TlsChannel(sock, context, is_server=is_server)
+            if is_server:
+                self._begin(bound_secret(self._secret, tls.own_digest()), is_server=True)
+        loop.watch(self._sock.fileno(), self._serve, writable=True)
+
+    def _begin(self, secret: bytes, *, is_server: bool) -> None:
+        self._codec = RecordCodec(secret, is_server=is_server)
+        self._outgoing += self._codec.take_outgoing()
 
     def send(self, message: Message) -> None:
         """Queue a record, to be sent as fast as the other end reads. Dropped if the connection is closed."""
@@ -120,14 +144,27 @@ class Connection:
         self._loop.watch(self._sock.fileno(), self._serve, writable=True)
 
     def _seal_waiting(self) -> None:
+        if self._codec is None:
+            return
         self._outgoing += self._codec.take_outgoing()
         if self._codec.is_ready:
             for message in self._waiting:
                 self._outgoing += self._codec.seal(message)
             self._waiting = []
 
+    def _meet_server(self) -> None:
+        """Go on with the handshake of TLS as a client; its end tells which certificate the proof is bound to."""
+        assert not isinstance(self._sock, socket.socket), "only TLS delays the proof"
+        if not self._sock.advance():
+            self._loop.watch(self._sock.fileno(), self._serve)
+            raise BlockingIOError
+        self._begin(bound_secret(self._secret, self._sock.peer_digest()), is_server=False)
+
     def _serve(self) -> None:
         try:
+            if self._codec is None:
+                self._meet_server()
+            assert self._codec is not None, "made by now"
             self._write()
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:

@@ -16,6 +16,11 @@ import resource
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torsh_distributed.comm.trust.job_tls import JobTls
 
 _EXIT_WAIT_S = 5.0
 _MAX_MESSAGE_BYTES = 2**16
@@ -28,14 +33,16 @@ class StoreProcess:
     It watches `reports` too, for lines about connections that were refused.
     """
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, *, tls: JobTls | None = None) -> None:
         from torsh_distributed.launch.local.guardian import start_shielded
+
+        files = [] if tls is None else [str(path) for path in (tls.certificate, tls.key, tls.authority) if path]
 
         self.reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # A session of its own: Ctrl-C is for the workers, which may still need the store to end well.
             try:
-                self._process = start_shielded([sys.executable, "-P", __file__], stdin=theirs.fileno())
+                self._process = start_shielded([sys.executable, "-P", __file__, *files], stdin=theirs.fileno())
             except OSError as error:
                 self.reports.close()
                 from torsh_distributed.errors import IoError
@@ -86,7 +93,8 @@ def main() -> None:
 
     _raise_file_limit()
     control = socket.socket(fileno=0)
-    loop = StoreLoop(control.recv(_MAX_MESSAGE_BYTES), report=lambda line: _tell(control, line))
+    secret = control.recv(_MAX_MESSAGE_BYTES)
+    loop = StoreLoop(secret, report=lambda line: _tell(control, line), tls=_tls(sys.argv[1:]))
     torch_stores: list[object] = []
 
     def obey() -> None:
@@ -102,6 +110,16 @@ def main() -> None:
 
     loop.watch(control.fileno(), obey)
     loop.run()
+
+
+def _tls(files: list[str]) -> JobTls | None:
+    """Certificate, key and authority, whose paths are no secret."""
+    if not files:
+        return None
+    from torsh_distributed.comm.trust.job_tls import JobTls
+
+    certificate, key, *authority = map(Path, files)
+    return JobTls(certificate=certificate, key=key, authority=authority[0] if authority else None)
 
 
 def _tell(control: socket.socket, line: str) -> None:

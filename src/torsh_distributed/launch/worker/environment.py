@@ -1,15 +1,17 @@
 """This process's place in its job, read from the launcher's environment variables in one place, once.
 
 One function per launcher. The order is: `torsh run`, torchrun, variables set by hand,
-Open MPI, MPICH, SLURM; none of them means a world of one. TORSH_* variables override single values.
+Open MPI, MPICH, SLURM, PBS; none of them means a world of one. TORSH_* variables override single values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -93,7 +95,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         master_addr=variables.text("MASTER_ADDR") or _LOOPBACK,
         master_port=variables.number("MASTER_PORT", DEFAULT_PORT),
     )
-    for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm):
+    for detect in (_torsh_run, _torchrun, _by_hand, _open_mpi, _mpich, _slurm, _pbs):
         detected = detect(variables)
         if detected is not None:
             found = detected
@@ -254,6 +256,48 @@ def _slurm(variables: _Variables) -> Environment | None:
         master_port=variables.number("MASTER_PORT", 10_000 + job_id % 20_000),
         attempt=variables.number("SLURM_RESTART_COUNT", 0),
     )
+
+
+def _pbs(variables: _Variables) -> Environment | None:
+    """Tasks of pbsdsh: one for each line of PBS_NODEFILE. A batch script has the same variables, but is task 1."""
+    path = variables.text("PBS_NODEFILE")
+    if path is None or not variables.has("PBS_VNODENUM") or variables.number("PBS_TASKNUM", 1) < 2:
+        return None
+    hosts = read_node_file(path)
+    rank = variables.number("PBS_VNODENUM")
+    if not 0 <= rank < len(hosts):
+        raise ConfigurationError(
+            f"PBS_VNODENUM is {rank}, but PBS_NODEFILE has {len(hosts)} lines",
+            hint="ranks are the lines of that file: ask for as many with -l select=N:mpiprocs=M",
+            PBS_NODEFILE=path,
+        )
+    job_id = re.match(r"\d+", variables.text("PBS_JOBID") or "")
+    return Environment(
+        source="PBS",
+        rank=rank,
+        world_size=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        node_rank=list(dict.fromkeys(hosts)).index(hosts[rank]),
+        master_addr=variables.text("MASTER_ADDR") or hosts[0],
+        # Jobs share nodes: a port derived from the job's number keeps them apart.
+        master_port=variables.number("MASTER_PORT", 10_000 + int(job_id[0] if job_id else 0) % 20_000),
+    )
+
+
+def read_node_file(path: str) -> list[str]:
+    """The lines of PBS_NODEFILE: the host of every rank, in order."""
+    try:
+        hosts = Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"PBS_NODEFILE cannot be read: {error}",
+            hint="it is on the first node of the job; share it, or use `torsh render pbs`, which needs it there alone",
+            PBS_NODEFILE=path,
+        ) from error
+    if not hosts:
+        raise ConfigurationError("PBS_NODEFILE is empty", PBS_NODEFILE=path)
+    return hosts
 
 
 def first_node(nodelist: str) -> str:

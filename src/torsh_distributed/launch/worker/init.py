@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 def init(plan: Plan | None = None, *, backend: str | None = None, timeout_s: float | None = None) -> Environment:
     """Join the job this process was started for, under any launcher; every rank calls this once.
 
-    Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, or RANK and WORLD_SIZE; with none of them the
-    world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
+    Reads the variables of `torsh run`, torchrun, Open MPI, MPICH, SLURM, PBS, or RANK and WORLD_SIZE; with none of them
+    the world has one rank. Arguments win over TORSH_INIT_TIMEOUT, that over the plan, the plan over the defaults.
     Returns the place that was found and where it was found.
     """
     chosen = plan or Plan()

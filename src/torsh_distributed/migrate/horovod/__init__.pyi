@@ -33,6 +33,8 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import reducescat
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compression as Compression
 from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object as allgather_object
 from torsh_distributed.migrate.horovod.collectives.object_calls import broadcast_object as broadcast_object
+from torsh_distributed.migrate.horovod.collectives.operation_submission import poll as poll
+from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize as synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum as Adasum
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average as Average
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Max as Max
@@ -40,8 +42,6 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import Min as
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Product as Product
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Sum as Sum
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async as sparse_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.submission import poll as poll
-from torsh_distributed.migrate.horovod.collectives.submission import synchronize as synchronize
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allgather as allgather
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allreduce as allreduce
 from torsh_distributed.migrate.horovod.collectives.sync_calls import allreduce_ as allreduce_

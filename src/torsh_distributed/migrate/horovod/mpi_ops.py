@@ -40,9 +40,9 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import (
     grouped_reducescatter_async,
     reducescatter_async,
 )
+from torsh_distributed.migrate.horovod.collectives.operation_submission import poll, synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum, Average, Max, Min, Product, Sum
 from torsh_distributed.migrate.horovod.collectives.sparse_calls import sparse_allreduce_async
-from torsh_distributed.migrate.horovod.collectives.submission import poll, synchronize
 from torsh_distributed.migrate.horovod.collectives.sync_calls import (
     allgather,
     allreduce,

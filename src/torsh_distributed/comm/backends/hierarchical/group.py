@@ -1,7 +1,8 @@
-"""Making a torsh group: find the nodes, share memory on each, connect them with gloo."""
+"""Making a torsh group: find the nodes, share memory on each, connect them with gloo, or under TLS if asked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup
 from torsh_distributed.comm.backends.hierarchical.nodes import find_layout
-from torsh_distributed.comm.backends.hierarchical.wire import HierarchicalWire
+from torsh_distributed.comm.backends.hierarchical.tls_group import TlsInterNodeGroup
+from torsh_distributed.comm.backends.hierarchical.wire import BetweenNodes, HierarchicalWire
 from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.backends.wire import Wire
+from torsh_distributed.comm.trust.job_tls import find_tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,20 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
         options=chosen.shm,
     )
     if len(layout.nodes) > 1:
+        tls = find_tls()
+
+        def between(name: str, members: Sequence[int], *, native: Any | None = None) -> BetweenNodes:
+            its_store = dist.PrefixStore(name, store)
+            if tls is not None:
+                return TlsInterNodeGroup(its_store, members, rank, timeout, tls=tls)
+            return InterNodeGroup(its_store, members, rank, timeout, native)
+
         shard_group = None
         if layout.position < layout.num_shards:
             members = [ranks[layout.position] for ranks in layout.nodes]
             native = load_native() if chosen.shm.core != "portable" else None
-            shard_store = dist.PrefixStore(f"shard/{layout.position}", store)
-            shard_group = InterNodeGroup(shard_store, members, rank, timeout, native)
-        all_ranks = InterNodeGroup(dist.PrefixStore("all", store), range(options.group_size), rank, timeout)
-        wire = HierarchicalWire(layout, wire, shard_group, all_ranks)
+            shard_group = between(f"shard/{layout.position}", members, native=native)
+        wire = HierarchicalWire(layout, wire, shard_group, between("all", range(options.group_size)))
     group = TorshProcessGroup(store, wire, timeout)
     group.title = "torsh"  # on one node the wire is shm's
     return group

@@ -88,6 +88,10 @@ class InterNodeGroup:
         options.reduceOp = dist.ReduceOp(op.to_torch())
         return PendingAllReduce((self._group.allreduce([buffer], options),), buffer, None, op)
 
+    def all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call) -> None:
+        """Fold `buffer` over the group, in place."""
+        self.finish(self.start_all_reduce(buffer, op, call, is_alone=True), call)
+
     def finish(self, pending: PendingAllReduce, call: Call) -> None:
         """Wait until the call's deadline; the buffer then holds the result."""
         for work in pending.works:

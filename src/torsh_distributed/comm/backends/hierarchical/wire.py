@@ -9,15 +9,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed.comm.backends.handles import PendingWork
-from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup, PendingAllReduce
+from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup
 from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
+from torsh_distributed.comm.backends.hierarchical.tls_group import TlsInterNodeGroup
 from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.reduce_op import ReduceOp
@@ -33,6 +34,10 @@ _EDGE_BYTES = 256 * 1024
 _ALONE_BYTES = 1024 * 1024
 
 
+BetweenNodes = InterNodeGroup | TlsInterNodeGroup
+"""Ranks of several nodes: over gloo, or encrypted."""
+
+
 class HierarchicalWire(Wire):
     """Ranks on several nodes: `node` joins those of this node, `shard_group` those at this position of every node.
 
@@ -42,7 +47,7 @@ class HierarchicalWire(Wire):
     name: ClassVar[str] = "torsh"
 
     def __init__(
-        self, layout: NodeLayout, node: Wire, shard_group: InterNodeGroup | None, all_ranks: InterNodeGroup
+        self, layout: NodeLayout, node: Wire, shard_group: BetweenNodes | None, all_ranks: BetweenNodes
     ) -> None:
         self.rank = layout.rank
         self.num_ranks = sum(map(len, layout.nodes))
@@ -55,7 +60,9 @@ class HierarchicalWire(Wire):
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         folded = _without_mean(op)
-        return self._node.supports(folded, dtype) and (folded, dtype) in gloo_reductions()
+        # Under TLS the ranks fold themselves what they can on a node.
+        is_ours = isinstance(self._all_ranks, TlsInterNodeGroup)
+        return self._node.supports(folded, dtype) and (is_ours or (folded, dtype) in gloo_reductions())
 
     @override
     def barrier(self, call: Call) -> None:
@@ -77,11 +84,12 @@ class HierarchicalWire(Wire):
     def _fold_to_leaders(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """The fold over all ranks, in the buffer of each node's first rank."""
         self._node.reduce(flat, op, 0, call)
-        self._led(lambda group: group.finish(group.start_all_reduce(flat, op, call, is_alone=True), call))
+        self._led(lambda group: group.all_reduce(flat, op, call))
 
     def _all_reduce_in_shards(self, flat: Tensor, op: ReduceOp, call: Call) -> None:
         """For each piece: reduce-scatter on the node, fold the shards between nodes, all-gather on the node."""
-        pending: list[tuple[list[Tensor], Tensor, PendingAllReduce | None]] = []
+        # Any: what has been started is the group's own kind of handle.
+        pending: list[tuple[list[Tensor], Tensor, Any]] = []
         is_alone, started_s, link_bytes = flat.nbytes <= _ALONE_BYTES, 0.0, 0
         for piece in [flat] if is_alone else torch.split(flat, _piece_numels(flat)):
             shards = self._shards(piece)
@@ -233,8 +241,11 @@ class HierarchicalWire(Wire):
     @override
     def close(self) -> None:
         self._node.close()
+        for group in (self._shard_group, self._all_ranks):
+            if isinstance(group, TlsInterNodeGroup):
+                group.close()
 
-    def _led(self, act: Callable[[InterNodeGroup], None]) -> None:
+    def _led(self, act: Callable[[BetweenNodes], None]) -> None:
         """Run `act` on the leader of each node, in the group of the first shard."""
         if self._is_leader:
             assert self._shard_group is not None, "position 0 carries a shard in every layout"

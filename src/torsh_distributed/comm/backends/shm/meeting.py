@@ -105,4 +105,12 @@ class ShmMeeting:
             raise BackendError(
                 "rank 0 could not create the shared memory", hint="look at that rank's error", backend="shm"
             )
-        return SharedSegment.open(SegmentAddress(**address))
+        try:
+            found = SegmentAddress(**address)
+        except TypeError as error:
+            raise BackendError(
+                "what the store has in place of the segment's address is none",
+                hint="someone else writes to the store of this job: leave out --torch-store",
+                backend="shm",
+            ) from error
+        return SharedSegment.open(found)

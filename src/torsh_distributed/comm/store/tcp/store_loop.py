@@ -15,18 +15,25 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torsh_distributed.comm.store.table import Table
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.store.tcp.tcp_protocol import TcpField
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_name, peer_uid
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from torsh_distributed.comm.trust.tls_channel import TlsChannel
+
 _READ_BYTES = 2**16
 _LARGE_READ_BYTES = 2**20
 _ACCEPTS_PER_TURN = 32
+_CHANCE_S = 0.5
+"""How long a stranger keeps its place while others wait to be accepted; a busy member may take that long to answer."""
 # torch's server closes the connection if a client's first message arrives in pieces, so it is forwarded whole.
 _TORCH_OPENING_BYTES = 5
 _HEADER_BYTES = tcp_protocol.FRAME_HEADER.size
@@ -41,7 +48,7 @@ class _StorePeer:
     __slots__ = ("address", "handshake", "inbox", "is_open", "is_ours", "outbox", "receiving", "sending", "sock")
 
     def __init__(self, sock: socket.socket, address: str) -> None:
-        self.sock = sock
+        self.sock: socket.socket | TlsChannel = sock
         self.address = address
         self.handshake: Handshake | None = None
         self.receiving: Signer | None = None
@@ -68,10 +75,20 @@ class StoreLoop:
 
     `secret` is what clients must prove; without one `b""` lets in everyone who speaks the protocol. `forward` takes
     connections of plain torch clients; without it they are refused. `report` gets a line about refused connections.
+    With `tls`, connections from other machines must be encrypted.
     """
 
-    def __init__(self, secret: bytes, *, report: Callable[[str], None], forward: TorchForwarder | None = None) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        report: Callable[[str], None],
+        forward: TorchForwarder | None = None,
+        tls: JobTls | None = None,
+    ) -> None:
         self._secret = secret
+        self._tls = None if tls is None else tls.server_context()
+        self._tls_secret = secret if tls is None else bound_secret(secret, tls.own_digest())
         self._report = report
         self._forward = forward
         self._table = Table()
@@ -83,6 +100,7 @@ class StoreLoop:
         self._proof_deadlines: deque[tuple[float, _StorePeer]] = deque()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listeners: list[socket.socket] = []
+        self._paused_until_s: float | None = None
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_over = False
@@ -99,6 +117,7 @@ class StoreLoop:
             self._drop(peer)
         for listener in self._listeners:
             self._forget(listener)
+        self._paused_until_s = None
         self._table = Table()
         self._waiting.clear()
         self._deadlines.clear()
@@ -147,6 +166,8 @@ class StoreLoop:
             if peer in self._strangers:
                 self._refuse(peer, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
         due_s = self._strangers.summary_due_s(now_s)
+        if self._paused_until_s is not None and self._paused_until_s <= now_s:
+            self._accept_again()
         if due_s is not None and due_s <= now_s:
             self._report(self._strangers.summary(now_s))
             due_s = None
@@ -155,12 +176,16 @@ class StoreLoop:
             moments.append(self._deadlines[0][0])
         if self._proof_deadlines:
             moments.append(self._proof_deadlines[0][0])
+        if self._paused_until_s is not None:
+            moments.append(self._paused_until_s)
         return max(0.0, min(moments) - now_s) if moments else None
 
     # Strangers, until they have proved the secret
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
+            if self._strangers.is_full and self._pauses():
+                return
             try:
                 sock, _ = listener.accept()
             except OSError:
@@ -179,9 +204,41 @@ class StoreLoop:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            is_signed = bool(self._secret) and not is_same_machine(sock)
-            peer.handshake = Handshake(self._secret, tcp_protocol.MAGIC, is_server=True, wants_signing=is_signed)
+            peer.handshake = self._new_handshake(peer, sock)
             self._proof_deadlines.append((time.monotonic() + PROOF_TIMEOUT_S, peer))
+
+    def _pauses(self) -> bool:
+        """Accept nobody while all strangers are new; whether that is so.
+
+        Why: a thousand ranks that connect at once wait in the kernel's queue and cost each other nothing. Whoever had
+        its chance to prove the secret loses its place instead, so that idle connections keep nobody out.
+        """
+        while self._proof_deadlines and self._proof_deadlines[0][1] not in self._strangers:
+            self._proof_deadlines.popleft()
+        if not self._proof_deadlines:
+            return False
+        chance_s = self._proof_deadlines[0][0] - PROOF_TIMEOUT_S + _CHANCE_S
+        if chance_s <= time.monotonic():
+            return False
+        self._paused_until_s = chance_s
+        for listener in self._listeners:
+            self._epoll.modify(listener.fileno(), 0)
+        return True
+
+    def _accept_again(self) -> None:
+        self._paused_until_s = None
+        for listener in self._listeners:
+            self._epoll.modify(listener.fileno(), select.EPOLLIN)
+
+    def _new_handshake(self, peer: _StorePeer, sock: socket.socket) -> Handshake:
+        """The proof that is asked for; beyond this machine under TLS, or with every later message signed."""
+        if self._tls is None or is_same_machine(sock):
+            is_signed = bool(self._secret) and not is_same_machine(sock)
+            return Handshake(self._secret, tcp_protocol.MAGIC, is_server=True, wants_signing=is_signed)
+        from torsh_distributed.comm.trust.tls_channel import TlsChannel
+
+        peer.sock = TlsChannel(sock, self._tls, is_server=True)
+        return Handshake(self._tls_secret, tcp_protocol.MAGIC, is_server=True, wants_signing=False)
 
     def _question(self, peer: _StorePeer) -> None:
         """Take the next bytes of a stranger."""
@@ -211,6 +268,8 @@ class StoreLoop:
             return
         if handshake.is_done:
             self._strangers.release(peer)
+            if self._paused_until_s is not None:
+                self._accept_again()
             signers = handshake.signers()
             if signers is not None:
                 peer.sending, peer.receiving = signers
@@ -225,6 +284,7 @@ class StoreLoop:
         peer.is_ours = tcp_protocol.MAGIC.startswith(peer.inbox[:_TORCH_OPENING_BYTES])
         if peer.is_ours or len(peer.inbox) < _TORCH_OPENING_BYTES:
             return not peer.is_ours
+        assert isinstance(peer.sock, socket.socket), "a server with TLS forwards nobody"
         self._strangers.release(peer)
         self._epoll.unregister(peer.sock.fileno())
         del self._peers[peer.sock.fileno()]
@@ -234,6 +294,8 @@ class StoreLoop:
 
     def _refuse(self, peer: _StorePeer, reason: str) -> None:
         self._strangers.refuse(peer, reason)
+        if self._paused_until_s is not None:
+            self._accept_again()
         self._drop(peer)
 
     # Members

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -22,6 +23,7 @@ from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.store.tcp.tcp_protocol import ADD, CHECK, DONE, GET, INVALID, SET, TcpField
 from torsh_distributed.comm.store.tcp.tcp_server import TcpStoreServer, tcp_url
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake, NotAMember, Signer
+from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.comm.trust.socket_peers import is_same_machine, peer_uid
 from torsh_distributed.errors import CommunicationError, InvalidArgument, OperationTimeout, TorshError
 from torsh_distributed.plan.sections.retry import RetryConfig
@@ -70,13 +72,15 @@ class TcpKeyspace(Keyspace):
         is_server: bool = False,
         token: str | None = None,
         policy: RetryConfig | None = None,
+        tls: JobTls | None = None,
     ) -> None:
         self._policy = policy or RetryConfig()
+        self._tls = None if tls is None else (tls, tls.client_context())
         self._server: TcpStoreServer | None = None
         if not isinstance(address, str):
             host, port = address
             if is_server:
-                self._server = TcpStoreServer(host, port, token=token)
+                self._server = TcpStoreServer(host, port, token=token, tls=tls)
                 host, port = _ANY_ADDRESS.get(host, host), self._server.port
             address = (host, port)
         self._address = address
@@ -256,8 +260,14 @@ class TcpKeyspace(Keyspace):
                 store=self.url,
             ) from error
         try:
+            secret = self._secret
+            if self._tls is not None and not is_same_machine(sock):
+                from torsh_distributed.comm.trust.tls_channel import encrypted
+
+                sock.settimeout(min(_remaining_s(deadline), _GREETING_TIMEOUT_S))
+                sock, secret = encrypted(sock, self._tls[0], secret, is_server=False, context=self._tls[1])
             # Signed beyond this machine, and only if there is a secret to sign with.
-            connection = _StoreConnection(sock, _greet(sock, self._secret, deadline), self._timeout_s)
+            connection = _StoreConnection(sock, _greet(sock, secret, deadline), self._timeout_s)
             self._open.add(connection)
             connection.ask(_request(b"flush", ()))  # answered only to a client that was let in
             return connection
@@ -305,11 +315,16 @@ class _StoreConnection:
         self._receiving: Signer | None = signers[1] if signers else None
         self._overhead = _HEADER_BYTES + (MAC_BYTES if signers else 0)
         self._used_s = time.monotonic()
+        self._is_tls = _is_tls(sock)
         sock.settimeout(None)
         self.limit(timeout_s)
 
     def limit(self, timeout_s: float) -> None:
         """How long a reply may take from now on."""
+        if self._is_tls:
+            # Python's TLS tries again when the kernel's own limit ends a read.
+            self._sock.settimeout(min(max(timeout_s, 1e-3), _LONGEST_SOCKET_WAIT_S))
+            return
         fraction, whole = math.modf(min(max(timeout_s, 1e-3), _LONGEST_SOCKET_WAIT_S))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(fraction * 1e6)))
@@ -353,6 +368,9 @@ class _StoreConnection:
         """
         if can_trust and time.monotonic() - self._used_s < _FRESH_S:
             return True
+        if self._is_tls:
+            # A server sends nothing unasked, so what can be read is its end.
+            return not select.select([self._sock], [], [], 0)[0]
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -364,7 +382,8 @@ class _StoreConnection:
     def cut(self) -> None:
         """From another thread: what waits for a reply returns at once."""
         with contextlib.suppress(OSError):  # closed, or never connected
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Of the socket itself: TLS's own would let a later read go on in the clear.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
@@ -387,10 +406,14 @@ def _open_socket(address: StoreAddress, timeout_s: float) -> socket.socket:
     return sock
 
 
+def _is_tls(sock: socket.socket) -> bool:
+    return hasattr(sock, "do_handshake")
+
+
 def _greet(sock: socket.socket, secret: bytes, deadline: float) -> tuple[Signer, Signer] | None:
     """Exchange proofs; the signers of the connection, if it is signed. Raises NotAMember or OSError."""
     deadline = min(deadline, time.monotonic() + _GREETING_TIMEOUT_S)
-    wants_signing = bool(secret) and not is_same_machine(sock)
+    wants_signing = bool(secret) and not is_same_machine(sock) and not _is_tls(sock)
     handshake = Handshake(secret, tcp_protocol.MAGIC, is_server=False, wants_signing=wants_signing)
     reply = handshake.opening
     expected = HELLO_BYTES + MAC_BYTES

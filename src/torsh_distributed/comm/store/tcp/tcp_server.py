@@ -14,6 +14,7 @@ from typing import Self
 
 from torsh_distributed.comm.store.tcp.store_loop import StoreLoop
 from torsh_distributed.comm.store.tcp.torch_clients import TorchForwarding
+from torsh_distributed.comm.trust.job_tls import JobTls
 from torsh_distributed.comm.trust.socket_peers import is_loopback_address
 from torsh_distributed.errors import IoError
 
@@ -27,10 +28,13 @@ class TcpStoreServer:
     """Listens on construction and serves until closed.
 
     `host` is loopback unless the caller says otherwise; port 0 takes a free one, see `.port`. With a token, only
-    clients that have it are served; plain torch clients, which cannot prove one, are refused.
+    clients that have it are served; plain torch clients, which cannot prove one, are refused. With `tls`, clients on
+    other machines must use it.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None, tls: JobTls | None = None
+    ) -> None:
         listener = _listen(host, port)
         self.host = host
         self.port: int = listener.getsockname()[1]
@@ -40,7 +44,8 @@ class TcpStoreServer:
         self._loop = StoreLoop(
             (token or "").encode(),
             report=lambda line: _log.warning("%s: %s", self.url, line),
-            forward=self._torch_clients.forward if token is None else None,
+            forward=self._torch_clients.forward if token is None and tls is None else None,
+            tls=tls,
         )
         self._loop.serve([listener])
         self._thread = threading.Thread(target=self._loop.run, name=f"torsh-store-{self.port}", daemon=True)

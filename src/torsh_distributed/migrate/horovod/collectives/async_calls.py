@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, first_result, submit
 from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Adasum,
     Average,
@@ -16,7 +17,6 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Sum,
     chosen_reduction,
 )
-from torsh_distributed.migrate.horovod.collectives.submission import all_results, first_result, submit
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, world_rank_of

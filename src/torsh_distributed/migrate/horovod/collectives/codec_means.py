@@ -12,8 +12,8 @@ from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import CodecCompressor
+from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum
-from torsh_distributed.migrate.horovod.collectives.submission import all_results, submit
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
 

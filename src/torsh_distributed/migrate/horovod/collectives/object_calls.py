@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.migrate.horovod.collectives.async_calls import allgather_async, broadcast_async_
-from torsh_distributed.migrate.horovod.collectives.submission import synchronize
+from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set
 from torsh_distributed.migrate.horovod.world_state import world
 

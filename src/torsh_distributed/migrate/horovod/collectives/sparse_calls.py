@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.async_calls import allgather_async
+from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum
-from torsh_distributed.migrate.horovod.collectives.submission import synchronize
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_size
 
 

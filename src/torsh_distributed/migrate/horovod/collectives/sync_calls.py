@@ -28,8 +28,8 @@ from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
     Compression,
     Compressor,
 )
+from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum, chosen_reduction
-from torsh_distributed.migrate.horovod.collectives.submission import synchronize
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, set_size
 from torsh_distributed.migrate.horovod.world_state import world
 

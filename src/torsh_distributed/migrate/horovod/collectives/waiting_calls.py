@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torsh_distributed.migrate.horovod.collectives.submission import submit, synchronize
+from torsh_distributed.migrate.horovod.collectives.operation_submission import submit, synchronize
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, registered_set

@@ -21,7 +21,8 @@ from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.meeting.network_interface import address_for_peers, network_identity
 from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMember, Signer
-from torsh_distributed.errors import CommunicationError, OperationTimeout
+from torsh_distributed.comm.trust.job_tls import find_tls
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, OperationTimeout
 
 _MAGIC = b"TSHVDCT1"
 _LENGTH = struct.Struct("!I")
@@ -144,6 +145,11 @@ def _listen(is_one_host: bool) -> socket.socket:
         # An abstract name: no file is left behind, and the secret keeps other users out.
         listener.bind(f"\0torsh-horovod-{os.getpid()}-{secrets.token_hex(8)}")
     else:
+        if find_tls() is not None:
+            raise FeatureNotAvailable(
+                "this job is under TLS, and the negotiation of Horovod's calls between nodes has none",
+                hint="use this library's own calls, or leave out --tls",
+            )
         master = os.environ.get("MASTER_ADDR", socket.gethostname())
         host = address_for_peers(master) or socket.gethostname()
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -15,8 +15,8 @@ from typing_extensions import override
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.async_calls import allreduce_async
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compressor
+from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum
-from torsh_distributed.migrate.horovod.collectives.submission import synchronize
 
 
 @dataclass

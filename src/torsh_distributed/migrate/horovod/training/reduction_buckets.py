@@ -23,8 +23,8 @@ from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
     Compressor,
     NoneCompressor,
 )
+from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit, synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
-from torsh_distributed.migrate.horovod.collectives.submission import all_results, submit, synchronize
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet
