@@ -26,6 +26,7 @@ from torsh_distributed.launch.spec import ElasticSpec
 
 pytestmark = [
     pytest.mark.needs_library("distributed"),
+    pytest.mark.timeout(300),
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

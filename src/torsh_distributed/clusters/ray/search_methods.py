@@ -127,9 +127,16 @@ def make_searcher(method: SearchMethod, *, metric: str, mode: str, seed: int) ->
 
 
 def make_scheduler(
-    method: SearchMethod, *, metric: str, mode: str, max_reports: int, mutations: dict[str, Any] | None, every: int
+    method: SearchMethod,
+    *,
+    metric: str,
+    mode: str,
+    max_reports: int,
+    mutations: dict[str, Any] | None = None,
+    every: int = 4,
+    waits: bool = False,
 ) -> Any:
-    """Ray Tune's scheduler; time is counted in reports."""
+    """Ray Tune's scheduler; time is counted in reports. `mutations`, `every` and `waits` are for PBT alone."""
     from ray.tune import schedulers
 
     common = {"metric": metric, "mode": mode}
@@ -151,5 +158,9 @@ def make_scheduler(
                     hint='mutations={"lr": [0.1, 0.01]}',
                 )
             return schedulers.PopulationBasedTraining(
-                **common, perturbation_interval=every, hyperparam_mutations=dict(mutations), log_config=False
+                **common,
+                perturbation_interval=every,
+                hyperparam_mutations=dict(mutations),
+                log_config=False,
+                synch=waits,
             )
