@@ -139,7 +139,8 @@ def make_scheduler(
     """Ray Tune's scheduler; time is counted in reports. `mutations`, `every` and `waits` are for PBT alone."""
     from ray.tune import schedulers
 
-    common = {"metric": metric, "mode": mode}
+    # Some of them count seconds if they are not told otherwise.
+    common = {"metric": metric, "mode": mode, "time_attr": "training_iteration"}
     match method.scheduler:
         case "fifo":
             return schedulers.FIFOScheduler()
