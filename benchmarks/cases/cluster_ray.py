@@ -41,8 +41,8 @@ def _engine_step() -> Callable[[], object]:
 
     model, batch = _model(), torch.randn(32, _WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine = td.parallelize(model, optimizer, td.Plan(), loss_fn=lambda model, batch: model(batch).square().mean())
-    return lambda: engine.step(batch)
+    engine = td.parallelize(model, optimizer, td.Plan(), loss_fn=lambda output, _: output.square().mean())
+    return lambda: engine.step((batch, batch))
 
 
 def _ddp_step() -> Callable[[], object]:
