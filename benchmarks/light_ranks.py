@@ -31,6 +31,7 @@ from torsh_distributed.launch.nodes.store_process import StoreProcess
 _SECRET = "the secret of a benchmark"
 _PREFIX = "torsh/0/"
 _RANKS_PER_NODE = 8
+_GREETINGS_AT_ONCE = 128
 _TIMEOUT_S = 240.0
 _PAUSES_S = (0.02, 0.5)
 """The real client's first and longest pause between attempts to connect."""
@@ -52,8 +53,9 @@ class JoinCost:
 class _LightConnection:
     """A greeted connection that asks one thing at a time."""
 
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts: list[int], gate: asyncio.Semaphore) -> None:
         self._counts = counts
+        self._gate = gate
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -62,9 +64,10 @@ class _LightConnection:
         pause_s = _PAUSES_S[0]
         while True:
             try:
-                self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
-                await self._greet()
-                await self.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
+                async with self._gate:
+                    self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+                    await self._greet()
+                    await self.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
                 return
             except (ConnectionError, asyncio.IncompleteReadError):
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -98,9 +101,11 @@ class _LightConnection:
         self._writer.close()
 
 
-async def _join_lightly(rank: int, world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+async def _join_lightly(
+    rank: int, world_size: int, port: int, gate: asyncio.Semaphore, counts: list[int], sizes: list[int]
+) -> None:
     """One rank's part: what `join` does, without a process."""
-    main, waiting = _LightConnection(counts), _LightConnection(counts)
+    main, waiting = _LightConnection(counts, gate), _LightConnection(counts, gate)
     await main.open(port)
     number = await main.ask(tcp_protocol.ADD_HEADER.pack(tcp_protocol.ADD, 1) + f"{_PREFIX}arrivals".encode())
     arrival = {
@@ -125,14 +130,16 @@ async def _join_lightly(rank: int, world_size: int, port: int, counts: list[int]
 
 
 async def _join_all(world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+    # A real rank answers the store at once; one process that plays thousands answers so many at once, no more.
+    gate = asyncio.Semaphore(_GREETINGS_AT_ONCE)
     async with asyncio.TaskGroup() as tasks:
         for rank in range(1, world_size):
-            tasks.create_task(_join_lightly(rank, world_size, port, counts, sizes))
+            tasks.create_task(_join_lightly(rank, world_size, port, gate, counts, sizes))
 
 
 def join_ranks(num_ranks: int) -> JoinCost:
     """Have that many ranks join one store, and say what it took."""
-    with _many_files(6 * num_ranks + 1000), socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+    with _many_files(), socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         store = StoreProcess(_SECRET)
         try:
             store.serve([listener])
@@ -175,11 +182,17 @@ def _peak_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def most_ranks() -> int:
+    """As many ranks as this process and the store may have connections for, two each."""
+    return (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200) // 2
+
+
 @contextmanager
-def _many_files(wanted: int) -> Iterator[None]:
-    """Allow this process and its children so many open files, where the system lets this user."""
+def _many_files() -> Iterator[None]:
+    """Allow this process and its children as many open files as the system lets this user have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(hard, wanted) if os.geteuid() == 0 else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(soft, wanted)), most))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -109,6 +109,8 @@ class DaskPool:
                     hint="other tasks run there; wait for them, add workers or threads, or raise start_timeout_s",
                     operation="start",
                 )
+        if self._follows_size:
+            self._news.put(SizeWanted(0))  # workers that came meanwhile
         return list(hosts)
 
     def _open(self) -> None:
@@ -137,7 +139,7 @@ class DaskPool:
     def _free_workers(self) -> list[str]:
         """The workers without a rank of this job, those of one node beside each other."""
         known = self._client.scheduler_info(n_workers=-1)["workers"]
-        held = {host.worker for host in self._hosts.values() if not host.is_done}
+        held = self._held()
         free = [
             worker
             for worker, info in known.items()
@@ -233,9 +235,14 @@ class DaskPool:
         if isinstance(news, SizeWanted):
             if self._wanted:
                 self._fill()
-                return None
-            return news if self._follows_size else None
+            # Counted now: several workers may have come since.
+            room = len(self._held()) + len(self._free_workers())
+            return SizeWanted(room) if self._follows_size else None
         return news
+
+    def _held(self) -> set[str]:
+        """Workers with a rank of this job."""
+        return {host.worker for host in self._hosts.values() if not host.is_done}
 
     def _news_or_none(self, timeout_s: float) -> HostNews | None:
         try:
@@ -264,7 +271,7 @@ class DaskPool:
         if not isinstance(message, dict):
             return
         if message.get("action") == "add-worker":
-            self._news.put(SizeWanted(sum(not host.is_done for host in self._hosts.values()) + 1))
+            self._news.put(SizeWanted(0))
         elif message.get("action") == "remove-worker":
             for host in list(self._hosts.values()):
                 if host.worker == message.get("worker") and not host.is_done:
