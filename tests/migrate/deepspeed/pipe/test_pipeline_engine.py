@@ -62,7 +62,7 @@ def train(deepspeed: Any, stage: int, clip: float, method: str = "uniform") -> t
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     evaluated = float(engine.eval_batch(iter(batches(replica)[:GAS])))
     assert engine.global_steps == STEPS
-    with pytest.raises(RuntimeError, match="pipeline mode"):
+    with pytest.raises(Exception, match="pipeline mode"):
         engine(torch.ones(1, WIDTH))
     return losses, evaluated
 
