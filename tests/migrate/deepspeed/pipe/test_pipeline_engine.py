@@ -119,7 +119,7 @@ def test_replicas_of_stages_train_as_one_process_does(world: World, stage: int) 
 @pytest.mark.needs_deepspeed
 @pytest.mark.matrix
 def test_a_pipeline_trains_as_deepspeeds_does(world: World) -> None:
-    # Without clipping: DeepSpeed 0.19.8 clips the stages of an fp32 pipeline each by a norm of its own.
+    # Without clipping: in the norm of an fp32 pipeline DeepSpeed 0.19.8 counts the first stage alone.
     theirs = world.run(_theirs, 0.0, num_ranks=2, backend=None, timeout_s=110)
     ours = world.run(_ours, 0, 0.0, num_ranks=2, backend="torsh", timeout_s=60)
     for (mine, evaluated), (other, other_evaluated) in zip(ours, theirs, strict=True):
