@@ -44,7 +44,7 @@ def _through_script(stage: int) -> Callable[[], float]:
         loss = functional.mse_loss(engine(inputs), targets)
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 

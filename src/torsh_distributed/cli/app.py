@@ -14,7 +14,7 @@ from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 
 COMMANDS = {
-    "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
+    "run": ("torsh_distributed.cli.run.command", "Start a script on every worker, supervise it, and say why it ended."),
     "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
     "submit": (
         "torsh_distributed.cli.cluster.submit_command",

@@ -117,7 +117,9 @@ def _accelerated(stage: int, dtype: str) -> Any:
 
     # On a machine without GPUs Accelerate joins its ranks only if it is told to use the CPU, as the Trainer tells it.
     PartialState(cpu=True)
-    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0)
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=1.0, zero3_save_16bit_model=True
+    )
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision=dtype, gradient_accumulation_steps=2)
     set_seed(0)
     model = _model()

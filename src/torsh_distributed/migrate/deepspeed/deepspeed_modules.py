@@ -26,7 +26,9 @@ from torsh_distributed.migrate.deepspeed.schedules import lr_schedules
 from torsh_distributed.migrate.deepspeed.surface import (
     activation_checkpointing,
     comm_calls,
+    config_models,
     device_accelerator,
+    moe_layer,
     script_helpers,
 )
 from torsh_distributed.migrate.deepspeed.surface.refused_names import LATER_REFUSED, refused_names
@@ -151,6 +153,8 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.ops.lion": _public(lion_optimizer, "FusedLion", "DeepSpeedCPULion"),
         "deepspeed.ops.adagrad": _public(adam_optimizers, "DeepSpeedCPUAdagrad"),
         "deepspeed.elasticity": _functions(elasticity),
+        "deepspeed.moe": {},
+        "deepspeed.moe.layer": _public(moe_layer, "MoE"),
         "deepspeed.monitor": {},
         "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
         "deepspeed.profiling": {},
@@ -160,6 +164,8 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.runtime.engine": engines,
         "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": Optimizer, "ZeROOptimizer": Optimizer},
         "deepspeed.runtime.config": config,
+        "deepspeed.runtime.config_utils": _public(config_models, "DeepSpeedConfigModel"),
+        "deepspeed.runtime.precision_config": _public(config_models, "DeepSpeedFP16Config", "DeepSpeedBF16Config"),
         "deepspeed.runtime.lr_schedules": schedules,
         "deepspeed.runtime.dataloader": _public(training_data, "RepeatingLoader", "DeepSpeedDataLoader"),
         "deepspeed.runtime.utils": {
@@ -175,6 +181,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.runtime.pipe.engine": _public(pipeline_engine, "PipelineEngine"),
         "deepspeed.runtime.pipe.topology": topology,
         "deepspeed.runtime.zero": zero,
+        "deepspeed.runtime.zero.config": _public(config_models, "DeepSpeedZeroConfig"),
         "deepspeed.runtime.zero.partition_parameters": zero,
         "deepspeed.runtime.zero.tiling": _public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
         "deepspeed.runtime.zero.stage3": memory,

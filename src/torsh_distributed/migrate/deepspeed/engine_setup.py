@@ -108,6 +108,8 @@ def choose_scheduler(settings: RunSettings, given: Any, inner: Optimizer, outer:
 def spread(model: nn.Module, settings: RunSettings, inner: Optimizer) -> Engine:
     """The model over the world as the config's stage says, with fp32 masters where it computes in 16 bits."""
     on_host = settings.offloads_optimizer and rank_device().type != "cpu"
+    if settings.value("zero_optimization.offload_optimizer.device") == "nvme":
+        _log.warning("zero_optimization.offload_optimizer: state is kept in host memory, not under nvme_path")
     has_masters = (settings.dtype is not torch.float32 and not settings.has_fp32_shards) or on_host
     optimizer = MasterWeights(inner, on_host=on_host, dtype=settings.master_dtype) if has_masters else inner
     for group in optimizer.param_groups:

@@ -19,7 +19,8 @@ _OWN_WAYS = {
     "bf16.bf16_optimizer_states",
 }
 """Keys that a plan has no counterpart of, and this engine has."""
-_OFFLOAD = ("zero_optimization.offload_", "zero_optimization.cpu_offload")
+_OWN_PARTS = ("zero_optimization.offload_", "zero_optimization.cpu_offload", "optimizer.", "scheduler.")
+"""Beginnings of such keys: the engine has its own optimizers, and offloads as DeepSpeed does."""
 _BOTH = (
     "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
     " function call"
@@ -75,10 +76,10 @@ def settings_of(config: DeepSpeedConfig, num_ranks: int, *, is_pipeline: bool = 
 def _plan_of(config: DeepSpeedConfig) -> Plan:
     """The config as a plan; what this engine cannot do, and has no way of its own for, is refused, all at once."""
     plan, report = config.to_plan()
-    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(_OFFLOAD)]
+    refused = [entry for entry in report.refused if entry.key not in _OWN_WAYS and not entry.key.startswith(_OWN_PARTS)]
     if refused:
         raise FeatureNotAvailable(
-            "; ".join(f"{entry.key}: {entry.reason}" for entry in refused),
+            "; ".join(f"{entry.key} = {entry.value}: {entry.reason}" for entry in refused),
             hint="change these keys of the DeepSpeed config",
             keys=[entry.key for entry in refused],
         )

@@ -45,7 +45,9 @@ def made(stage: int, gas: int = 1, **more: Any) -> Any:
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         **more,
     }
-    return deepspeed.initialize(model=Model(), config=config)
+    return deepspeed.initialize(
+        model=Model(), config={key: value for key, value in config.items() if value is not None}
+    )
 
 
 def batch(number: int, rank: int | None = None) -> Tensor:
@@ -91,7 +93,7 @@ def _ways_to_accumulate() -> None:
                 with pytest.raises(AssertionError, match="incompatible with gradient partitioning"), engine.no_sync():
                     pass
                 continue
-            engine, *_ = made(stage, 2, scheduler={}, managed_gradient_accumulation=way != "unmanaged")
+            engine, *_ = made(stage, 2, scheduler=None, managed_gradient_accumulation=way != "unmanaged")
             for number in range(6):
                 loss = engine(batch(number)).square().mean()
                 if way == "told":

@@ -35,7 +35,6 @@ LATER_REFUSED = {
     "deepspeed.runtime.sequence_parallel": "use mesh.cp of a plan, through torsh_distributed.parallelize",
     "deepspeed.sequence": "use mesh.cp of a plan, through torsh_distributed.parallelize",
     "deepspeed.linear": "use PEFT",
-    "deepspeed.moe": "use torsh_distributed.MoELayer with mesh.ep of a plan",
 }
 """Modules whose import is refused, with what to do instead."""
 

@@ -23,7 +23,8 @@ class WholeStateDict:
         def gather(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
             self._gather(state, prefix)
 
-        module.register_state_dict_post_hook(gather)  # torch marks the hook, which a method does not allow
+        # A function, not a method: torch puts a mark on it.
+        module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _gather(self, state: dict[str, Any], prefix: str) -> None:
         if self._is_paused or prefix:

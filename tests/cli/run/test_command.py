@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.plan.commands import app as plan_app
-from torsh_distributed.cli.run import app
+from torsh_distributed.cli.run.command import app
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.launch import job
 from torsh_distributed.launch.spec import EntryKind, JobSpec
