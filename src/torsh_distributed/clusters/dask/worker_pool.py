@@ -28,6 +28,8 @@ from torsh_distributed.errors import CommunicationError, ConfigurationError, Fea
 
 _log = logging.getLogger(__name__)
 
+_FEWER_WAIT_S = 5.0
+"""How long an elastic job waits for its full size before it takes fewer."""
 _END_S = 5.0
 _END_WITHOUT_NANNY_S = 25.0
 _RESTART_S = 30.0
@@ -123,7 +125,8 @@ class DaskPool:
     def _await_workers(self, least: int, most: int, deadline_s: float) -> list[str]:
         """At least `least` workers, at most `most`."""
         found = self._free_workers()
-        while len(found) < least:
+        fewer_at_s = min(deadline_s, time.monotonic() + _FEWER_WAIT_S)
+        while len(found) < most and (len(found) < least or time.monotonic() < fewer_at_s):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 there = ", ".join(found) or "none"
@@ -132,7 +135,7 @@ class DaskPool:
                     hint=f"workers: {there}; scale the cluster, ask for fewer, or raise start_timeout_s",
                     workers=least,
                 )
-            self._news_or_none(left_s)
+            self._news_or_none(min(left_s, max(0.1, fewer_at_s - time.monotonic())) if len(found) >= least else left_s)
             found = self._free_workers()
         return found[:most]
 
