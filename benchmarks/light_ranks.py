@@ -13,15 +13,18 @@ import os
 import random
 import resource
 import socket
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import torch.distributed as dist
 
+from benchmarks.machine import ROOT
 from torsh_distributed.comm.meeting.rendezvous import join
 from torsh_distributed.comm.store.registry import open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
@@ -31,6 +34,7 @@ from torsh_distributed.launch.nodes.store_process import StoreProcess
 _SECRET = "the secret of a benchmark"
 _PREFIX = "torsh/0/"
 _RANKS_PER_NODE = 8
+_GREETINGS_AT_ONCE = 128
 _TIMEOUT_S = 240.0
 _PAUSES_S = (0.02, 0.5)
 """The real client's first and longest pause between attempts to connect."""
@@ -49,11 +53,34 @@ class JoinCost:
     verdict_bytes: int
 
 
+class _Gate:
+    """Lets so many in at once. asyncio's semaphore looks through all who wait, which thousands notice."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self._places:
+            self._places -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._places += 1
+
+
 class _LightConnection:
     """A greeted connection that asks one thing at a time."""
 
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts: list[int], gate: _Gate) -> None:
         self._counts = counts
+        self._gate = gate
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -62,9 +89,10 @@ class _LightConnection:
         pause_s = _PAUSES_S[0]
         while True:
             try:
-                self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
-                await self._greet()
-                await self.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
+                async with self._gate:
+                    self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+                    await self._greet()
+                    await self.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
                 return
             except (ConnectionError, asyncio.IncompleteReadError):
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -98,9 +126,11 @@ class _LightConnection:
         self._writer.close()
 
 
-async def _join_lightly(rank: int, world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+async def _join_lightly(
+    rank: int, world_size: int, port: int, gate: _Gate, counts: list[int], sizes: list[int]
+) -> None:
     """One rank's part: what `join` does, without a process."""
-    main, waiting = _LightConnection(counts), _LightConnection(counts)
+    main, waiting = _LightConnection(counts, gate), _LightConnection(counts, gate)
     await main.open(port)
     number = await main.ask(tcp_protocol.ADD_HEADER.pack(tcp_protocol.ADD, 1) + f"{_PREFIX}arrivals".encode())
     arrival = {
@@ -125,14 +155,16 @@ async def _join_lightly(rank: int, world_size: int, port: int, counts: list[int]
 
 
 async def _join_all(world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
+    # A real rank answers the store at once; one process that plays thousands answers so many at once, no more.
+    gate = _Gate(_GREETINGS_AT_ONCE)
     async with asyncio.TaskGroup() as tasks:
         for rank in range(1, world_size):
-            tasks.create_task(_join_lightly(rank, world_size, port, counts, sizes))
+            tasks.create_task(_join_lightly(rank, world_size, port, gate, counts, sizes))
 
 
 def join_ranks(num_ranks: int) -> JoinCost:
     """Have that many ranks join one store, and say what it took."""
-    with _many_files(6 * num_ranks + 1000), socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+    with _many_files(), socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         store = StoreProcess(_SECRET)
         try:
             store.serve([listener])
@@ -144,25 +176,36 @@ def join_ranks(num_ranks: int) -> JoinCost:
 
 
 def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
+    """Rank 0 here, the others in a process of their own: in one, they would wait for each other's Python lock."""
+    command = [sys.executable, "-m", __spec__.name, str(num_ranks), str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as others:
+        assert others.stdin is not None
+        assert others.stdout is not None
+        assert others.stdout.readline() == "ready\n"
+        cpu_s, start_s = _cpu_s(pid), time.perf_counter()
+        others.stdin.write("go\n")
+        others.stdin.close()
+        prefixed = dist.PrefixStore("torsh/0", own)
+        join(prefixed, rank=0, world_size=num_ranks, timeout_s=_TIMEOUT_S, node="node-0")
+        num_messages, verdict_bytes = map(int, others.stdout.readline().split())
+        wall_s = time.perf_counter() - start_s
+        return JoinCost(
+            num_ranks=num_ranks,
+            wall_s=wall_s,
+            store_cpu_s=_cpu_s(pid) - cpu_s,
+            store_peak_bytes=_peak_bytes(pid),
+            messages_per_join=num_messages / max(1, num_ranks - 1),
+            verdict_bytes=verdict_bytes,
+        )
+
+
+def _play(num_ranks: int, port: int) -> None:
+    """In the process of the others: be them all, and say how many messages that took."""
     counts, sizes = [0], [0]
-    cpu_s = _cpu_s(pid)
-    leader = Thread(
-        target=join,
-        args=(dist.PrefixStore("torsh/0", own),),
-        kwargs={"rank": 0, "world_size": num_ranks, "timeout_s": _TIMEOUT_S, "node": "node-0"},
-    )
-    start_s = time.perf_counter()
-    leader.start()
+    print("ready", flush=True)
+    sys.stdin.readline()
     asyncio.run(_join_all(num_ranks, port, counts, sizes))
-    leader.join()
-    return JoinCost(
-        num_ranks=num_ranks,
-        wall_s=time.perf_counter() - start_s,
-        store_cpu_s=_cpu_s(pid) - cpu_s,
-        store_peak_bytes=_peak_bytes(pid),
-        messages_per_join=counts[0] / max(1, num_ranks - 1),
-        verdict_bytes=sizes[0],
-    )
+    print(counts[0], sizes[0], flush=True)
 
 
 def _cpu_s(pid: int) -> float:
@@ -175,11 +218,21 @@ def _peak_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def most_ranks() -> int:
+    """As many ranks as this process and the store may have connections for, two each."""
+    return (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200) // 2
+
+
 @contextmanager
-def _many_files(wanted: int) -> Iterator[None]:
-    """Allow this process and its children so many open files, where the system lets this user."""
+def _many_files() -> Iterator[None]:
+    """Allow this process and its children as many open files as the system lets this user have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(hard, wanted) if os.geteuid() == 0 else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(soft, wanted)), most))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+if __name__ == "__main__":
+    _play(int(sys.argv[1]), int(sys.argv[2]))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
-from benchmarks.light_ranks import JoinCost, join_ranks
+from benchmarks.light_ranks import JoinCost, join_ranks, most_ranks
 from tests.bed import needs
 from tests.lab.network import Lab
 from tests.lab.slurm_cluster import PROGRAMS, SlurmCluster
@@ -122,7 +122,7 @@ def _first_steps(budget: Budget, folder: Path) -> Iterator[Row | Note]:
 
 def _joins(budget: Budget) -> Iterator[Row | Note]:
     """How the meeting of all ranks grows with their number."""
-    sizes = (50, 200) if budget.is_quick else (1_000, 10_000)
+    sizes = (50, 200) if budget.is_quick else (1_000, min(10_000, most_ranks()))
     num_samples = 1 if budget.is_quick else 3
     found: dict[int, list[JoinCost]] = {size: [join_ranks(size) for _ in range(num_samples)] for size in sizes}
     for size, costs in found.items():

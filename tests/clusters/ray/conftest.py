@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+# Set by Ray, and by a library of its own, when they are first imported: no test changes them then.
+os.environ.setdefault("RAY_CLIENT_MODE", "0")
+os.environ.setdefault("CRC32C_SW_MODE", "auto")
+
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from torsh_distributed.clusters.ray import RayRows, RayStream, run_training
 from torsh_distributed.errors import InvalidArgument
@@ -23,16 +24,26 @@ def numbers(count: int) -> Any:
     return ray.data.range(count, override_num_blocks=5).map(lambda row: {"x": [float(row["id"])], "id": row["id"]})
 
 
+class _Squares(torch.nn.Module):
+    """Takes a batch of the dataset and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, id: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.float()).square().mean()
+
+
 def read(data: Any, directory: str, steps: int) -> dict[str, Any]:
     """Train on the rows until `steps`, from the last checkpoint on; tell which rows this rank saw."""
-    import torch
     from torch.utils.data import DataLoader
 
     import torsh_distributed as td
 
     td.init()
     torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
+    model = _Squares()
     plan = td.Plan(
         training={"steps": steps, "exactly_once": True},
         checkpoint={"enabled": True, "dir": directory, "every_steps": 1},
@@ -41,7 +52,6 @@ def read(data: Any, directory: str, steps: int) -> dict[str, Any]:
         model,
         torch.optim.SGD(model.parameters(), lr=1e-4),
         plan,
-        loss_fn=lambda model, batch: model(batch["x"].float()).square().mean(),
     )
     engine.resume()
     loader = data if isinstance(data, RayStream) else DataLoader(data, batch_size=6, shuffle=True)

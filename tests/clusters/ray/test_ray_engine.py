@@ -131,7 +131,10 @@ def test_an_elastic_script_is_scaled(job_server: dict[str, str], tmp_path: Path)
         lines.append(line)
         if not is_asked and "step" in line:
             is_asked = True
-            engine.scale(job, 2)
+            try:
+                engine.scale(job, 2)
+            except FeatureNotAvailable as error:
+                raise AssertionError("\n".join([*lines, *engine.logs(job)])) from error
     assert engine.status(job).state is JobState.SUCCEEDED, lines
     assert any("ends with 2 workers" in line for line in lines)
 

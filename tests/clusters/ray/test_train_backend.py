@@ -22,7 +22,7 @@ def train_loop(config: dict[str, Any]) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     import torsh_distributed as td
-    from torsh_distributed.clusters.ray import report_to_ray, resume_from_ray
+    from torsh_distributed.clusters.ray.train_backend import report_to_ray, resume_from_ray
 
     torch.manual_seed(0)
     points = torch.randn(96, 4)
@@ -49,7 +49,7 @@ def train_loop(config: dict[str, Any]) -> None:
 def test_a_run_uses_our_backend_reports_and_comes_back_from_its_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
     import ray.train
 
-    from torsh_distributed.clusters.ray import TorshTrainer
+    from torsh_distributed.clusters.ray.train_backend import TorshTrainer
 
     trainer = TorshTrainer(
         train_loop,
@@ -73,7 +73,7 @@ def test_torch_trainer_takes_our_config(ray_cluster: Any, tmp_path: Path) -> Non
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from torsh_distributed.clusters.ray import TorshTorchConfig
+    from torsh_distributed.clusters.ray.train_backend import TorshTorchConfig
 
     result = TorchTrainer(
         train_loop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def population(params: dict[str, Any]) -> None:
 
     from torsh_distributed.clusters.ray import report, resume_directory
 
+    Path(params["meeting"], str(params["rate"])).touch()
+    while len(list(Path(params["meeting"]).iterdir())) < 2:
+        time.sleep(0.02)  # both trials must run for one to learn from the other
     folder, value, first = resume_directory(), 0.0, 0
     if folder is not None:
         saved = json.loads(Path(folder, "state.json").read_text())
@@ -55,6 +59,7 @@ def population(params: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as kept:
             Path(kept, "state.json").write_text(json.dumps({"value": value, "step": step + 1}))
             report({"value": value}, checkpoint=kept)
+        time.sleep(0.3)
 
 
 def test_keys_of_a_plan_are_applied_and_checked() -> None:
@@ -114,12 +119,12 @@ def test_trials_of_plans_and_of_several_ranks(ray_cluster: Any) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.ranks
-def test_population_based_training_passes_state_on(ray_cluster: Any) -> None:
+def test_population_based_training_passes_state_on(ray_cluster: Any, tmp_path: Path) -> None:
     from ray import tune
 
     found = run_tuning(
         population,
-        {"rate": tune.grid_search([0.1, 1.0])},
+        {"rate": tune.grid_search([0.1, 1.0]), "meeting": str(tmp_path)},
         metric="value",
         mode="max",
         num_samples=1,

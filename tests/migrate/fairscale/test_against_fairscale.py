@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -156,6 +157,48 @@ def compare_gains() -> tuple[list[float], list[float]]:
 
 def test_oss_with_sharded_data_parallel(world: World) -> None:
     assert world.run(compare_sharded, timeout_s=60) == [[], []]
+
+
+def split_model(lib: SimpleNamespace) -> list[Tensor]:
+    """Two ranks split a small model; its loss and gradients after STEPS steps."""
+    found = lib.model_parallel
+    found["initialize"].initialize_model_parallel(2)
+    torch.manual_seed(0)
+    layers = found["layers"]
+    embedding, columns = layers.VocabParallelEmbedding(12, 8), layers.ColumnParallelLinear(8, 16, gather_output=False)
+    rows, head = layers.RowParallelLinear(16, 8, input_is_parallel=True), layers.ColumnParallelLinear(8, 12, stride=2)
+    other, split = layers.ParallelEmbedding(12, 8), layers.ColumnParallelLinear(8, 12, bias=False, gather_output=False)
+    modules = nn.ModuleList([embedding, columns, rows, head, other, split])
+    optimizer = SGD(modules.parameters(), lr=0.1)
+    tokens = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(1))
+    results = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        hidden = rows(columns(embedding(tokens) + other(tokens)).relu())
+        whole = nn.functional.cross_entropy(head(hidden).flatten(0, 1), tokens.flatten())
+        loss = whole + found["cross_entropy"].vocab_parallel_cross_entropy(split(hidden), tokens).mean()
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+    sizes = [found["initialize"].get_model_parallel_world_size(), found["initialize"].get_data_parallel_world_size()]
+    results += [columns.get_master_weight().sum(), rows.get_master_weight().sum(), torch.tensor(sizes).float().sum()]
+    found["initialize"].destroy_model_parallel()
+    return [one.detach().reshape(()) for one in results]
+
+
+def compare_split_models() -> tuple[list[float], list[float]]:
+    left = theirs()
+    parts = ("initialize", "layers", "cross_entropy")
+    root = "fairscale.nn.model_parallel"
+    left.model_parallel = {part: importlib.import_module(f"{root}.{part}") for part in parts}
+    tables = fairscale_modules.namespaces()
+    right = SimpleNamespace(model_parallel={part: SimpleNamespace(**tables[f"{root}.{part}"]) for part in parts})
+    return torch.stack(split_model(left)).tolist(), torch.stack(split_model(right)).tolist()
+
+
+def test_split_models(world: World) -> None:
+    for left, right in world.run(compare_split_models, timeout_s=60):
+        torch.testing.assert_close(torch.tensor(right), torch.tensor(left), rtol=1e-5, atol=1e-5)
 
 
 def test_adascale(world: World) -> None:

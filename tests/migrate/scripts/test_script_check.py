@@ -64,7 +64,7 @@ from accelerate import Accelerator
 import deepspeed
 import lightning.pytorch as pl
 from fairscale.nn import FullyShardedDataParallel as FSDP
-from fairscale.nn.model_parallel.layers import ColumnParallelLinear
+from fairscale.nn.model_parallel.random import get_cuda_rng_tracker
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,7 +75,7 @@ engine.backward(loss)
 trainer = pl.Trainer(strategy="ddp")
 trainer.fit(model)
 FSDP(model)
-ColumnParallelLinear(4, 4)
+get_cuda_rng_tracker()
 sharded = FullyShardedDataParallel(
     model,
     sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -105,7 +105,7 @@ def test_calls_of_other_libraries_and_methods_of_what_they_return() -> None:
     assert "--as deepspeed" in found[13, "deepspeed.initialize.backward"].note
     assert "TorshStrategy" in found[14, "lightning.pytorch.Trainer"].counterpart
     assert "--as fairscale" in found[16, "fairscale.nn.FullyShardedDataParallel"].note
-    assert "mesh.tp" in found[17, "fairscale.nn.model_parallel.layers.ColumnParallelLinear"].note
+    assert "seed ranks" in found[17, "fairscale.nn.model_parallel.random.get_cuda_rng_tracker"].note
     assert "compression" in found[33, "torch.nn.parallel.DistributedDataParallel.register_comm_hook"].counterpart
     assert len(found) == 15
     verdicts = {entry.key: entry for entry in found[18, "torch.distributed.fsdp.FullyShardedDataParallel"].keywords}

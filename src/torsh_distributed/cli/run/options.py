@@ -46,7 +46,7 @@ RunAs = Annotated[
     str | None,
     typer.Option(
         "--as",
-        help="Stand in for this library in the workers and take its launcher's options: horovod, fairscale.",
+        help="Stand in for this library in the workers and take its launcher's options: horovod, deepspeed, fairscale.",
         rich_help_panel=_WORKERS,
     ),
 ]

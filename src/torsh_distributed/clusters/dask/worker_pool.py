@@ -28,6 +28,8 @@ from torsh_distributed.errors import CommunicationError, ConfigurationError, Fea
 
 _log = logging.getLogger(__name__)
 
+_FEWER_WAIT_S = 5.0
+"""How long an elastic job waits for its full size before it takes fewer."""
 _END_S = 5.0
 _END_WITHOUT_NANNY_S = 25.0
 _RESTART_S = 30.0
@@ -109,6 +111,8 @@ class DaskPool:
                     hint="other tasks run there; wait for them, add workers or threads, or raise start_timeout_s",
                     operation="start",
                 )
+        if self._follows_size:
+            self._news.put(SizeWanted(0))  # workers that came meanwhile
         return list(hosts)
 
     def _open(self) -> None:
@@ -121,7 +125,8 @@ class DaskPool:
     def _await_workers(self, least: int, most: int, deadline_s: float) -> list[str]:
         """At least `least` workers, at most `most`."""
         found = self._free_workers()
-        while len(found) < least:
+        fewer_at_s = min(deadline_s, time.monotonic() + _FEWER_WAIT_S)
+        while len(found) < most and (len(found) < least or time.monotonic() < fewer_at_s):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 there = ", ".join(found) or "none"
@@ -130,14 +135,14 @@ class DaskPool:
                     hint=f"workers: {there}; scale the cluster, ask for fewer, or raise start_timeout_s",
                     workers=least,
                 )
-            self._news_or_none(left_s)
+            self._news_or_none(min(left_s, max(0.1, fewer_at_s - time.monotonic())) if len(found) >= least else left_s)
             found = self._free_workers()
         return found[:most]
 
     def _free_workers(self) -> list[str]:
         """The workers without a rank of this job, those of one node beside each other."""
         known = self._client.scheduler_info(n_workers=-1)["workers"]
-        held = {host.worker for host in self._hosts.values() if not host.is_done}
+        held = self._held()
         free = [
             worker
             for worker, info in known.items()
@@ -233,9 +238,14 @@ class DaskPool:
         if isinstance(news, SizeWanted):
             if self._wanted:
                 self._fill()
-                return None
-            return news if self._follows_size else None
+            # Counted now: several workers may have come since.
+            room = len(self._held()) + len(self._free_workers())
+            return SizeWanted(room) if self._follows_size else None
         return news
+
+    def _held(self) -> set[str]:
+        """Workers with a rank of this job."""
+        return {host.worker for host in self._hosts.values() if not host.is_done}
 
     def _news_or_none(self, timeout_s: float) -> HostNews | None:
         try:
@@ -264,7 +274,7 @@ class DaskPool:
         if not isinstance(message, dict):
             return
         if message.get("action") == "add-worker":
-            self._news.put(SizeWanted(sum(not host.is_done for host in self._hosts.values()) + 1))
+            self._news.put(SizeWanted(0))
         elif message.get("action") == "remove-worker":
             for host in list(self._hosts.values()):
                 if host.worker == message.get("worker") and not host.is_done:

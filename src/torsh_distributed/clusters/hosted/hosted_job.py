@@ -38,7 +38,7 @@ from torsh_distributed.clusters.hosted.rank_variables import (
 )
 from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.comm.trust.job_secret import new_secret
-from torsh_distributed.errors import OperationTimeout, ProcessFailure
+from torsh_distributed.errors import InvalidArgument, OperationTimeout, ProcessFailure
 from torsh_distributed.launch.control.membership import (
     CannotContinue,
     Membership,
@@ -73,6 +73,21 @@ class HostedSpec:
     """Takes the lines that scripts print, each with its rank before it."""
     on_report: ReportSink | None = None
     """Takes what rank 0 reports."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.max_restarts < 0:
+            raise InvalidArgument(
+                "a job needs at least one worker, and max_restarts must not be negative",
+                num_workers=self.num_workers,
+                max_restarts=self.max_restarts,
+            )
+        elastic = self.elastic
+        if elastic is not None and not elastic.min_workers <= self.num_workers <= elastic.max_workers:
+            raise InvalidArgument(
+                f"the job starts with {self.num_workers} workers, outside the {elastic.min_workers} to "
+                f"{elastic.max_workers} that it may have",
+                hint="change num_workers, or the limits in ElasticSpec",
+            )
 
 
 class HostedJob:

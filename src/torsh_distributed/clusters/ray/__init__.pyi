@@ -8,9 +8,5 @@ from torsh_distributed.clusters.ray.run_on_ray import run_training as run_traini
 from torsh_distributed.clusters.ray.serving import ServeConfig as ServeConfig
 from torsh_distributed.clusters.ray.serving import serve_model as serve_model
 from torsh_distributed.clusters.ray.serving import stop_serving as stop_serving
-from torsh_distributed.clusters.ray.train_backend import TorshTorchConfig as TorshTorchConfig
-from torsh_distributed.clusters.ray.train_backend import TorshTrainer as TorshTrainer
-from torsh_distributed.clusters.ray.train_backend import report_to_ray as report_to_ray
-from torsh_distributed.clusters.ray.train_backend import resume_from_ray as resume_from_ray
 from torsh_distributed.clusters.ray.tuning import TuningResult as TuningResult
 from torsh_distributed.clusters.ray.tuning import run_tuning as run_tuning

@@ -26,8 +26,7 @@ _MAX_CACHED_BLOCKS = 16
 class RayRows(Dataset[Any]):
     """The rows of a Ray dataset by their number; made in the driver, used in the ranks.
 
-    A row is a dict of tensors, or one tensor if `column` names a single one. Keep it alive in the driver: it owns the
-    blocks.
+    A row is a dict of tensors, of `columns` or of all. Keep the object alive in the driver, which owns the blocks.
     """
 
     def __init__(self, dataset: Any, *, columns: Sequence[str] | None = None) -> None:
@@ -36,7 +35,9 @@ class RayRows(Dataset[Any]):
         self._blocks: list[Any] = []
         counts: list[int] = []
         for bundle in materialized.iter_internal_ref_bundles():
-            for reference, metadata in bundle.blocks:
+            for entry in bundle.blocks:
+                # A pair until Ray 2.5x, a record since.
+                reference, metadata = entry if isinstance(entry, tuple) else (entry.ref, entry.metadata)
                 if metadata.num_rows:
                     self._blocks.append(reference)
                     counts.append(int(metadata.num_rows))

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torsh_distributed.clusters.hosted.function_packing import pack_function
 from torsh_distributed.clusters.hosted.hosted_job import HostedJob, HostedSpec
-from torsh_distributed.clusters.hosted.code_packing import pack_function
 from torsh_distributed.clusters.hosted.reporting import ReportSink
 from torsh_distributed.clusters.ray.actor_pool import RayPool
 from torsh_distributed.clusters.ray.ray_config import RayConfig

@@ -22,6 +22,8 @@ from torsh_distributed.plan import Plan
 _log = logging.getLogger(__name__)
 
 _PLAN_PREFIX = "plan."
+_WAITING_CPUS = 0.001
+"""What a trial reserves that only waits for its ranks: Ray Tune takes no trial that reserves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ def run_tuning(
 
         trial = _trial(function, plan, workers_per_trial, chosen)
         # A job of several ranks places its own actors; the trial itself only waits for them.
-        own: dict[str, float] = {"CPU": 0.0, **(chosen.bundle if workers_per_trial == 1 else {})}
+        own: dict[str, float] = chosen.bundle if workers_per_trial == 1 else {"CPU": _WAITING_CPUS}
         limit = max_concurrent
         if limit is None and workers_per_trial > 1:
             limit = max(1, int(ray.cluster_resources().get("CPU", 1) // (workers_per_trial * chosen.cpus_per_worker)))

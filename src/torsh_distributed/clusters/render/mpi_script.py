@@ -44,11 +44,7 @@ def render_mpi(submission: Submission) -> list[RenderedFile]:
         "# Made by torsh-distributed. Start it on the first host; the hosts share this user's home.",
         "set -euo pipefail",
         "",
-        *(
-            [f"hosts={shlex.quote(options['hostfile'])}", master]
-            if "hostfile" in options
-            else ["MASTER_ADDR=127.0.0.1"]
-        ),
+        *where,
         f"MASTER_PORT={shlex.quote(options.get('port', '29500'))}",
         'TORSH_SECRET_FILE=$(mktemp "$HOME/.torsh-mpi-XXXXXX")',
         "trap 'rm -f \"$TORSH_SECRET_FILE\"' EXIT",

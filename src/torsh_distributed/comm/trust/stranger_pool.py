@@ -42,6 +42,11 @@ class StrangerPool(Generic[C]):
         return connection in self._addresses
 
     @property
+    def is_full(self) -> bool:
+        """Whether the next one costs another its place."""
+        return len(self._addresses) >= self._limit
+
+    @property
     def has_refused(self) -> bool:
         """Whether there is something for a summary."""
         return bool(self._refused)

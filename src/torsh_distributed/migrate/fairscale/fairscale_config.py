@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.migrate.foreign_file import read_document
+from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.plan_draft import (
     PlanDraft,
     Reader,
@@ -226,25 +226,12 @@ SECTIONS: dict[str, dict[str, Reader]] = {
 """Every section with its keys, and what becomes of each; keys that others depend on come first."""
 
 
-class FairScaleConfig:
+class FairScaleConfig(ForeignConfig):
     """One dict for FairScale's parts: fsdp, oss, sharded_grad_scaler, activation_checkpointing, pipeline, memory.
 
     `batch_size` is a replica's batch: with it a pipeline's micro_batch_size, which is a size, becomes a plan's number
     of microbatches.
     """
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A dict of sections."""
-        return cls(values)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> Self:
-        """A JSON or YAML file."""
-        return cls(read_document(Path(path)))
 
     @classmethod
     def default(cls) -> Self:

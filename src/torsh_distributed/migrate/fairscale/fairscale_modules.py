@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from torsh_distributed.migrate.fairscale.model_parallel import parallel_groups, split_layers
 from torsh_distributed.migrate.fairscale.nn import auto_wrap, fairscale_fsdp, sharded_ddp
 from torsh_distributed.migrate.fairscale.nn.checkpoint_wrapper import checkpoint_wrapper
 from torsh_distributed.migrate.fairscale.optim import adascale, oss, sharded_scaler
@@ -87,9 +88,37 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "fairscale.optim.adascale": scaling,
         "fairscale.optim.grad_scaler": scalers,
     }
+    found.update(_split_models())
     for module, names in _NOT_HERE.items():
         found[module]["__getattr__"] = _refusing(module, names)
     return found
+
+
+def _split_models() -> dict[str, dict[str, Any]]:
+    """`fairscale.nn.model_parallel`, as Llama's reference code imports it."""
+    groups = {name: value for name, value in vars(parallel_groups).items() if "parallel" in name and callable(value)}
+    layers = {
+        "ColumnParallelLinear": split_layers.FairscaleColumnLinear,
+        "RowParallelLinear": split_layers.FairscaleRowLinear,
+        "ParallelEmbedding": split_layers.FairscaleNarrowEmbedding,
+        "VocabParallelEmbedding": split_layers.VocabParallelEmbedding,
+    }
+    mappings = _public(
+        split_layers,
+        "copy_to_model_parallel_region",
+        "gather_from_model_parallel_region",
+        "reduce_from_model_parallel_region",
+        "scatter_to_model_parallel_region",
+    )
+    loss = _public(split_layers, "vocab_parallel_cross_entropy")
+    root = "fairscale.nn.model_parallel"
+    return {
+        root: {**groups, **layers, **mappings},
+        f"{root}.initialize": groups,
+        f"{root}.layers": layers,
+        f"{root}.mappings": mappings,
+        f"{root}.cross_entropy": loss,
+    }
 
 
 def _refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from torsh_distributed.migrate.foreign_file import read_document
+from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world, refused, same_by, stays, to_key, tuning
 from torsh_distributed.migrate.report import MigrationReport
 from torsh_distributed.plan.plan import Plan
@@ -87,21 +87,8 @@ _KEYS: dict[str, Reader] = {
 _SECTIONS = ("gradient_compression", "optimizer_fusion", "timeline", "elastic")
 
 
-class HorovodConfig:
+class HorovodConfig(ForeignConfig):
     """Compression, fusion, timeline, elasticity and accumulation of a Horovod job."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A dict of sections."""
-        return cls(values)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> Self:
-        """A JSON or YAML file."""
-        return cls(read_document(Path(path)))
 
     @classmethod
     def default(cls) -> Self:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from torsh_distributed.migrate.foreign_file import read_document
+from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.launchers.accelerate_keys import (
     DEEPSPEED_KEYS,
     DYNAMO_KEYS,
@@ -86,21 +86,8 @@ KEYS: dict[str, Reader] = {
 """Keys at the top of the file."""
 
 
-class AccelerateConfig:
+class AccelerateConfig(ForeignConfig):
     """What `accelerate config` writes."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The file's table."""
-        return cls(values)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> Self:
-        """A YAML or JSON file."""
-        return cls(read_document(Path(path)))
 
     def to_plan(self) -> tuple[Plan, MigrationReport]:
         """A plan, and the verdict on every key. Raises ConfigurationError for unknown keys and values."""

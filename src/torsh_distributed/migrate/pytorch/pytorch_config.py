@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from torsh_distributed.migrate.foreign_file import read_document
+from torsh_distributed.migrate.foreign_file import ForeignConfig
 from torsh_distributed.migrate.plan_draft import PlanDraft, Reader, for_world
 from torsh_distributed.migrate.pytorch.ddp_keywords import DDP_KEYWORDS
 from torsh_distributed.migrate.pytorch.fsdp_keywords import FSDP1_KEYWORDS, FULLY_SHARD_KEYWORDS
@@ -64,21 +64,8 @@ def from_torch(**sections: Mapping[str, Any]) -> tuple[Plan, MigrationReport]:
     return draft.finish()
 
 
-class PyTorchConfig:
+class PyTorchConfig(ForeignConfig):
     """The same settings in a dict or a YAML, JSON or TOML file with these sections."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A dict of sections."""
-        return cls(values)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> Self:
-        """A YAML or JSON file."""
-        return cls(read_document(Path(path)))
 
     def to_plan(self) -> tuple[Plan, MigrationReport]:
         """A plan, and the verdict on every keyword."""

@@ -108,7 +108,7 @@ LIBRARIES = {
 """Libraries that are stood in for."""
 
 NOT_HERE = {
-    "fairscale.nn.model_parallel": "not part of --as fairscale: mesh.tp of a plan splits layers",
+    "fairscale.nn.model_parallel.random": "not part of --as fairscale: seed ranks with torch.manual_seed",
     "fairscale.nn.MOELayer": "not part of --as fairscale: td.MoELayer",
     "fairscale.nn.pipe.skip": "not part of --as fairscale: mesh.pp of a plan keeps skip connections",
     "fairscale.experimental": "not part of --as fairscale",

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from torsh_distributed.clusters.hosted.code_packing import pack_function
+from torsh_distributed.clusters.hosted.function_packing import pack_function
 from torsh_distributed.errors import SerializationError
 
 pytestmark = pytest.mark.needs_library("cloudpickle")
