@@ -79,7 +79,7 @@ def train(
         for param, value in before.items():
             param.data.copy_(value)
     data = torch.Generator().manual_seed(11 + dist.get_rank())
-    # Without a loss scale gradients would be subnormal in fp16, where dividing before a sum or after it is not the same.
+    # Unscaled gradients are subnormal in fp16, where dividing before a sum or after it is not the same.
     enlarged = 256.0 if config["zero_optimization"]["stage"] == 0 and "fp16" in config else 1
     losses, norms = [], []
     for _ in range(num_steps * config["gradient_accumulation_steps"]):
