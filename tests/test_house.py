@@ -24,7 +24,7 @@ SAME_IDEA = {
     "meeting": "how a backend's ranks meet in the store",
     "rendezvous": "ranks find each other, by a store or by MPI",
     "choose": "which strategy a plan means",
-    "submission": "what is handed to an engine",
+    "report": "what was found, as a table",
 }
 """Names that several modules share, each because it is the same idea at several places."""
 OF_A_SECTION = {path.stem for path in (PACKAGE / "plan" / "sections").rglob("*.py")}

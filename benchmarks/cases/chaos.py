@@ -29,7 +29,7 @@ _STORM_S = 2.0
 
 def _launchers() -> list[str]:
     """Ours first: in place where this version can, else by restarting; then torchrun."""
-    from torsh_distributed.cli.run import run
+    from torsh_distributed.cli.run.command import run
 
     ours = "torsh run --elastic" if "elastic" in inspect.signature(run).parameters else "torsh run"
     return [ours, "torchrun"]

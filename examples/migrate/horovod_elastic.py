@@ -1,10 +1,11 @@
-"""An elastic Horovod script: what was committed survives a crash of the workers.
+"""An elastic Horovod script: what was committed survives a crash of a worker, and a new one takes its place.
 
-torsh run --as horovod -np 2 --reset-limit 2 python examples/migrate/horovod_elastic.py --crash-marker /tmp/crashed
+torsh run --as horovod -np 2 --min-np 1 --max-np 2 python examples/migrate/horovod_elastic.py --crash-marker /tmp/mark
 """
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--batches-per-commit", type=int, default=2)
     parser.add_argument("--crash-marker", help="crash on the last rank, once: after the crash this file exists")
+    parser.add_argument("--wait-for", type=int, default=1, help="after the crash, begin epoch 3 with so many ranks")
     args = parser.parse_args()
 
     hvd.init()
@@ -36,9 +38,13 @@ def main() -> None:
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> float:
         if hvd.rank() == 0:
-            print(f"training from epoch {state.epoch}, batch {state.batch}, {state.steps} steps so far", flush=True)
+            done = f"epoch {state.epoch}, batch {state.batch}, {state.steps} steps so far"
+            print(f"training from {done}, {hvd.size()} ranks", flush=True)
         loss = torch.zeros(())
         while state.epoch < args.epochs:
+            while state.epoch == 3 and hvd.size() < args.wait_for:
+                time.sleep(0.1)
+                state.check_host_updates()
             for batch_idx, (data, target) in enumerate(loader):
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(data), target)

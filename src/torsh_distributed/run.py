@@ -7,7 +7,7 @@ import sys
 
 from torsh_distributed.cli.entry_point import end_quietly_at_interrupt
 from torsh_distributed.cli.error_message import print_error
-from torsh_distributed.cli.run import app
+from torsh_distributed.cli.run.command import app
 from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 

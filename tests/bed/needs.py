@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed import real_deepspeed
 from tests.lab.network import Lab, LabError
 
 REQUIRE_ALL = "TORSH_REQUIRE_ALL"
@@ -120,6 +121,37 @@ def torchvision() -> str | None:
     return None if reason is None else "torchvision cannot be imported; its wheels on PyPI need a torch built with CUDA"
 
 
+FAIRSCALE = Path(__file__).parents[2] / "build" / "fairscale"
+"""Where the real FairScale is, apart from the environment: benchmarks/fairscale.txt says how it gets there."""
+
+
+@functools.cache
+def fairscale() -> str | None:
+    """The real FairScale beside the environment, for tests that compare with it."""
+    is_there = (FAIRSCALE / "fairscale" / "__init__.py").exists()
+    return None if is_there else "no build/fairscale; the first lines of benchmarks/fairscale.txt say how to get it"
+
+
+@functools.cache
+def deepspeed() -> str | None:
+    """DeepSpeed, installed aside to compare with."""
+    if (real_deepspeed.PLACE / "deepspeed").is_dir():
+        return None
+    return f"no build/deepspeed; {real_deepspeed.INSTALL}"
+
+
+@functools.cache
+def _may_lack_fairscale() -> bool:
+    """Whether no script could have installed it either."""
+    return not real_deepspeed.can_be_installed("fairscale")
+
+
+@functools.cache
+def _may_lack_deepspeed() -> bool:
+    """Whether no script could have installed it either."""
+    return not real_deepspeed.can_be_installed()
+
+
 NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_redis": redis,
     "needs_netns": netns,
@@ -129,6 +161,8 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_library": library,
     "needs_command": command,
     "needs_torchvision": torchvision,
+    "needs_fairscale": fairscale,
+    "needs_deepspeed": deepspeed,
 }
 _HARDWARE = frozenset({"needs_cuda", "needs_torchvision"})
 _STARTS_RANKS = frozenset({"world", "mpi_world", "lab"})
@@ -143,6 +177,15 @@ def unmet_needs(item: pytest.Item) -> dict[str, str]:
             if reason is not None:
                 unmet[name] = reason
     return unmet
+
+
+def _may_be_absent(unmet: dict[str, str]) -> bool:
+    """Whether a test may be skipped for these needs even where everything is required."""
+    return (
+        bool(_HARDWARE & unmet.keys())
+        or ("needs_deepspeed" in unmet and _may_lack_deepspeed())
+        or ("needs_fairscale" in unmet and _may_lack_fairscale())
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
@@ -174,7 +217,7 @@ def pytest_runtest_makereport(
         and os.environ.get(REQUIRE_ALL) == "1"
         and call.excinfo is not None
         and isinstance(call.excinfo.value, pytest.skip.Exception)
-        and not _HARDWARE & unmet_needs(item).keys()
+        and not _may_be_absent(unmet_needs(item))
     ):
         report.outcome = "failed"
         report.longrepr = f"{REQUIRE_ALL}=1 allows no skip, but: {call.excinfo.value.msg}"

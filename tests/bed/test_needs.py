@@ -64,6 +64,17 @@ def test_hardware_may_be_absent_even_so(inner: pytest.Pytester, monkeypatch: pyt
     inner.runpytest_inprocess().assert_outcomes(skipped=1)
 
 
+@pytest.mark.parametrize(("can", "outcome"), [(True, {"errors": 1}), (False, {"skipped": 1})])
+def test_deepspeed_may_be_absent_only_where_it_cannot_be_installed(
+    inner: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, can: bool, outcome: dict[str, int]
+) -> None:
+    monkeypatch.setenv(needs.REQUIRE_ALL, "1")
+    monkeypatch.setattr(needs, "_may_lack_deepspeed", lambda: not can)
+    unmet(inner, "deepspeed")
+    inner.makepyfile(ONE_NEED.format(marker="needs_deepspeed"))
+    inner.runpytest_inprocess().assert_outcomes(**outcome)
+
+
 @pytest.mark.parametrize(
     ("source", "outcome"),
     [

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.bed.needs import mpiexec
+from tests.clusters.dask.conftest import DaskProcesses
+from tests.clusters.ray.conftest import local_ray
 from tests.lab.network import Lab
 from tests.lab.ssh_hosts import SshHosts
 from torsh_distributed.clusters import JobState, submit
+from torsh_distributed.clusters.dask.dask_connection import client_of
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +29,7 @@ Run = Callable[[Path, pytest.FixtureRequest], None]
 
 def by_engine(out: Path, engine: str, **options: str) -> None:
     """Two ranks by `submit`; all of the output is in the failure."""
-    job = submit(SCRIPT, str(out), to=engine, nproc_per_node=2, options=options)
+    job = submit(SCRIPT, str(out), to=engine, nproc_per_node=2, working_dir=SCRIPT.parent, options=options)
     lines = list(job.logs(follow=True))
     status = job.status()
     assert status.state is JobState.SUCCEEDED, (status, "\n".join(lines))
@@ -62,11 +65,36 @@ def by_ssh(out: Path, request: pytest.FixtureRequest) -> None:
     assert "succeeded" in done.stderr
 
 
+def by_ray(out: Path, request: pytest.FixtureRequest) -> None:
+    """Through the job server of a Ray on this machine."""
+    with local_ray(out.parent, include_dashboard=True) as ray:
+        url = ray._private.worker.global_worker.node.webui_url
+        by_engine(out, "ray", address=f"http://{url}", python=sys.executable)
+
+
+def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
+    """On a scheduler and two workers that are processes of their own."""
+    with DaskProcesses(out.parent) as processes:
+        for _ in range(2):
+            processes.add_worker()
+        with client_of(processes.address) as client:
+            client.wait_for_workers(2, timeout=60)
+        by_engine(out, "dask", address=processes.address)
+
+
 RUNS = {
     "slurm": pytest.param(by_slurm),
     "mpich": pytest.param(by_mpich, marks=pytest.mark.needs_command(mpiexec())),
     "open_mpi": pytest.param(by_open_mpi, marks=pytest.mark.needs_command("mpiexec.openmpi")),
     "ssh": pytest.param(by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd")]),
+    "ray": pytest.param(
+        by_ray,
+        marks=[pytest.mark.needs_library("ray"), pytest.mark.matrix, pytest.mark.filterwarnings("ignore")],
+    ),
+    "dask": pytest.param(
+        by_dask,
+        marks=[pytest.mark.needs_library("distributed"), pytest.mark.matrix, pytest.mark.filterwarnings("ignore")],
+    ),
 }
 
 

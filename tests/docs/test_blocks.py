@@ -37,6 +37,8 @@ def check_command(words: list[str]) -> None:
     words = list(words)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
+    if words and hasattr(command, "default_command"):
+        command = command.commands[command.default_command]
     if words and words[0] not in ("-h", "--help", "--version") and hasattr(command, "commands"):
         raise AssertionError(f"torsh has no command {words[0]!r} there; it has {', '.join(command.commands)}")
     if not {"-h", "--help", "--version"} & set(words):

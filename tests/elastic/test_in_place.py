@@ -101,7 +101,7 @@ def test_everyone_dead_restarts_from_the_checkpoint_or_ends_with_the_cause(tmp_p
     assert outcome.code == 0, outcome.output
     assert "not in place: no worker is left" in outcome.output
     (tmp_path / "ended").mkdir()
-    outcome = run_job(tmp_path / "ended", faults=faults)
+    outcome = run_job(tmp_path / "ended", "--max-restarts", "0", faults=faults)
     assert outcome.code == 137, outcome.output
 
 

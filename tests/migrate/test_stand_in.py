@@ -56,6 +56,51 @@ def test_modules_that_programs_import_are_there_and_others_say_so() -> None:
     assert "horovod.tensorflow is not part of torsh_distributed's horovod" in done.stdout
 
 
+DEEPSPEED = """
+import importlib, importlib.metadata, importlib.util
+import torsh_distributed as td
+td.migrate.install("deepspeed")
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+from deepspeed.utils import RepeatingLoader, groups, log_dist, safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+assert deepspeed.zero.Init is deepspeed.runtime.zero.Init and deepspeed.comm.ReduceOp.SUM is not None
+assert importlib.util.find_spec("deepspeed") is not None
+found = importlib.metadata.metadata("deepspeed")
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__ and found["Author"] == "torsh-distributed"
+assert importlib.metadata.version("torch")
+get_accelerator().device_count()
+for missing in ("deepspeed.ops.sparse_attention", "deepspeed.nothing"):
+    try:
+        importlib.import_module(missing)
+    except ImportError as error:
+        print(error)
+try:
+    deepspeed.init_inference(None)
+except RuntimeError as error:
+    print(error)
+td.migrate.uninstall("deepspeed")
+try:
+    importlib.metadata.metadata("deepspeed")
+except importlib.metadata.PackageNotFoundError:
+    print("gone")
+"""
+
+
+def test_deepspeed_is_there_with_its_metadata_and_refuses_by_name() -> None:
+    done = subprocess.run([sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "sparse attention is compiled code: use torch's FlexAttention" in done.stdout
+    assert "deepspeed.nothing is not part of torsh_distributed's deepspeed, which has: deepspeed," in done.stdout
+    assert "init_inference is not part of torsh_distributed's deepspeed" in done.stdout
+    assert done.stdout.endswith("gone\n")
+
+
 def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")

@@ -210,12 +210,12 @@ class CheckpointManager:
 
     def resume(self, state: Mapping[str, Any], **options: Any) -> LoadedCheckpoint | None:
         """`load` the newest checkpoint if there is one; None if the directory has none."""
-        return self.load(state, **options) if self.has_any() else None
+        return self.load(state, **options) if self.newest_step() is not None else None
 
-    def has_any(self) -> bool:
-        """Whether there is anything to load, here, on another node or in the remote place; every rank calls this."""
+    def newest_step(self) -> int | None:
+        """Of what there is to load, here, on another node or in the remote place; every rank calls this."""
         local, remote = known_steps(self.directory.path, self._tiers)
-        return bool(local or remote)
+        return max((*local, *remote), default=None)
 
     def open(self, step: int | None = None) -> SavedCheckpoint:
         """The newest checkpoint that is whole in any tier, or the one of `step`; every rank calls this."""

@@ -14,7 +14,7 @@ from torsh_distributed.errors import TorshError
 from torsh_distributed.log_level import set_log_level
 
 COMMANDS = {
-    "run": ("torsh_distributed.cli.run", "Start a script on every worker, supervise it, and say why it ended."),
+    "run": ("torsh_distributed.cli.run.command", "Start a script on every worker, supervise it, and say why it ended."),
     "demo": ("torsh_distributed.cli.demo.command", "Train a demo on local workers: progress, a summary, a loss curve."),
     "submit": (
         "torsh_distributed.cli.cluster.submit_command",
@@ -73,7 +73,7 @@ COMMANDS = {
     ),
     "migrate": (
         "torsh_distributed.cli.migrate",
-        "Look at scripts of other libraries: what runs as it is, and what to write instead.",
+        "Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs.",
     ),
     "store": ("torsh_distributed.cli.store", "Serve a key-value store for ranks to meet in."),
 }

@@ -3,18 +3,140 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
-from torsh_distributed.errors import IoError
+from torsh_distributed.errors import InvalidArgument, IoError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_TABLE_WIDTH = 120
+"""Columns below which a table of five would break words; the verdicts are then one line each."""
+
+
+class _FileOrCommand(TyperGroup):
+    """`torsh migrate FILE` is `torsh migrate config FILE`."""
+
+    default_command = "config"
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any: typer has its own click
+        is_command = not args or args[0] in self.commands or args[0] in ("-h", "--help")
+        return list(super().parse_args(ctx, args if is_command else [self.default_command, *args]))
+
+
+app = typer.Typer(cls=_FileOrCommand, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
 def _migrate() -> None:
-    """Look at scripts of other libraries: what runs as it is, and what to write instead."""
+    """Make plans of other libraries' configs, read their checkpoints, and look at scripts of theirs."""
+
+
+@app.command()
+def config(
+    file: Annotated[Path, typer.Argument(help="A config of another library, such as ds_config.json.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--from", metavar="LIBRARY", help="Whose config it is; else it is found out.")
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, metavar="N", help="Ranks that the plan is for.")
+    ] = None,
+    fills: Annotated[
+        list[str] | None,
+        typer.Option("--fill", metavar="KEY=VALUE", help='A value for a key that is "auto". Repeatable.'),
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", metavar="V", help="The library's version, whose defaults hold.")
+    ] = None,
+    *,
+    without_refused: Annotated[
+        bool, typer.Option("--without-refused", help="Write the plan even if keys are refused: it does without them.")
+    ] = False,
+) -> None:
+    """Make a plan of a config, and say what becomes of every key: honoured, equivalent, a hint, or refused and why.
+
+    This is what `torsh migrate FILE` does. Exits with status 1 if a key is refused.
+    """
+    from rich.console import Console
+
+    from torsh_distributed.migrate.config_kinds import translate_config
+
+    plan, report = translate_config(file, kind=kind, world_size=world, fills=_fills(fills or ()), version=version)
+    console = Console()
+    if console.width >= _TABLE_WIDTH:
+        console.print(report.table())
+    else:
+        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    if not without_refused:
+        report.require_accepted()
+    if output is not None:
+        plan.save(output, with_defaults=False)
+        typer.echo(f"wrote {output}")
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def command(
+    words: Annotated[
+        list[str], typer.Argument(help="A line of torchrun, mpirun, accelerate launch, …", metavar="LINE")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan here.")] = None,
+    *,
+    without_refused: Annotated[
+        bool, typer.Option("--without-refused", help="Print the line even if options are refused.")
+    ] = False,
+) -> None:
+    """Print the line of `torsh run` that does what another launcher's line does, and the verdict on its options.
+
+    Put -- before the line. What the line says about training, such as precision or shards, becomes a plan.
+    """
+    from rich.console import Console
+
+    from torsh_distributed.migrate.launchers.launch_command import translate_command
+
+    found = translate_command(words)
+    Console(stderr=True).print(found.report.table())
+    if not without_refused:
+        found.report.require_accepted()
+    typer.echo(found.text(str(output or "plan.toml")))
+    if found.plan is not None and output is not None:
+        found.plan.save(output, with_defaults=False)
+        typer.echo(f"wrote {output}", err=True)
+    elif found.plan is not None:
+        typer.echo("write the plan with -o plan.toml", err=True)
+
+
+@app.command()
+def checkpoint(
+    source: Annotated[Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one of its tags.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write to.")],
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="A tag; else the newest.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", metavar="FORMAT", help="Write the weights alone: safetensors or bin (torch.save)."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of --weights: fp32, bf16, fp16.")] = "fp32",
+    inert: Annotated[
+        list[str] | None,
+        typer.Option("--inert", metavar="CLASS", help="A class that the files may name; read as a record. Repeatable."),
+    ] = None,
+) -> None:
+    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) without DeepSpeed, and write it as one of ours.
+
+    What is written loads under any plan and at any world size, with the optimizer's state. With --weights, the model
+    alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.
+    """
+    from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint, write_weights
+
+    if weights is None:
+        typer.echo(f"wrote {convert_checkpoint(source, out, tag, inert=inert or ())}")
+        return
+    if weights not in ("safetensors", "bin"):
+        raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")
+    for path in write_weights(source, out, tag, file_format=weights, dtype=dtype, inert=inert or ()):
+        typer.echo(f"wrote {path}")
 
 
 @app.command()
@@ -23,7 +145,8 @@ def check(
     diff: Annotated[bool, typer.Option("--diff", help="Print the proposed change.")] = False,
 ) -> None:
     """List the distributed calls of scripts, with our counterpart of each."""
-    from torsh_distributed.migrate.script_check import check_script, proposed_change
+    from torsh_distributed.migrate.scripts.script_changes import proposed_change
+    from torsh_distributed.migrate.scripts.script_check import check_script
 
     for script in scripts:
         try:
@@ -37,5 +160,26 @@ def check(
         for one in found:
             counterpart = f" → {one.counterpart}" if one.counterpart else ""
             typer.echo(f"{script}:{one.line}: {one.call}{counterpart}: {one.note}")
+            for entry in one.keywords:
+                means = f" → {entry.means}" if entry.means else ""
+                reason = f": {entry.reason}" if entry.reason else ""
+                typer.echo(f"    {entry.verdict} {entry.key} = {entry.value}{means}{reason}")
         if not found:
             typer.echo(f"{script}: no distributed calls")
+
+
+def _fills(given: list[str] | tuple[str, ...]) -> dict[str, Any]:
+    """`key=value` lines, each value as JSON or HJSON reads it."""
+    from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
+    from torsh_distributed.plan.reading.malformed import MalformedError
+
+    found: dict[str, Any] = {}
+    for line in given:
+        key, equals, text = line.partition("=")
+        if not equals:
+            raise InvalidArgument(f"--fill {line} has no value", hint="write --fill key=value")
+        try:
+            found[key] = parse_hjson(f"value: {text}")["value"]
+        except MalformedError as error:
+            raise InvalidArgument(f"--fill {line}: {error.reason}", hint="write the value as JSON") from None
+    return found

@@ -46,6 +46,18 @@ ENGINES: dict[str, EngineEntry] = {
         home="torsh_distributed.clusters.mpi.mpi_engine:MpiEngine",
         summary="ranks started by mpiexec of MPICH or Open MPI",
     ),
+    "ray": EngineEntry(
+        home="torsh_distributed.clusters.ray.ray_engine:RayEngine",
+        summary="actors of a Ray cluster, through its job server",
+        package="ray",
+        extra="ray",
+    ),
+    "dask": EngineEntry(
+        home="torsh_distributed.clusters.dask.dask_engine:DaskEngine",
+        summary="workers of a Dask cluster",
+        package="distributed",
+        extra="dask",
+    ),
 }
 """Adding an engine is one line here and a module with its class."""
 

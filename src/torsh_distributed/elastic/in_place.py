@@ -13,9 +13,7 @@ So parameters of two steps never mix, and no rank has to keep a copy of anything
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,10 +25,11 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.state_transfer import RankProgress, send_state, source_of
-from torsh_distributed.errors import CommunicationError, OperationTimeout, TorshError
+from torsh_distributed.errors import CommunicationError, TorshError
 from torsh_distributed.launch.worker.raised_error import is_transport_text
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
@@ -43,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NEWS_TIMEOUT_S = 15.0
-"""How long a failed collective waits for word from the launcher; a stopped process is noticed within half a second."""
 _QUICK_BACKENDS = ("torsh", "shm")
 
 
@@ -107,7 +104,7 @@ class InPlaceRecovery:
         while True:
             try:
                 if self._client.is_interrupted:
-                    raise _WorldChanged
+                    raise WorldChanged
                 self._loss = engine.step_once(batch)
                 break
             except Exception as error:
@@ -179,44 +176,19 @@ class InPlaceRecovery:
         if not self._client.is_interrupted:
             if not _is_of_communication(error):
                 raise error
-            if self._client.await_view(_NEWS_TIMEOUT_S, is_wanted=lambda view: view.is_urgent) is None:
+            if self._client.await_view(news_timeout_s(), is_wanted=lambda view: view.is_urgent) is None:
                 raise error
         self._enter_newest()
 
     def _enter_newest(self) -> None:
-        """Enter the newest view; the next one if that one fails."""
-        client, failed_epoch = self._client, self._client.current.epoch
-        started_s = time.monotonic()
-        while True:
-            view = client.await_view(
-                max(0.0, started_s + self._timeout_s - time.monotonic()),
-                is_wanted=partial(_takes_in, client.member, failed_epoch),
-            )
-            if view is None:
-                raise OperationTimeout(
-                    f"no world took this worker in within {self._timeout_s:g} s",
-                    hint="raise elastic.scaling_timeout_s, or look at the launcher's output",
-                    operation="regroup",
-                    member=client.member,
-                )
-            try:
-                self._enter(view)
-                break
-            except (TorshError, RuntimeError, _WorldChanged) as error:
-                _log.warning("epoch %d did not come up: %s", view.epoch, error)
-                failed_epoch = view.epoch
-                if client.newest.epoch == view.epoch:
-                    client.tell("stuck", epoch=view.epoch)
-            finally:
-                client.call_on_news(None)
-        _log.info("in epoch %d after %.0f ms", view.epoch, (time.monotonic() - started_s) * 1e3)
+        enter_newest(self._client, self._enter, timeout_s=self._timeout_s)
 
     def _enter(self, view: WorldView) -> None:
         engine, client = self._engine, self._client
         engine.abandon_saves()
         client.call_on_news(self._world.cancel)
         if client.newest.epoch != view.epoch:
-            raise _WorldChanged
+            raise WorldChanged
         self._world.enter(view, timeout_s=self._timeout_s)
         is_new = client.joins
         mine = -1 if is_new else self._num_updates
@@ -244,14 +216,6 @@ class InPlaceRecovery:
     @property
     def _num_updates(self) -> int:
         return self._engine.num_steps + self._engine.num_skipped
-
-
-def _takes_in(member: int, after_epoch: int, view: WorldView) -> bool:
-    return view.epoch > after_epoch and member in view.members
-
-
-class _WorldChanged(Exception):
-    """A newer view has arrived: what was about to be done cannot succeed."""
 
 
 def _is_of_communication(error: Exception) -> bool:

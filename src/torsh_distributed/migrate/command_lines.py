@@ -16,7 +16,11 @@ from torsh_distributed.errors import InvalidArgument
 RUN_AS_VARIABLE = "TORSH_RUN_AS"
 """Tells Python processes of a worker which library to stand in for."""
 
-TRANSLATORS = {"horovod": "torsh_distributed.migrate.horovod.launching.horovodrun_line"}
+TRANSLATORS = {
+    "deepspeed": "torsh_distributed.migrate.deepspeed.launching.deepspeed_line",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_line",
+    "horovod": "torsh_distributed.migrate.horovod.launching.horovodrun_line",
+}
 """The libraries that `--as` knows, with the module that reads their options."""
 
 

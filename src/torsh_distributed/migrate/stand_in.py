@@ -1,8 +1,10 @@
 """A library of ours under another library's name, in this process only.
 
 Each library that can be stood in for has a module with two functions: `namespaces()`, the modules that scripts import
-from it, by name, with what is in them; and `set_variables(environ)`, the variables that its launcher would have set.
-`install` makes modules of the first. A real package of that name is hidden by this choice alone, and that is said once.
+from it, by name, with what is in them; and `set_variables(environ)`, what its launcher would have set; and VERSION, the
+release whose surface it is. `install` makes modules of the first. A real package of that name is hidden by
+this choice alone, and that is said once. Libraries that ask for the package's metadata (transformers and Accelerate do)
+get one that names this library as its author.
 """
 
 from __future__ import annotations
@@ -13,16 +15,28 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from torsh_distributed.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from importlib.metadata._meta import SimplePath
+
 _log = logging.getLogger(__name__)
 
-STAND_INS = {"horovod": "torsh_distributed.migrate.horovod.horovod_modules"}
+STAND_INS = {
+    "deepspeed": "torsh_distributed.migrate.deepspeed.deepspeed_modules",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_modules",
+    "horovod": "torsh_distributed.migrate.horovod.horovod_modules",
+}
 """The libraries that can be stood in for, with the module that says what is in them."""
 
 _installed: dict[str, _MissingModules] = {}
@@ -56,12 +70,14 @@ def install(package: str) -> None:
     for name, names in namespaces.items():
         module = ModuleType(name, f"{name}, as torsh_distributed provides it.")
         module.__path__ = []
+        module.__spec__ = ModuleSpec(name, _InstalledLoader(), is_package=True)
         module.__dict__.update(names)
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
-        if parent:
+        if parent and child not in namespaces.get(parent, {}):  # a function may have the name of its module
             setattr(sys.modules[parent], child, module)
-    _installed[package] = _MissingModules(package, list(namespaces))
+    reasons: Mapping[str, str] = getattr(stand_in, "MISSING", {})
+    _installed[package] = _MissingModules(package, list(namespaces), reasons, stand_in.VERSION)
     sys.meta_path.insert(0, _installed[package])
     if hidden is not None and os.environ.get("RANK", "0") == "0":
         _log.warning("the installed package %s (%s) is hidden by torsh_distributed's", package, hidden.origin)
@@ -77,16 +93,54 @@ def uninstall(package: str) -> None:
         sys.modules.pop(name, None)
 
 
-class _MissingModules:
-    """Says which module of a library is not there, and which are."""
+class _InstalledLoader(Loader):
+    """Loads a module that is in `sys.modules` already, unchanged: import asks for one after it found the spec."""
 
-    def __init__(self, package: str, known: Sequence[str]) -> None:
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        """It is complete."""
+
+
+class _MissingModules:
+    """Says which module of a library is not there, and which are; has the metadata of the stand-in's package."""
+
+    def __init__(self, package: str, known: Sequence[str], reasons: Mapping[str, str], version: str) -> None:
         self._package = package
         self.known = known
+        self._reasons = reasons
+        self._metadata = _StandInMetadata(package, version)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith(f"{self._package}."):
             return None
-        raise ModuleNotFoundError(
-            f"{name} is not part of torsh_distributed's {self._package}, which has: {', '.join(self.known)}", name=name
+        reason = next(
+            (why for start, why in self._reasons.items() if name == start or name.startswith(f"{start}.")), ""
         )
+        has = reason or f"which has: {', '.join(self.known)}"
+        raise ModuleNotFoundError(f"{name} is not part of torsh_distributed's {self._package}, {has}", name=name)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        if context is None or context.name in (None, self._package):
+            yield self._metadata
+
+
+class _StandInMetadata(Distribution):
+    """What `importlib.metadata` finds of a stand-in: the version it stands for, and who provides it."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self._text = (
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\nAuthor: torsh-distributed\n"
+            f"Summary: torsh_distributed's stand-in for {package}, in this process only\n"
+        )
+
+    @override
+    def read_text(self, filename: str) -> str | None:
+        return self._text if filename == "METADATA" else None
+
+    @override
+    def locate_file(self, path: str | os.PathLike[str]) -> SimplePath:
+        return Path(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -94,6 +95,17 @@ class Plan(PlanSections):
         sources += [values_from_environment(variables, cls), values_from_command_line(command_line, cls)]
         return cls._from_values(merge(sources), where=str(chosen or "plan"))
 
+    @staticmethod
+    def from_deepspeed(source: str | Path | Mapping[str, Any], **options: Any) -> tuple[Plan, Any]:
+        """The plan of a DeepSpeed config, and a `MigrationReport` with a verdict on every key of it.
+
+        Options: `world_size`, `fills` for keys that are "auto", `version` of DeepSpeed. See `migrate.deepspeed`, which
+        is looked up by name: it knows plans, and plans do not know it.
+        """
+        reader: Any = importlib.import_module("torsh_distributed.migrate.deepspeed.config.deepspeed_config")
+        found: tuple[Plan, Any] = reader.from_deepspeed(source, **options)
+        return found
+
     @classmethod
     def _from_values(cls, given: SourceValues, *, where: str) -> Self:
         problems = list(given.problems)
@@ -128,9 +140,14 @@ class Plan(PlanSections):
         """Every key of every section, as JSON-ready values."""
         return self.model_dump(mode="json")
 
-    def save(self, path: str | Path) -> None:
-        """Write every key to a .toml, .json, .yaml or .yml file, atomically; `load` gives an equal plan."""
-        files.write(Path(path), self.to_dict())
+    def save(self, path: str | Path, *, with_defaults: bool = True) -> None:
+        """Write every key to a .toml, .json, .yaml or .yml file, atomically; `load` gives an equal plan.
+
+        Without defaults: only the keys that differ from them, which is what a person goes on to edit.
+        """
+        files.write(
+            Path(path), self.to_dict() if with_defaults else self.model_dump(mode="json", exclude_defaults=True)
+        )
 
     @property
     def hash(self) -> str:

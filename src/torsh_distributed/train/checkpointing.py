@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from torsh_distributed import events
 from torsh_distributed.checkpoint import run_facts
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.random_generators import random_state
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
-from torsh_distributed.checkpoint.replicas.recovery import RecoveredState
+from torsh_distributed.checkpoint.replicas.recovery import RecoveredState, recover_kept
 from torsh_distributed.checkpoint.restoring import world_group
 from torsh_distributed.checkpoint.saving.checkpoint_writer import SAVING
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
@@ -147,8 +148,28 @@ class EngineCheckpoints:
         return replicas
 
     def resume(self) -> CheckpointMetadata | None:
-        """Load the newest checkpoint of the plan's directory, if it has any."""
-        return self.load() if self._manager(None).has_any() else None
+        """Load the newest state, of the plan's directory or what workers before these left in memory; None without any.
+
+        The latter needs `checkpoint.replica_every_steps` and a launcher that has started the workers again.
+        """
+        on_disk = self._manager(None).newest_step()
+        in_memory = self._left_in_memory()
+        if in_memory is not None:
+            if on_disk is None or in_memory.metadata.step >= on_disk:
+                metadata = self.restore(in_memory)
+                if process_group.rank() == 0:
+                    _log.info("resumed at step %d from memory: no checkpoint was read", metadata.step)
+                events.emit(events.CheckpointEvent(action="replica loaded", path=in_memory.place, step=metadata.step))
+                return metadata
+            in_memory.close()
+        return None if on_disk is None else self.load()
+
+    def _left_in_memory(self) -> RecoveredState | None:
+        """What earlier workers of the job left, if the plan has copies and the launcher has started it again."""
+        is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if not is_again or self._engine.plan.checkpoint.replica_every_steps is None:
+            return None
+        return recover_kept(world_group())
 
     def load(
         self,
@@ -161,6 +182,10 @@ class EngineCheckpoints:
         """Load the newest whole checkpoint under `path` or the plan's directory, or the one of `step`."""
         manager = self._manager(path)
         return self._load(manager, manager.open(step), strict=strict, model_only=model_only)
+
+    def load_from(self, saved: SavedSnapshot, *, strict: bool = True, model_only: bool = False) -> CheckpointMetadata:
+        """Load a state that is not in a directory of ours, such as another library's checkpoint; every rank calls."""
+        return self._load(self._manager(None), saved, strict=strict, model_only=model_only)
 
     def restore(self, recovered: RecoveredState) -> CheckpointMetadata:
         """Load what `recover` put together from the ranks' memory, in place; every rank calls this."""

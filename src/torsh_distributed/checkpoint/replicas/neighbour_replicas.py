@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshots, directory_of
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of, holders_of_lost
 from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer, give_way
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
@@ -56,14 +57,16 @@ class NeighbourReplicas:
             )
         self._group = group
         self.rank, self.world_size = group.rank(), group.size()
-        self._shelf = SnapshotShelf()
-        mine = [node_identity(), network_identity(), secrets.token_bytes(32)]
+        mine = [node_identity(), network_identity(), secrets.token_bytes(32), secrets.token_hex(8)]
         everyone = gathered(mine, group)
         self.secret: bytes = everyone[0][2]
-        self.holders = holders_of([node for node, _, _ in everyone])
+        self.holders = holders_of([node for node, *_ in everyone])
         """By rank: who keeps its copy."""
-        shares_loopback = len({network for _, network, _ in everyone}) == 1
-        self._server = SnapshotServer(_listen_address(shares_loopback), self.secret, self._shelf)
+        directory = directory_of(everyone[0][3], self.rank)
+        self._kept = None if directory is None else KeptSnapshots(directory, self.holders)
+        self._shelf = SnapshotShelf(self._kept)
+        shares_loopback = len({network for _, network, *_ in everyone}) == 1
+        self._server = SnapshotServer(listen_address(shares_loopback=shares_loopback), self.secret, self._shelf)
         self.addresses: list[tuple[str, int]] = [tuple(one) for one in gathered(list(self._server.address), group)]
         self._boxes = BoxAgreement(group)
         self._images: list[FileImage] = []
@@ -99,12 +102,17 @@ class NeighbourReplicas:
             events.emit(self._event("replica skipped", metadata.step))
             return False
         if "failed" not in progress:
+            if self._agreed is None and self._latest is not None and self._kept is not None:
+                self._kept.forget_other_worlds()
             self._agreed = self._latest
         started = time.monotonic()
         has_changed, _ = self._boxes.update(state.tensors)
-        self._shelf.keep_only(self.rank, self._agreed)
+        dropped = self._shelf.keep_only(self.rank, self._agreed)
         if has_changed:
             self._images = []
+        for memory in dropped:
+            if all(memory is not image.memory for image in self._images):
+                self._shelf.release(memory)
         image = self._spare_image(state)
         image.copy_in(state.tensors)
         facts = {
@@ -132,7 +140,10 @@ class NeighbourReplicas:
         return self._shelf.num_bytes
 
     def close(self) -> None:
-        """Drop all copies, and end connections and threads; happens by itself when the process group is destroyed."""
+        """Drop all copies, and end connections and threads; happens by itself when the process group is destroyed.
+
+        In a job whose workers may be started again the copies stay in shared memory, for those.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -160,7 +171,7 @@ class NeighbourReplicas:
         for image in self._images:
             if kept is None or image.memory is not kept.memory:
                 return image
-        self._images.append(self._boxes.image(state.tensors))
+        self._images.append(self._boxes.image(state.tensors, self._shelf.allocate))
         return self._images[-1]
 
     def _send(self, snapshot: Snapshot, keep: int | None) -> None:
@@ -211,7 +222,7 @@ class NeighbourReplicas:
         )
 
 
-def _listen_address(shares_loopback: bool) -> str:
+def listen_address(*, shares_loopback: bool) -> str:
     """Loopback if all ranks are on this machine, else the address at which the other nodes reach it."""
     if shares_loopback:
         return "127.0.0.1"

@@ -1,14 +1,18 @@
 """Training state put together again from the memory of the ranks that are left.
 
 Every rank of the new world calls `recover`: survivors with their `NeighbourReplicas`, those that have just joined with
-None. The result is loaded like a checkpoint, under any plan and at any world size, bit for bit: a rank takes its own
-boxes from its memory, and the others over a connection to whoever has them.
+None. After all workers were started again nobody has survived, and `recover_kept` takes what they left in memory that
+outlives them. The result is loaded like a checkpoint, under any plan and at any world size, bit for bit: a rank takes
+its own boxes from its memory, and the others over a connection to whoever has them.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,16 +20,21 @@ from typing_extensions import override
 
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, data_file
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
-from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
+from torsh_distributed.checkpoint.replicas.kept_snapshots import KeptSnapshot, find_kept
+from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas, listen_address
 from torsh_distributed.checkpoint.replicas.neighbours import holders_of_lost
-from torsh_distributed.checkpoint.replicas.snapshot_shelf import SnapshotShelf
+from torsh_distributed.checkpoint.replicas.snapshot_server import SnapshotServer
+from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.replicas.snapshot_wire import SnapshotConnection
 from torsh_distributed.checkpoint.saving.box_agreement import index_of
 from torsh_distributed.checkpoint.saving.box_assignment import from_plain
 from torsh_distributed.checkpoint.saving.node_ranks import gathered
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
+from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.serialization import deserialize
 from torsh_distributed.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,44 +97,112 @@ def recover(replicas: NeighbourReplicas | None, *, group: dist.ProcessGroup | No
     ranks have loaded.
     """
     chosen = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    mine = None if replicas is None else replicas.shelf
-    answers = gathered(None if replicas is None else _report(replicas), chosen)
-    reports = [
-        SurvivorReport(
-            rank,
-            tuple(holders),
-            (address[0], address[1]),
-            secret,
-            tuple((owner, step) for owner, step in inventory),
-        )
-        for rank, holders, address, secret, inventory in (one for one in answers if one is not None)
+    if replicas is None:
+        return _assembled([], SnapshotShelf(), chosen)
+    mine = SurvivorReport(
+        replicas.rank,
+        tuple(replicas.holders),
+        replicas.addresses[replicas.rank],
+        replicas.secret,
+        tuple(replicas.shelf.inventory()),
+    )
+    return _assembled([mine], replicas.shelf, chosen)
+
+
+def recover_kept(group: dist.ProcessGroup | None) -> RecoveredState | None:
+    """The newest state that workers of an earlier attempt have left in memory; None if there is none that is whole.
+
+    Every rank of a job that was started again calls this.
+    """
+    found = find_kept(
+        part=int(os.environ.get("LOCAL_RANK", "0")), num_parts=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
+    offers = gathered({world: [_plain(one) for one in _reports(kept)] for world, kept in found.items()}, group)
+    reports: dict[str, list[SurvivorReport]] = {}
+    for theirs in offers:
+        for world, plain in theirs.items():
+            reports.setdefault(world, []).extend(map(_report_of, plain))
+    chosen = _newest_world(reports)
+    if chosen is None:
+        return None
+    everyone = gathered([network_identity(), secrets.token_bytes(32)], group)
+    secret = everyone[0][1]
+    shelf = SnapshotShelf()
+    for one in found.get(chosen, []):
+        shelf.put(Snapshot(one.rank, one.step, one.memory, one.facts))
+    address = listen_address(shares_loopback=len({network for network, _ in everyone}) == 1)
+    server = SnapshotServer(address, secret, shelf)
+    mine = [replace(one, address=server.address, secret=secret) for one in _reports(found.get(chosen, []))]
+    return _assembled(mine, shelf, group, server)
+
+
+def _newest_world(reports: Mapping[str, Sequence[SurvivorReport]]) -> str | None:
+    """The world whose ranks left the newest whole state; equal on all ranks."""
+    steps: dict[str, int] = {}
+    for world, left in sorted(reports.items()):
+        try:
+            steps[world] = plan_recovery(left).step
+        except CheckpointError as error:
+            _log.warning("what earlier workers left in memory is not whole: %s", error.message)
+    return max(steps, key=lambda world: steps[world], default=None)
+
+
+def _reports(kept: Sequence[KeptSnapshot]) -> list[SurvivorReport]:
+    """What each rank of the earlier world had, of what is here."""
+    by_keeper: dict[int, list[KeptSnapshot]] = {}
+    for one in kept:
+        by_keeper.setdefault(one.keeper, []).append(one)
+    return [
+        SurvivorReport(keeper, theirs[0].holders, ("", 0), b"", tuple((one.rank, one.step) for one in theirs))
+        for keeper, theirs in by_keeper.items()
     ]
+
+
+def _assembled(
+    mine: Sequence[SurvivorReport],
+    shelf: SnapshotShelf,
+    group: dist.ProcessGroup | None,
+    server: SnapshotServer | None = None,
+) -> RecoveredState:
+    reports = [_report_of(one) for theirs in gathered([_plain(one) for one in mine], group) for one in theirs]
     plan = plan_recovery(reports)
+    own = {one.rank for one in mine}
     facts: dict[int, bytes] = {}
     for rank, source in enumerate(plan.sources):
-        if replicas is not None and replicas.rank == source:
-            found = replicas.shelf.get(rank, plan.step)
+        if source in own:
+            found = shelf.get(rank, plan.step)
             assert found is not None, "it was in the report"
             facts[rank] = found.facts
-    everyone = {rank: data for theirs in gathered(facts, chosen) for rank, data in theirs.items()}
+    everyone = {rank: data for theirs in gathered(facts, group) for rank, data in theirs.items()}
     parts = [deserialize(everyone[rank]) for rank in range(len(plan.sources))]
-    return RecoveredState(plan, parts, {one.rank: one for one in reports}, mine)
+    return RecoveredState(plan, parts, {one.rank: one for one in reports}, shelf, server)
 
 
-def _report(replicas: NeighbourReplicas) -> list[Any]:
-    address = list(replicas.addresses[replicas.rank])
-    return [replicas.rank, replicas.holders, address, replicas.secret, replicas.shelf.inventory()]
+def _plain(report: SurvivorReport) -> list[Any]:
+    return [report.rank, report.holders, report.address, report.secret, report.inventory]
+
+
+def _report_of(plain: Sequence[Any]) -> SurvivorReport:
+    rank, holders, address, secret, inventory = plain
+    return SurvivorReport(
+        rank,
+        tuple(holders),
+        (address[0], address[1]),
+        secret,
+        tuple((owner, step) for owner, step in inventory),
+    )
 
 
 class RecoveredState(SavedSnapshot):
-    """A state in the memory of the survivors; close it once it is loaded."""
+    """A state in the memory of the survivors; close it once all ranks have loaded it."""
 
     def __init__(
         self,
         plan: RecoveryPlan,
         parts: Sequence[Mapping[str, Any]],
         reports: Mapping[int, SurvivorReport],
-        shelf: SnapshotShelf | None,
+        shelf: SnapshotShelf,
+        server: SnapshotServer | None = None,
     ) -> None:
         index: TensorIndex = index_of([from_plain(one["claims"]) for one in parts], [one["boxes"] for one in parts])
         metadata = CheckpointMetadata(**parts[0]["metadata"])
@@ -137,6 +214,7 @@ class RecoveredState(SavedSnapshot):
         self._owner = {data_file(rank): rank for rank in range(len(parts))}
         self._reports = reports
         self._shelf = shelf
+        self._server = server
         self._connections: dict[int, SnapshotConnection] = {}
 
     @override
@@ -147,7 +225,7 @@ class RecoveredState(SavedSnapshot):
     def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
         rank = self._owner[stored.file]
         start = stored.start + stored.data_start + begin
-        held = None if self._shelf is None else self._shelf.get(rank, self.plan.step)
+        held = self._shelf.get(rank, self.plan.step)
         if held is not None:
             into[:] = held.view()[start : start + len(into)]
             return
@@ -170,6 +248,8 @@ class RecoveredState(SavedSnapshot):
         for connection in self._connections.values():
             connection.close()
         self._connections = {}
+        if self._server is not None:
+            self._server.close()
 
     def _connected(self, source: int) -> SnapshotConnection:
         if source not in self._connections:

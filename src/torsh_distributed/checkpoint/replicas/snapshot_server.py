@@ -9,8 +9,6 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from torsh_distributed.checkpoint.replicas.snapshot_shelf import Snapshot, SnapshotShelf
 from torsh_distributed.checkpoint.replicas.snapshot_wire import SnapshotConnection
 
@@ -103,8 +101,12 @@ class SnapshotServer:
     def _take(self, connection: SnapshotConnection, header: dict[str, Any], facts: bytes) -> None:
         """Receive a snapshot in pieces; it counts once its last piece is here."""
         rank, step, num_bytes = header["rank"], header["step"], header["num_bytes"]
-        spare = [one for one in self._shelf.keep_only(rank, header["keep"]) if one.numel() == num_bytes]
-        memory = spare[0] if spare else torch.empty(num_bytes, dtype=torch.uint8)
+        spare = self._shelf.keep_only(rank, header["keep"])
+        fitting = next((one for one in spare if one.numel() == num_bytes), None)
+        for one in spare:
+            if one is not fitting:
+                self._shelf.release(one)
+        memory = self._shelf.allocate(num_bytes, is_pinned=False) if fitting is None else fitting
         view, done = memory.numpy().data, 0
         while done < num_bytes:
             start = done

@@ -11,7 +11,7 @@ from torsh_distributed.checkpoint.files.block_hashes import hash_of
 from torsh_distributed.checkpoint.files.manifest import data_file
 from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
 from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim, assign, claims_of, from_plain, to_plain
-from torsh_distributed.checkpoint.saving.file_image import FileImage
+from torsh_distributed.checkpoint.saving.file_image import Allocate, FileImage, private_memory
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.serialization import serialize
 from torsh_distributed.parallel.state.held_tensors import HeldTensor
@@ -45,10 +45,10 @@ class BoxAgreement:
         self._signatures, self.claims = signatures, everyone
         return has_changed, token
 
-    def image(self, tensors: Sequence[HeldTensor]) -> FileImage:
+    def image(self, tensors: Sequence[HeldTensor], allocate: Allocate = private_memory) -> FileImage:
         """New memory for the boxes that this rank stores, pinned if tensors come from a GPU."""
         is_pinned = any(held.write is None and held.read().device.type == "cuda" for held in tensors[:1])
-        return FileImage(tensors, assign(self.claims)[self._rank], is_pinned=is_pinned)
+        return FileImage(tensors, assign(self.claims)[self._rank], is_pinned=is_pinned, allocate=allocate)
 
 
 def index_of(claims: Sequence[dict[str, TensorClaim]], boxes_by_rank: Sequence[Sequence[Sequence[Any]]]) -> TensorIndex:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +39,29 @@ class ImageEntry:
         return image[first : first + self.archive.num_data_bytes].view(self.dtype).view(self.box.sizes)
 
 
+class Allocate(Protocol):
+    """Gives bytes for an image, all of them zero."""
+
+    def __call__(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
+        """`is_pinned`: a GPU is going to copy into them."""
+
+
+def private_memory(num_bytes: int, *, is_pinned: bool) -> Tensor:
+    """Zeros in the memory of this process."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned and num_bytes > 0)
+
+
 class FileImage:
     """Memory in the form of a data file, for the boxes that this rank writes."""
 
-    def __init__(self, tensors: Sequence[HeldTensor], chosen: set[BoxKey], *, is_pinned: bool) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[HeldTensor],
+        chosen: set[BoxKey],
+        *,
+        is_pinned: bool,
+        allocate: Allocate = private_memory,
+    ) -> None:
         self.entries: list[ImageEntry] = []
         known: dict[tuple[torch.dtype, tuple[int, ...]], TensorArchive] = {}
         end = 0
@@ -57,7 +76,7 @@ class FileImage:
                     self.entries.append(ImageEntry(held.name, piece, held.dtype, end, known[kind]))
                     end += -(-known[kind].num_bytes // ALIGNMENT) * ALIGNMENT
         self.num_bytes = end
-        self.memory = torch.zeros(end, dtype=torch.uint8, pin_memory=is_pinned and end > 0)
+        self.memory = allocate(end, is_pinned=is_pinned)
         for entry in self.entries:
             _put(self.memory, entry.start, entry.archive.head)
             _put(self.memory, entry.start + entry.data_start + entry.archive.num_data_bytes, entry.archive.tail)

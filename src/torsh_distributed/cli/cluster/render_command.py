@@ -21,7 +21,8 @@ from torsh_distributed.cli.cluster.submit_command import (
     WorkingDir,
     given_variables,
 )
-from torsh_distributed.cli.run import (
+from torsh_distributed.cli.run.option_values import elastic_spec, entry_kind, planned_elastic, read_plan
+from torsh_distributed.cli.run.options import (
     CONTEXT_SETTINGS,
     Elastic,
     LossPolicy,
@@ -30,10 +31,6 @@ from torsh_distributed.cli.run import (
     Module,
     NoPython,
     ScriptArgs,
-    elastic_spec,
-    entry_kind,
-    planned_elastic,
-    read_plan,
 )
 from torsh_distributed.launch.spec import Entry
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from torsh_distributed.cli.run import (
+from torsh_distributed.cli.run.option_values import elastic_spec, entry_kind, planned_elastic, read_plan
+from torsh_distributed.cli.run.options import (
     CONTEXT_SETTINGS,
     Elastic,
     LossPolicy,
@@ -17,10 +18,6 @@ from torsh_distributed.cli.run import (
     NoPython,
     Script,
     ScriptArgs,
-    elastic_spec,
-    entry_kind,
-    planned_elastic,
-    read_plan,
 )
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import Entry, parse_nproc

@@ -8,6 +8,7 @@ name, where c10d alone would hang or time out without saying who.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -200,7 +201,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         verdict = _await_verdict(store, meeting, me)
     if "error" in verdict:
         raise _to_error(verdict)
-    return Roster(tuple(verdict["nodes"]), verdict["shares_loopback"])
+    return Roster(_spread(verdict["nodes"]), verdict["shares_loopback"])
 
 
 def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
             }
         present[arrival.rank] = arrival
     return {
-        "nodes": [present[rank].node for rank in range(me.world_size)],
+        "nodes": _folded([present[rank].node for rank in range(me.world_size)]),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
     }
 
@@ -297,3 +298,12 @@ def _ranges(ranks: list[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _folded(nodes: list[str]) -> list[list[Any]]:
+    """Neighbours of one node as [node, number]: every rank reads the verdict, and its size is that of the world."""
+    return [[node, len(list(ranks))] for node, ranks in itertools.groupby(nodes)]
+
+
+def _spread(folded: list[list[Any]]) -> tuple[str, ...]:
+    return tuple(node for node, count in folded for _ in range(count))

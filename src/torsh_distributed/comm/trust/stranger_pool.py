@@ -7,6 +7,7 @@ with the most of them is closed, and a member's address rarely has two.
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -15,7 +16,8 @@ C = TypeVar("C", bound=Hashable)
 
 PROOF_TIMEOUT_S = 3.0
 """The time a connection has to prove the secret."""
-_MAX_STRANGERS = 64
+_FEWEST_PLACES, _MOST_PLACES = 64, 1024
+_SHARE_OF_FILES = 8
 _FIRST_SUMMARY_S = 0.5
 _NEXT_SUMMARY_S = 60.0
 
@@ -23,8 +25,12 @@ _NEXT_SUMMARY_S = 60.0
 class StrangerPool(Generic[C]):
     """Who is being asked for a proof, and what became of those who had none. Pure."""
 
-    def __init__(self, limit: int = _MAX_STRANGERS) -> None:
-        self._limit = limit
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: an eighth of the files that this process may open, if nothing else is given, within 64 and 1024.
+
+        Why that many: a thousand ranks that start together are all strangers for a moment.
+        """
+        self._limit = _places() if limit is None else limit
         self._addresses: dict[C, str] = {}
         self._refused: Counter[tuple[str, str]] = Counter()
         self._next_summary_s = 0.0
@@ -34,6 +40,11 @@ class StrangerPool(Generic[C]):
 
     def __contains__(self, connection: C) -> bool:
         return connection in self._addresses
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next one costs another its place."""
+        return len(self._addresses) >= self._limit
 
     @property
     def has_refused(self) -> bool:
@@ -83,3 +94,8 @@ def describe_refused(refused: Counter[tuple[str, str]]) -> str:
         return f"a connection from {shown} was refused: {next(iter(reasons))}"
     parts = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(4))
     return f"{total} connections from {shown} were refused: {parts}"
+
+
+def _places() -> int:
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(_FEWEST_PLACES, min(_MOST_PLACES, most_files // _SHARE_OF_FILES))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed.comm.shared_memory.kept_memory import KEPT_MEMORY_VARIABLE
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.local.exit_causes import (
     SAVED_EXIT_CODE,
@@ -69,6 +70,8 @@ class AttemptContext:
     secret_file: Path
     """Where the workers find the job's secret."""
     oom_counter: OomCounter | None
+    kept_memory: Path | None = None
+    """Directory in shared memory that the workers of the next attempt find again, if there may be one."""
     spare: Spare | None = None
     """What new workers are started from, if there is one."""
 
@@ -160,6 +163,8 @@ class LocalAttempt:
             progress_file=progress_file,
             joins=joins,
         )
+        if context.kept_memory is not None:
+            env[KEPT_MEMORY_VARIABLE] = str(context.kept_memory)
         line = WorkerLine(context.loop, partial(self._hear, place.rank))
         pipes = self._workers.start(place, command_line(spec.entry), env, line, progress_file=progress_file)
         is_shown = spec.shown_ranks is None or place.local_rank in spec.shown_ranks

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.comm.meeting.network_interface import interface_between_nodes
+from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.spare_process import SpareProcess
@@ -66,6 +67,9 @@ class Node:
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
         self._guardian.remove_directory(self.directory)
+        self._kept_memory = make_kept_memory() if spec.elastic is not None or spec.max_restarts > 0 else None
+        if self._kept_memory is not None:
+            self._guardian.remove_directory(self._kept_memory)
         if spec.wants_tls and spec.tls is None:
             spec = dataclasses.replace(spec, tls=make_certificate(self.directory))
         self.spec = spec
@@ -80,6 +84,7 @@ class Node:
             output=output,
             guardian=self._guardian,
             directory=self.directory,
+            kept_memory=self._kept_memory,
             mark=mark,
             secret_file=secret_file,
             oom_counter=find_oom_counter(),
@@ -368,6 +373,8 @@ class Node:
         if self._spare is not None:
             self._spare.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self._kept_memory is not None:
+            shutil.rmtree(self._kept_memory, ignore_errors=True)
         self._loop.unwatch(self._guardian.pidfd)
         self._guardian.close()
 

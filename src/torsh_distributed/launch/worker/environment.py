@@ -21,6 +21,8 @@ from torsh_distributed.launch.worker.slurm_nodes import expand_nodes, expand_tas
 
 DEFAULT_PORT = 29500
 _LOOPBACK = "127.0.0.1"
+_LAUNCHERS = {"run": "torsh run", "ray": "Ray", "dask": "Dask"}
+"""What TORSH_LAUNCHER may say: all of them set torchrun's variables and serve the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,8 @@ class _Variables:
 
 
 def _torsh_run(variables: _Variables) -> Environment | None:
-    return _elastic(variables, "torsh run") if variables.text("TORSH_LAUNCHER") == "run" else None
+    source = _LAUNCHERS.get(variables.text("TORSH_LAUNCHER") or "")
+    return None if source is None else _elastic(variables, source)
 
 
 def _torchrun(variables: _Variables) -> Environment | None:

@@ -8,6 +8,7 @@ the user's script (see `worker_start`), so it imports only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,8 @@ MEMBER_VARIABLE = "TORSH_MEMBER"
 """In an elastic job: the worker's number, which it keeps while ranks change."""
 JOIN_VARIABLE = "TORSH_JOINS"
 """Set for a worker that enters a world that trains already."""
+NEWS_VARIABLE = "TORSH_NEWS_TIMEOUT_S"
+"""In an elastic job: how long a failed collective waits for word from the launcher."""
 MAX_MESSAGE_BYTES = 1 << 16
 _SEND_TIMEOUT_S = 1.0
 _MAX_UNHANDLED = 15
@@ -94,6 +97,13 @@ class LauncherLine:
         self._unhandled = [message for message in self._unhandled if message["type"] != kind]
         for message in early:
             handler(message)
+
+    def close(self) -> None:
+        """End the thread and the line."""
+        with contextlib.suppress(OSError):  # the other end was closed first
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_SEND_TIMEOUT_S)
+        self._sock.close()
 
     def _serve(self) -> None:
         poller = select.poll()
@@ -163,6 +173,19 @@ def open_line() -> LauncherLine | None:
         if sock is not None:
             _line = LauncherLine(sock)
     return _line
+
+
+@contextlib.contextmanager
+def line_over(sock: socket.socket) -> Iterator[LauncherLine]:
+    """A line over `sock` for the length of a `with` block, for a rank that runs inside an engine's own process."""
+    global _line, _was_opened
+    before = _line, _was_opened
+    _line, _was_opened = LauncherLine(sock), True
+    try:
+        yield _line
+    finally:
+        line, (_line, _was_opened) = _line, before
+        line.close()
 
 
 def _socket_of(text: str) -> socket.socket | None:

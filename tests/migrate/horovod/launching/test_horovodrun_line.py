@@ -52,7 +52,16 @@ def translate(text: str) -> tuple[list[str], dict[str, str], list[str]]:
             {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"},
         ),
         ("--gloo --log-level INFO t.py", "t.py", {"TORSH_LOG": "INFO"}),
-        ("--min-np 2 --max-np 2 t.py", "--nproc-per-node 2 t.py", {"HOROVOD_ELASTIC": "1"}),
+        (
+            "-np 2 --min-np 1 --max-np 4 t.py",
+            "--elastic --min-workers 1 --max-workers 4 --nproc-per-node 2 t.py",
+            {"HOROVOD_ELASTIC": "1"},
+        ),
+        (
+            "--min-np 2 t.py",
+            "--elastic --min-workers 2 --max-workers 2 --nproc-per-node 2 t.py",
+            {"HOROVOD_ELASTIC": "1"},
+        ),
     ],
 )
 def test_what_has_a_counterpart_is_translated(line: str, args: str, env: dict[str, str]) -> None:

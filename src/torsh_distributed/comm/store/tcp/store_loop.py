@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _READ_BYTES = 2**16
 _LARGE_READ_BYTES = 2**20
 _ACCEPTS_PER_TURN = 32
+_CHANCE_S = 0.5
+"""How long a stranger keeps its place while others wait to be accepted; a busy member may take that long to answer."""
 # torch's server closes the connection if a client's first message arrives in pieces, so it is forwarded whole.
 _TORCH_OPENING_BYTES = 5
 _HEADER_BYTES = tcp_protocol.FRAME_HEADER.size
@@ -98,6 +100,7 @@ class StoreLoop:
         self._proof_deadlines: deque[tuple[float, _StorePeer]] = deque()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listeners: list[socket.socket] = []
+        self._paused_until_s: float | None = None
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_over = False
@@ -114,6 +117,7 @@ class StoreLoop:
             self._drop(peer)
         for listener in self._listeners:
             self._forget(listener)
+        self._paused_until_s = None
         self._table = Table()
         self._waiting.clear()
         self._deadlines.clear()
@@ -162,6 +166,8 @@ class StoreLoop:
             if peer in self._strangers:
                 self._refuse(peer, f"no proof of the job's secret within {PROOF_TIMEOUT_S:g} s")
         due_s = self._strangers.summary_due_s(now_s)
+        if self._paused_until_s is not None and self._paused_until_s <= now_s:
+            self._accept_again()
         if due_s is not None and due_s <= now_s:
             self._report(self._strangers.summary(now_s))
             due_s = None
@@ -170,12 +176,16 @@ class StoreLoop:
             moments.append(self._deadlines[0][0])
         if self._proof_deadlines:
             moments.append(self._proof_deadlines[0][0])
+        if self._paused_until_s is not None:
+            moments.append(self._paused_until_s)
         return max(0.0, min(moments) - now_s) if moments else None
 
     # Strangers, until they have proved the secret
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
+            if self._strangers.is_full and self._pauses():
+                return
             try:
                 sock, _ = listener.accept()
             except OSError:
@@ -196,6 +206,29 @@ class StoreLoop:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer.handshake = self._new_handshake(peer, sock)
             self._proof_deadlines.append((time.monotonic() + PROOF_TIMEOUT_S, peer))
+
+    def _pauses(self) -> bool:
+        """Accept nobody while all strangers are new; whether that is so.
+
+        Why: a thousand ranks that connect at once wait in the kernel's queue and cost each other nothing. Whoever had
+        its chance to prove the secret loses its place instead, so that idle connections keep nobody out.
+        """
+        while self._proof_deadlines and self._proof_deadlines[0][1] not in self._strangers:
+            self._proof_deadlines.popleft()
+        if not self._proof_deadlines:
+            return False
+        chance_s = self._proof_deadlines[0][0] - PROOF_TIMEOUT_S + _CHANCE_S
+        if chance_s <= time.monotonic():
+            return False
+        self._paused_until_s = chance_s
+        for listener in self._listeners:
+            self._epoll.modify(listener.fileno(), 0)
+        return True
+
+    def _accept_again(self) -> None:
+        self._paused_until_s = None
+        for listener in self._listeners:
+            self._epoll.modify(listener.fileno(), select.EPOLLIN)
 
     def _new_handshake(self, peer: _StorePeer, sock: socket.socket) -> Handshake:
         """The proof that is asked for; beyond this machine under TLS, or with every later message signed."""
@@ -235,6 +268,8 @@ class StoreLoop:
             return
         if handshake.is_done:
             self._strangers.release(peer)
+            if self._paused_until_s is not None:
+                self._accept_again()
             signers = handshake.signers()
             if signers is not None:
                 peer.sending, peer.receiving = signers
@@ -259,6 +294,8 @@ class StoreLoop:
 
     def _refuse(self, peer: _StorePeer, reason: str) -> None:
         self._strangers.refuse(peer, reason)
+        if self._paused_until_s is not None:
+            self._accept_again()
         self._drop(peer)
 
     # Members

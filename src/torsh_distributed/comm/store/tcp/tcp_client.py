@@ -30,6 +30,7 @@ from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
 
 # A server that does not answer for this long after a wait should have ended is stuck or cut off.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 0.5
 _GRACE_S = 5.0
 _RECEIVE_BYTES = 2**16
 _LARGE_RECEIVE_BYTES = 2**20
@@ -214,7 +215,20 @@ class TcpKeyspace(Keyspace):
                 if connection.is_usable():
                     return connection
                 connection.close()
-        return self._connect(time.monotonic() + self._timeout_s)
+        return self._connect_again_if_refused()
+
+    def _connect_again_if_refused(self) -> _StoreConnection:
+        """A further connection. The server turns some away while hundreds of ranks connect at once: they try again."""
+        deadline = time.monotonic() + self._timeout_s
+        pause, pause_s = threading.Event(), _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._connect(deadline)
+            except StoreRefused:
+                if time.monotonic() + pause_s > deadline:
+                    raise
+            pause.wait(pause_s)
+            pause_s = min(_LAST_PAUSE_S, pause_s * 1.5)
 
     def _notice_fork(self) -> None:
         """After a fork the parent still uses these sockets; two processes must not share one."""

@@ -12,6 +12,7 @@ from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.horovod.basics import init, is_initialized, shutdown
 from torsh_distributed.migrate.horovod.elastic.elastic_state import State
+from torsh_distributed.migrate.horovod.elastic.job_members import members_of_job
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorate `func(state, …)`: it is called with a state that is equal on all ranks, again after every failure.
 
     After HorovodInternalError the state goes back to the last commit; after HostsUpdatedInterrupt it stays as it is.
-    Either way the ranks meet again, reset callbacks run, and the state of rank 0 goes to all.
+    Either way the ranks meet again, reset callbacks run, and the state of rank 0 goes to all. In a job that was started
+    with `--min-np`, `--max-np` or `--elastic` ranks come and go meanwhile: survivors keep their process, and a worker
+    that was started later enters at a commit.
     """
     return run_fn(func, reset_horovod)
 
@@ -36,25 +39,35 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
         if not is_initialized():
             init()
         state.load_commit()
+        members = members_of_job()
+        if members is not None:
+            state.watch(members.news)
+            members.join()
         must_sync, num_resets, limit = True, 0, _reset_limit()
         while True:
+            is_moved = False
             try:
                 if must_sync:
                     state.sync()
+                if members is not None:
+                    members.tell_entered()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
                 if limit is not None and num_resets >= limit:
                     raise
                 _note(f"restoring the last commit after: {error.message}")
+                is_moved = members is not None and members.recover()
                 state.restore()
                 must_sync = True
             except HostsUpdatedInterrupt as interrupt:
                 if limit is not None and num_resets >= limit:
                     raise
                 _note("the members of the job changed")
+                is_moved = members is not None and members.follow()
                 must_sync = not interrupt.skip_sync
             num_resets += 1
-            reset()
+            if not is_moved:
+                reset()
             state.on_reset()
 
     return wrapper

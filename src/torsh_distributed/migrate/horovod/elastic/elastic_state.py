@@ -29,6 +29,11 @@ class State:
         self._host_messages: SimpleQueue[tuple[float, int]] = SimpleQueue()
         self._last_updated_s = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._news: Callable[[], int | None] | None = None
+
+    def watch(self, news: Callable[[], int | None]) -> None:
+        """Ask `news` at every commit whether members come or go: what `on_hosts_updated` would be told, or None."""
+        self._news = news
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these, in order, after a reset: to change the learning rate for another number of ranks, for example."""
@@ -52,6 +57,9 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told that the members change."""
+        change = None if self._news is None else self._news()
+        if change is not None:
+            self.on_hosts_updated(time.time(), change)
         last_s, removed_only = self._last_updated_s, True
         while not self._host_messages.empty():
             timestamp, result = self._host_messages.get()

@@ -135,7 +135,7 @@ _BACKEND = "the torsh backend goes through shared memory on a node and over the 
 _TUNING = "there are no cycles or thresholds that need tuning"
 _ELSEWHERE = "`torsh run` starts workers on its own machine"
 _ON_EACH = "run the same command on every host, with a shared --token-file"
-_FIXED = "the number of workers is fixed while a job runs"
+_ASKED = "hosts are not looked for: workers come and go by `torsh scale`"
 
 FLAGS: dict[str, _Flag] = {
     "-np": _field("num_proc"),
@@ -187,7 +187,7 @@ FLAGS: dict[str, _Flag] = {
     "--slots-per-host": _field("slots_per_host"),
     "--slots": _field("slots_per_host"),
     "--reset-limit": _Flag(1, _take_reset_limit),
-    "--host-discovery-script": _refused(1, _FIXED, "name the hosts with -H or --hostfile"),
+    "--host-discovery-script": _refused(1, _ASKED, "name the hosts with -H or --hostfile"),
     "--blacklist-cooldown-range": _refused(2, "hosts are not excluded from a job", "leave it out"),
     # Timeline and stalls.
     "--timeline-filename": _variable("HOROVOD_TIMELINE"),
@@ -243,7 +243,8 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
             line.options.append(rest.pop(0))
     if rest[:1] == ["--"]:
         del rest[0]
-    return TranslatedLine(args=[*line.options, *_placement(line), *_program(rest)], env=line.env, notes=line.notes)
+    where = _placement(line)
+    return TranslatedLine(args=[*line.options, *where, *_program(rest)], env=line.env, notes=line.notes)
 
 
 def _take(line: _Line, name: str, values: list[str]) -> None:
@@ -267,13 +268,17 @@ def _placement(line: _Line) -> list[str]:
 
 
 def _check_range(line: _Line) -> None:
+    """Workers come and go between the two bounds: survivors go on, and lost ones are replaced."""
     line.env["HOROVOD_ELASTIC"] = "1"
     if line.num_proc is None:
         line.num_proc = line.least if line.least is not None else line.most
-    bounds = {"--min-np": line.least, "--max-np": line.most}
-    for name, bound in bounds.items():
-        if bound is not None and bound != line.num_proc:
-            line.notes.append(f"{name} {bound} has no effect: {_FIXED}, here {line.num_proc}")
+    assert line.num_proc is not None, "one of the bounds is given"
+    least, most = line.least or 1, line.most or line.num_proc
+    if not least <= line.num_proc <= most:
+        raise InvalidArgument(
+            f"-np {line.num_proc} is not between --min-np {least} and --max-np {most}", hint="start a number in between"
+        )
+    line.options += ["--elastic", "--min-workers", str(least), "--max-workers", str(most)]
 
 
 def _program(words: list[str]) -> list[str]:

@@ -193,8 +193,7 @@ class SetEngine:
     def _pass_on(self, submitted: Sequence[PendingOp]) -> None:
         """Put own requests into the table, or send them to the rank that keeps it."""
         if self._is_first:
-            for op in submitted:
-                self._table.add(0, op.request)
+            self._table.add_all(0, [op.request for op in submitted])
             return
         asked: list[int | Request] = []
         for op in submitted:
@@ -261,9 +260,10 @@ class SetEngine:
             if kind == _REQUESTS:
                 seen, asked = parts
                 self._giver.has_seen(rank, seen)
-                for one in asked:
-                    request = self._giver.asked(one) if isinstance(one, int) else request_from_wire(one)
-                    self._table.add(rank, request)
+                self._table.add_all(
+                    rank,
+                    [self._giver.asked(one) if isinstance(one, int) else request_from_wire(one) for one in asked],
+                )
             elif kind == _ANSWER:
                 self._take_answer(*parts)
             else:

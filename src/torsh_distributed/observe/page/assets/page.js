@@ -220,7 +220,7 @@
     byId("run").textContent = job.run_id;
     const slow = state.stragglers.map((one) => `rank ${one.rank} is ${percent(one.slowdown)} slower than the others`).join(", ");
     put("summary", el("span", { class: { failed: "bad", finished: "good" }[job.state] || "" }, job.state + (job.exit_code ? ` with exit code ${job.exit_code}` : "")),
-      ` · ${job.command || "a job"} · ${count(job.world_size)} ranks on ${count(job.num_nodes)} nodes${job.backend ? ` · ${job.backend}` : ""}${job.attempt ? ` · restart ${job.attempt}` : ""}`,
+      ` · ${job.command || "a job"} · ${count(job.world_size)} ${job.world_size === 1 ? "rank" : "ranks"} on ${count(job.num_nodes)} ${job.num_nodes === 1 ? "node" : "nodes"}${job.backend ? ` · ${job.backend}` : ""}${job.attempt ? ` · restart ${job.attempt}` : ""}`,
       ...(slow ? [el("span", { class: "warn" }, ` · ${slow}`)] : []));
     const parts = state.parts, total = PARTS.reduce((sum, part) => sum + (parts[part] || 0), 0);
     const figures = [["step", count(job.step)], ["loss", short(job.loss)], ["samples/s", short(job.samples_per_s)], ["a step", seconds(total || null)],

@@ -1,0 +1,159 @@
+"""Clusters: from submitting a job to its first step, by engine; and thousands of ranks that join at once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
+from benchmarks.light_ranks import JoinCost, join_ranks, most_ranks
+from tests.bed import needs
+from tests.lab.network import Lab
+from tests.lab.slurm_cluster import PROGRAMS, SlurmCluster
+from tests.lab.ssh_hosts import SshHosts
+
+_TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
+_TIMEOUT_S = 120.0
+_FIRST_STEP = """
+import torch
+from torch import nn
+
+import torsh_distributed as td
+
+td.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = td.parallelize(model, optimizer, td.Plan(training={"steps": 1}), loss_fn=nn.functional.mse_loss)
+engine.step((torch.randn(32, 64), torch.randn(32, 64)))
+if td.rank() == 0:
+    print("first step", flush=True)
+"""
+Run = Callable[..., subprocess.Popen[str]]
+
+
+def _until_first_step(command: list[str], run: Run) -> float:
+    """Seconds from the command to the line that rank 0 prints after its first step; the job is then left to end."""
+    start_s = time.perf_counter()
+    process = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    said, taken_s = [], None
+    for line in process.stdout:
+        said.append(line)
+        if "first step" in line and taken_s is None:
+            taken_s = time.perf_counter() - start_s
+    code = process.wait(timeout=_TIMEOUT_S)
+    process.stdout.close()
+    if code or taken_s is None:
+        raise RuntimeError(f"`{' '.join(command)}` ended with {code}:\n{''.join(said)}")
+    return taken_s
+
+
+def _submit(engine: str, ranks: list[str], *settings: str) -> list[str]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    return [*_TORSH, "submit", "--to", engine, *ranks, *words, "--follow"]
+
+
+def _here(**env: str) -> Run:
+    def run(command: list[str], **options: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env={**os.environ, **env}, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+    return run
+
+
+def _first_steps(budget: Budget, folder: Path) -> Iterator[Row | Note]:
+    """The engines that this machine has, each in turns with `torsh run`."""
+    num_ranks, num_samples = (2, 1) if budget.is_quick else (4, 7)
+    script = folder / "first_step.py"
+    script.write_text(_FIRST_STEP)
+    state = {"TORSH_STATE_DIR": str(folder / "state")}
+    here = ["--nproc-per-node", str(num_ranks)]
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, tuple[list[str], Run]] = {}
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        for name, program in (("MPICH", needs.mpiexec()), ("Open MPI", "mpiexec.openmpi")):
+            if shutil.which(program) is None:
+                yield Note(text=f"No row for {name}: there is no {program} on this machine.")
+            else:
+                engines[f"submit --to mpi ({name})"] = (
+                    _submit("mpi", here, f"mpiexec={program}"),
+                    _here(**state, **root),
+                )
+        if os.geteuid() != 0 or any(shutil.which(program) is None for program in PROGRAMS):
+            yield Note(text="No row for SLURM: it is not installed here, or this user is not root.")
+        else:
+            (folder / "slurm").mkdir()
+            slurm = stack.enter_context(SlurmCluster(folder / "slurm"))
+            engines["submit --to slurm"] = _submit("slurm", here), _here(**state, **slurm.env)
+        if needs.netns() is not None or shutil.which("/usr/sbin/sshd") is None:
+            yield Note(text="No row for SSH: no network namespaces or no sshd here.")
+        else:
+            lab = stack.enter_context(Lab())
+            (folder / "ssh").mkdir()
+            ssh = stack.enter_context(SshHosts(lab.hosts(2), folder / "ssh"))
+            two_hosts = ["--nodes", "2", "--nproc-per-node", str(num_ranks // 2)]
+            command = _submit("ssh", two_hosts, "hosts=node0,node1", f"config={ssh.config}")
+            submitter = lab.host(2)
+            engines["submit --to ssh, two hosts"] = (
+                command,
+                lambda words, **options: submitter.popen(words, env=state, **options),
+            )
+        plain = [*_TORSH, "run", *here]
+        for name, (command, run) in engines.items():
+            ours, base = [], []
+            for number in range(num_samples):
+                ours.append(_until_first_step([*command, "--name", f"b{len(name)}-{number}", str(script)], run))
+                base.append(_until_first_step([*plain, str(script)], _here()))
+            yield Row(
+                name=f"{name}, {num_ranks} ranks: command to first step",
+                unit=Unit.SECONDS,
+                ours=Measurement.of(ours),
+                rivals={"torsh run": Measurement.of(base)},
+            )
+
+
+def _joins(budget: Budget) -> Iterator[Row | Note]:
+    """How the meeting of all ranks grows with their number."""
+    sizes = (50, 200) if budget.is_quick else (1_000, min(10_000, most_ranks()))
+    num_samples = 1 if budget.is_quick else 3
+    found: dict[int, list[JoinCost]] = {size: [join_ranks(size) for _ in range(num_samples)] for size in sizes}
+    for size, costs in found.items():
+        for what, unit, values in (
+            ("all joined", Unit.SECONDS, [cost.wall_s for cost in costs]),
+            ("processor time of the store", Unit.SECONDS, [cost.store_cpu_s for cost in costs]),
+            ("memory of the store, at most", Unit.BYTES, [float(cost.store_peak_bytes) for cost in costs]),
+        ):
+            yield Row(name=f"{size:,} ranks join: {what}", unit=unit, ours=Measurement.of(values))
+    few, many = (min(found[size], key=lambda cost: cost.wall_s) for size in sizes)
+    allowed = (many.num_ranks * math.log2(many.num_ranks)) / (few.num_ranks * math.log2(few.num_ranks))
+    yield Note(
+        text=f"A load test: ranks are tasks over real sockets, not processes. Messages per join, both ways: "
+        f"{few.messages_per_join:.1f} at {few.num_ranks:,} ranks, {many.messages_per_join:.1f} at {many.num_ranks:,}. "
+        f"From {few.num_ranks:,} to {many.num_ranks:,} ranks the time grows {many.wall_s / few.wall_s:.1f} times, the "
+        f"store's processor time {many.store_cpu_s / max(few.store_cpu_s, 0.01):.1f} times; N log N grows "
+        f"{allowed:.1f} times. Every rank reads {few.verdict_bytes:,} and {many.verdict_bytes:,} bytes."
+    )
+
+
+def _rows(budget: Budget) -> Iterator[Row | Note]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _first_steps(budget, Path(folder))
+    yield from _joins(budget)
+
+
+CASE = Case(
+    title="Clusters: first steps by engine, and ranks by the thousand",
+    about="""Seconds from the command to the end of the first training step on rank 0, whole processes with the import
+    of torch: `torsh submit --follow` to a real mpiexec, SLURM or two hosts over SSH, in turns with `torsh run` on one
+    node. Then ranks that join one store at the same moment, over real sockets and with the proof of the job's
+    secret: the time until all know each other, and what it takes of the process that serves the store.""",
+    rows=_rows,
+)

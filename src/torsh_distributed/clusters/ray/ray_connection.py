@@ -1,0 +1,110 @@
+"""This process's connection to a Ray cluster: found, made or started, and ended again if it was made here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable
+
+_OLDEST = (2, 50)
+
+
+def require_ray() -> Any:
+    """The package; raises FeatureNotAvailable with the line that installs it."""
+    try:
+        import ray
+    except ImportError as error:
+        raise FeatureNotAvailable(
+            "Ray is not installed", hint='pip install "torsh-distributed[ray]"', reason=str(error)
+        ) from error
+    found = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if found < _OLDEST:
+        raise FeatureNotAvailable(
+            f"Ray {ray.__version__} is older than {_OLDEST[0]}.{_OLDEST[1]}",
+            hint='pip install --upgrade "torsh-distributed[ray]"',
+        )
+    return ray
+
+
+@contextmanager
+def connected(address: str | None, *, runtime_env: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    """`ray`, connected: over the connection there is, or one that lasts as long as this block.
+
+    Without an address, RAY_ADDRESS or a running connection, a local cluster is started, without Ray's usage statistics,
+    and ended after the block.
+    """
+    ray = require_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    chosen = address or os.environ.get("RAY_ADDRESS")
+    try:
+        if chosen:
+            ray.init(address=chosen, runtime_env=dict(runtime_env or {}), log_to_driver=True)
+        else:
+            start_local(ray)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"there is no connection to the Ray cluster at {chosen or 'a new local one'}",
+            hint="check the address and that `ray status` answers there; Ray's port is 6379, not the dashboard's",
+            address=chosen,
+            reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def start_local(ray: Any, **arguments: Any) -> None:
+    """Start a cluster on this machine, without usage statistics, and connect to it.
+
+    Ray's own ports listen on the node's address, behind Ray's token; its dashboard on loopback.
+    """
+    before = os.environ.get("RAY_USAGE_STATS_ENABLED")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=arguments.pop("include_dashboard", False),
+            dashboard_host="127.0.0.1",
+            **arguments,
+        )
+    finally:
+        if before is None:
+            del os.environ["RAY_USAGE_STATS_ENABLED"]
+        else:
+            os.environ["RAY_USAGE_STATS_ENABLED"] = before
+
+
+def refuse_ray_client(ray: Any) -> None:
+    """Raise if this process speaks to the cluster through Ray Client, where placement and logs are another's."""
+    if ray.util.client.ray.is_connected():
+        raise ConfigurationError(
+            "this program is connected through Ray Client (ray://), which has no part in the cluster",
+            hint="submit the script with `torsh submit --to ray`, or run it on a node of the cluster",
+        )
+
+
+def totals_by_node(ray: Any) -> dict[str, dict[str, float]]:
+    """The resources of every living node, by its address."""
+    return {
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": dict(node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def shown(resources: Mapping[str, float]) -> str:
+    """Resources for a message: without those that only name a node."""
+    parts = {
+        name: amount / 2**30 if name in ("memory", "object_store_memory") else amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(("node:", "bundle_", "CPU_group", "GPU_group"))
+        and "_group_" not in name
+        and name != "object_store_memory"
+    }
+    return ", ".join(f"{name} {amount:g}{' GiB' if name == 'memory' else ''}" for name, amount in parts.items())

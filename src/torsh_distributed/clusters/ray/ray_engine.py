@@ -1,0 +1,236 @@
+"""Scripts on a Ray cluster, through its job submission server: the job lives there, and any process may ask for it.
+
+Ray keeps the job's driver, its log and its state; the driver (`ray_job`) holds the ranks. It speaks HTTP to the
+dashboard's port, so that submitting needs no network of the cluster's own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.hosted.submitted_job import job_values
+from torsh_distributed.clusters.memory_size import parse_memory
+from torsh_distributed.clusters.ray.ray_connection import require_ray
+from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.errors import (
+    CommunicationError,
+    FeatureNotAvailable,
+    InvalidArgument,
+    IoError,
+    OperationTimeout,
+)
+
+JOB_VARIABLE = "TORSH_RAY_JOB"
+OPTIONS = {
+    "address": "the job server, as http://HOST:8265; default: RAY_API_SERVER_ADDRESS, or a cluster on this machine",
+    "placement": "PACK, SPREAD, STRICT_PACK or STRICT_SPREAD",
+    "resources": "custom resources of each worker, as name:amount,name:amount",
+    "runtime_env": "a JSON file with Ray's runtime environment; the working directory is added to it",
+    "python": "the interpreter on the cluster; default: python",
+    "start_timeout_s": "how long the cluster may take to give the workers",
+    "waits_for_nodes": "1 to wait for an autoscaler",
+}
+_STATES = {
+    "PENDING": JobState.QUEUED,
+    "RUNNING": JobState.RUNNING,
+    "SUCCEEDED": JobState.SUCCEEDED,
+    "FAILED": JobState.FAILED,
+    "STOPPED": JobState.CANCELLED,
+}
+_LOOK_AGAIN_S = 0.25
+_CANCEL_S = 60.0
+_SCALE_S = 60.0
+
+
+class RayEngine:
+    """One Ray cluster, by its job submission server."""
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self._options = dict(options or {})
+        require_known_options("ray", self._options, OPTIONS)
+        require_ray()
+
+    def render(self, submission: Submission) -> str:
+        """The entry point, the runtime environment and the job as the driver reads it."""
+        runtime_env = self._runtime_env(submission, submission.name)
+        job = json.loads(runtime_env["env_vars"].pop(JOB_VARIABLE))
+        hidden = dict.fromkeys(job.pop("env"), "…")
+        shown = {"entrypoint": self._entry_point(), "runtime_env": runtime_env, "job": {**job, "env": hidden}}
+        return json.dumps(shown, indent=2)
+
+    def submit(self, submission: Submission) -> str:
+        """Upload the working directory and start the job's driver on the cluster."""
+        job_id = f"{submission.name}-{secrets.token_hex(3)}"
+        client = self._client()
+        try:
+            found = client.submit_job(
+                entrypoint=self._entry_point(),
+                submission_id=job_id,
+                runtime_env=self._runtime_env(submission, job_id),
+                metadata={"job_name": submission.name},
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CommunicationError(
+                "Ray did not take the job",
+                hint="a working directory of more than 500 MiB is refused: exclude data with a runtime_env",
+                operation="submit",
+                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            ) from error
+        return str(found)
+
+    def status(self, job_id: str) -> JobStatus:
+        """As Ray's job server tells it."""
+        info = self._info(self._client(), job_id)
+        if info is None:
+            return JobStatus(state=JobState.LOST, detail="the cluster does not know this job")
+        state = _STATES.get(str(info.status.value), JobState.LOST)
+        return JobStatus(state=state, detail=str(info.message or ""), exit_code=_exit_code(state, info))
+
+    def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
+        """The driver's output, which shows the lines of all ranks."""
+        client, pause, num_shown = self._client(), threading.Event(), 0
+        while True:
+            info = self._info(client, job_id)
+            is_over = info is None or _STATES.get(str(info.status.value), JobState.LOST).is_over
+            text = client.get_job_logs(job_id) if info is not None else ""
+            lines = text.split("\n")
+            # The last piece may still grow, unless nothing more comes.
+            complete = lines if is_over or not follow else lines[:-1]
+            for line in complete[num_shown:]:
+                if line or complete[-1] is not line:
+                    yield line
+            num_shown = max(num_shown, len(complete))
+            if is_over or not follow:
+                return
+            pause.wait(_LOOK_AGAIN_S)
+
+    def cancel(self, job_id: str) -> None:
+        """Stop the driver, which ends the ranks; then wait until Ray says so."""
+        client = self._client()
+        info = self._info(client, job_id)
+        if info is None or _STATES.get(str(info.status.value), JobState.LOST).is_over:
+            return
+        client.stop_job(job_id)
+        self._await(client, job_id, _CANCEL_S, operation="cancel")
+
+    def scale(self, job_id: str, workers: int) -> None:
+        """Tell the job's leader, by a small job of its own: it has the cluster's network, this process need not."""
+        client = self._client()
+        helper = client.submit_job(
+            entrypoint=f"{self._entry_point()} scale {job_id} {int(workers)}",
+            submission_id=f"{job_id}-scale-{secrets.token_hex(3)}",
+        )
+        info = self._await(client, helper, _SCALE_S, operation="scale")
+        if _STATES.get(str(info.status.value)) is not JobState.SUCCEEDED:
+            lines = [line for line in str(client.get_job_logs(helper)).splitlines() if line.strip()]
+            raise FeatureNotAvailable(
+                f"the size of the job {job_id!r} cannot be changed",
+                hint="submit it with --elastic; it must be running",
+                reason=lines[-1] if lines else str(info.message),
+            )
+
+    # Ray's job server
+
+    def _client(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        address = self._options.get("address")
+        try:
+            return JobSubmissionClient(address)
+        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+            raise CommunicationError(
+                f"no Ray job server answers at {address or 'this machine'}",
+                hint="start the head with its dashboard: `ray start --head --include-dashboard=true` "
+                '(pip install "ray[default]"), and give --set address=http://HOST:8265',
+                address=address,
+                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            ) from error
+
+    def _info(self, client: Any, job_id: str) -> Any:
+        """What the server knows of the job; None if nothing."""
+        try:
+            return client.get_job_info(job_id)
+        except RuntimeError as error:
+            if "404" in str(error) or "does not exist" in str(error):
+                return None
+            raise CommunicationError(
+                "Ray's job server did not answer", hint="`ray status` on the head says more", reason=str(error)
+            ) from error
+
+    def _await(self, client: Any, job_id: str, timeout_s: float, *, operation: str) -> Any:
+        pause, deadline_s = threading.Event(), time.monotonic() + timeout_s
+        while True:
+            info = self._info(client, job_id)
+            if info is None or _STATES.get(str(info.status.value), JobState.LOST).is_over:
+                return info
+            if time.monotonic() > deadline_s:
+                raise OperationTimeout(
+                    f"the job {job_id!r} did not end within {timeout_s:g} s",
+                    hint="look at the dashboard, or stop it with `ray job stop`",
+                    operation=operation,
+                )
+            pause.wait(_LOOK_AGAIN_S)
+
+    # What is submitted
+
+    def _entry_point(self) -> str:
+        return f"{self._options.get('python', 'python')} -m torsh_distributed.clusters.ray.ray_job"
+
+    def _runtime_env(self, submission: Submission, job_id: str) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        if "runtime_env" in self._options:
+            chosen = _read_json(Path(self._options["runtime_env"]))
+        chosen.setdefault("working_dir", str(submission.working_dir))
+        variables = {**chosen.get("env_vars", {}), JOB_VARIABLE: json.dumps(self._job(submission, job_id))}
+        return {**chosen, "env_vars": variables}
+
+    def _job(self, submission: Submission, job_id: str) -> dict[str, Any]:
+        options, memory = self._options, submission.memory_per_worker
+        return {
+            **job_values(submission, job_id),
+            "config": {
+                "cpus_per_worker": submission.cpus_per_worker,
+                "gpus_per_worker": submission.gpus_per_worker,
+                "memory_per_worker_bytes": None if memory is None else parse_memory(memory),
+                "resources_per_worker": _parse_resources(options.get("resources", "")),
+                "placement": options.get("placement", "PACK" if submission.nodes == 1 else "SPREAD"),
+                "start_timeout_s": float(options.get("start_timeout_s", 120.0)),
+                "waits_for_nodes": options.get("waits_for_nodes", "0") not in ("", "0"),
+            },
+        }
+
+
+def _exit_code(state: JobState, info: Any) -> int | None:
+    if state is JobState.SUCCEEDED:
+        return 0
+    code = getattr(info, "driver_exit_code", None)
+    return code if isinstance(code, int) else None
+
+
+def _parse_resources(text: str) -> dict[str, float]:
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, amount = part.partition(":")
+        try:
+            found[name.strip()] = float(amount or 1)
+        except ValueError:
+            raise InvalidArgument("resources must read name:amount,name:amount", got=text) from None
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise IoError("the runtime environment cannot be read", path=str(path), reason=str(error)) from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("a runtime environment is a JSON object", path=str(path))
+    return value

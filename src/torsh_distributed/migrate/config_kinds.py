@@ -1,0 +1,70 @@
+"""Config files of other libraries: which kind a file is, and what makes a plan of it. Imports no torch.
+
+Each kind has a module with two functions: `looks_like(document)`, whether a parsed file is of that kind, and
+`translate(path, world_size=…, fills=…, version=…)`, which returns a plan and a report.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torsh_distributed.errors import ConfigurationError, IoError
+from torsh_distributed.migrate.report import MigrationReport
+from torsh_distributed.plan import Plan
+
+CONFIG_KINDS = {
+    "deepspeed": "torsh_distributed.migrate.deepspeed.config.config_kind",
+    "accelerate": "torsh_distributed.migrate.launchers.accelerate_config",
+    "horovod": "torsh_distributed.migrate.horovod.horovod_config",
+    "pytorch": "torsh_distributed.migrate.pytorch.pytorch_config",
+    "fairscale": "torsh_distributed.migrate.fairscale.fairscale_config",
+}
+"""The kinds that are known, with the module of each."""
+
+
+def translate_config(path: Path, *, kind: str | None = None, **options: Any) -> tuple[Plan, MigrationReport]:
+    """The plan of a config file, and a verdict on every key of it; the kind is found out unless it is named."""
+    if not path.is_file():
+        raise IoError(f"there is no file {path}", hint="name a config of another library, or `check` and a script")
+    if kind is not None and kind not in CONFIG_KINDS:
+        near = difflib.get_close_matches(kind, CONFIG_KINDS, n=1)
+        raise ConfigurationError(
+            f"configs of {kind!r} are not known",
+            hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(CONFIG_KINDS)}",
+        )
+    module: Any = importlib.import_module(CONFIG_KINDS[kind or _kind_of(path)])
+    found: tuple[Plan, MigrationReport] = module.translate(path, **options)
+    return found
+
+
+def _kind_of(path: Path) -> str:
+    document = _document(path)
+    for kind, name in CONFIG_KINDS.items():
+        if document is not None and importlib.import_module(name).looks_like(document):
+            return kind
+    raise ConfigurationError(
+        f"{path} does not look like a config of {' or '.join(CONFIG_KINDS)}",
+        hint=f"name its kind: --from {next(iter(CONFIG_KINDS))}",
+    )
+
+
+def _document(path: Path) -> Mapping[str, Any] | None:
+    """The file as HJSON or YAML, whichever it is; None if it is neither. A kind reads it again, and strictly."""
+    from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
+    from torsh_distributed.plan.reading import yaml_format
+    from torsh_distributed.plan.reading.limits import read_limited
+    from torsh_distributed.plan.reading.malformed import MalformedError
+
+    readers = [parse_hjson, yaml_format.parse] if path.suffix not in (".yaml", ".yml") else [yaml_format.parse]
+    for parse in readers:
+        try:
+            document = parse(read_limited(path).decode("utf-8-sig"))
+        except (MalformedError, UnicodeDecodeError):
+            continue
+        if isinstance(document, dict):
+            return document
+    return None

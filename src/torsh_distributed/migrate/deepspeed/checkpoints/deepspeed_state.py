@@ -1,0 +1,243 @@
+"""A checkpoint of DeepSpeed as a state that any plan of ours can load: whole tensors by name, read as they are needed.
+
+Stages 0 to 3 and universal checkpoints, of any number of data-parallel ranks, and the stages of a pipeline. Weights are
+the fp32 ones that the optimizer keeps; what it does not train comes from the model files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
+from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
+from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
+from torsh_distributed.errors import CheckpointError
+from torsh_distributed.migrate.deepspeed.checkpoints.flat_pieces import PiecedTensor, Shapes
+from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import InertRecord, load_safely
+from torsh_distributed.migrate.deepspeed.checkpoints.shard_files import ShardFiles, find_files
+from torsh_distributed.migrate.deepspeed.checkpoints.unsharded_files import from_plain_optimizer, from_universal
+from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import NamedState, from_shards, whole_tensor
+from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
+
+_OF_DEEPSPEED = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
+        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config"),
+        *("ds_version", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "csr_tensor_module_names"),
+        *("ds_autoep_layers", "autoep_layers", "num_experts", "compression_training"),
+    }
+)
+"""Keys of a model file that are DeepSpeed's own; all others are the script's client state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """What a checkpoint says beside its tensors."""
+
+    stage: int
+    num_data_ranks: int
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    lr_scheduler: Any
+    config: Mapping[str, Any]
+    """The DeepSpeed config it was trained with."""
+    version: str | None
+    """Of DeepSpeed."""
+    client_state: Mapping[str, Any]
+    loss_scaler: Mapping[str, Any]
+    """What the loss scaler held: `cur_scale` and others; empty if there was none."""
+
+
+class DeepSpeedState(SavedSnapshot):
+    """A checkpoint of DeepSpeed to load from, by the names of the model's parameters."""
+
+    def __init__(
+        self, place: Path, tensors: Mapping[str, PiecedTensor], values: Mapping[str, Any], facts: CheckpointFacts
+    ) -> None:
+        self.facts = facts
+        self._pieced = dict(tensors)
+        metadata = CheckpointMetadata(step=facts.global_steps, world_size=facts.num_data_ranks, reason="imported")
+        index = TensorIndex({name: _indexed(name, one) for name, one in tensors.items()})
+        num_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values())
+        super().__init__(str(place), metadata, index, values, num_bytes=num_bytes)
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor, such as `model.head.weight`."""
+        return self._pieced[name].read()
+
+    @override
+    def own_values(self, rank: int) -> Any:
+        return None
+
+    @override
+    def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
+        one = self._pieced[stored.file]
+        plain = one.read().detach().to(one.dtype).contiguous().flatten().view(torch.uint8)
+        into[:] = memoryview(plain[begin : begin + len(into)].numpy().data)
+
+
+def open_checkpoint(
+    source: str | Path, tag: str | None = None, *, with_optimizer: bool = True, inert: Sequence[str] = ()
+) -> DeepSpeedState:
+    """The checkpoint that DeepSpeed's `save_checkpoint` wrote to `source`, of the newest tag or of `tag`.
+
+    Files are mapped and read with torch's `weights_only`; see `safe_files` for `inert`. Raises CheckpointError for a
+    missing shard, files of several saves, and files that name what is not on the list.
+    """
+    files = find_files(Path(source), tag)
+    found, buffers, shared = NamedState(), dict[str, PiecedTensor](), dict[str, str]()
+    first: Mapping[str, Any] = {}
+    for rank in sorted(files.models):
+        models = [_model_file(files.models[rank][number], inert) for number in sorted(files.models[rank])]
+        first = first or models[0]
+        part = _part(files, rank, models, with_optimizer=with_optimizer, inert=inert)
+        _refuse_tensor_parallel(files, found, part)
+        found.join(part)
+        found.loss_scaler = found.loss_scaler or part.loss_scaler
+        buffers |= _untrained(models, part)
+        shared |= models[0].get("shared_params") or {}
+    for number, path in sorted(files.layers.items()):
+        for name, value in load_safely(path, inert=inert).items():
+            buffers.setdefault(f"{number}.{name}", whole_tensor(value))
+    weights = {**buffers, **found.weights}
+    weights |= {name: weights[other] for name, other in shared.items() if other in weights}
+    facts = _facts(files, first, found)
+    tensors = {f"{MODEL}.{name}": one for name, one in weights.items()}
+    values: dict[str, Any] = {MODEL: {}, "engine": _engine_values(facts)}
+    if with_optimizer:
+        for name, entries in found.moments.items():
+            tensors |= {f"{OPTIMIZER}.state.{name}.{entry}": one for entry, one in entries.items()}
+        values[OPTIMIZER] = {"param_groups": [_plain(group) for group in found.groups], "plain": {}}
+    return DeepSpeedState(files.directory, tensors, values, facts)
+
+
+def _part(
+    files: ShardFiles, rank: int, models: Sequence[Mapping[str, Any]], *, with_optimizer: bool, inert: Sequence[str]
+) -> NamedState:
+    """What one model-parallel rank trained."""
+    groups: list[Shapes] = models[0].get("param_shapes") or []
+    if files.universal is not None:
+        return from_universal(files.universal, groups, files.directory, inert=inert)
+    if files.optimizers.get(rank):
+        shards = [load_safely(files.optimizers[rank][number], inert=inert) for number in sorted(files.optimizers[rank])]
+        return from_shards(shards, groups, files.directory)
+    if len(models) > 1 or groups:
+        raise CheckpointError(
+            f"{files.directory.name} has no *_optim_states.pt for model-parallel rank {rank}, which hold the weights",
+            hint="copy the optimizer files too: every rank saves its own",
+        )
+    optimizer = models[0].get("optimizer")
+    if optimizer is None or not with_optimizer:
+        return NamedState()
+    params = {name: value for name, value in models[0]["module"].items() if name not in models[0]["buffer_names"]}
+    return from_plain_optimizer(optimizer, params, files.directory)
+
+
+def _model_file(path: Path, inert: Sequence[str]) -> Mapping[str, Any]:
+    found = load_safely(path, inert=inert)
+    if not isinstance(found, Mapping) or "module" not in found or "buffer_names" not in found:
+        raise CheckpointError(f"{path.name} is not a model file of DeepSpeed", hint="copy it again", path=str(path))
+    return found
+
+
+def _untrained(models: Sequence[Mapping[str, Any]], part: NamedState) -> dict[str, PiecedTensor]:
+    """Buffers, and parameters that the optimizer does not have."""
+    module = models[0]["module"] or {}
+    found = {
+        name: whole_tensor(value)
+        for name, value in module.items()
+        if isinstance(value, Tensor)
+        and name not in part.weights
+        and (value.numel() or name in models[0]["buffer_names"])
+    }
+    shapes = models[0].get("frozen_param_shapes") or {}
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
+    for name, shape in shapes.items():
+        held = [one[name].flatten() for one in fragments if name in one]
+        if sum(one.numel() for one in held) < math.prod(shape):
+            raise CheckpointError(
+                f"the frozen parameter {name} is not whole in the model files", hint="copy them again"
+            )
+        numel = math.prod(shape)
+        whole = held[0] if held[0].numel() >= numel else torch.cat(held)
+        found[name] = whole_tensor(whole[:numel].reshape(tuple(shape)))
+    return found
+
+
+def _refuse_tensor_parallel(files: ShardFiles, found: NamedState, part: NamedState) -> None:
+    """Ranks of a pipeline have parameters of their own; equal names mean that each rank has a slice."""
+    for name in part.weights:
+        if name in found.weights and not torch.equal(found.weights[name].read(), part.weights[name].read()):
+            raise CheckpointError(
+                f"{files.directory.name} has {name} in slices on several model-parallel ranks",
+                hint="convert it with DeepSpeed's ds_to_universal.py, and read the universal checkpoint",
+            )
+
+
+def _facts(files: ShardFiles, model: Mapping[str, Any], found: NamedState) -> CheckpointFacts:
+    config = model.get("ds_config")
+    config = config if isinstance(config, Mapping) else {}
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
+    scaler = found.loss_scaler
+    held = dict(vars(scaler)) if isinstance(scaler, InertRecord) else dict(scaler or {})
+    return CheckpointFacts(
+        stage=int(stage),
+        num_data_ranks=int(model.get("dp_world_size") or 1),
+        global_steps=int(model.get("global_steps") or 0),
+        skipped_steps=int(model.get("skipped_steps") or 0),
+        global_samples=int(model.get("global_samples") or 0),
+        lr_scheduler=model.get("lr_scheduler"),
+        config=config,
+        version=model.get("ds_version"),
+        client_state={key: value for key, value in model.items() if key not in _OF_DEEPSPEED},
+        loss_scaler={key: value for key, value in held.items() if isinstance(value, bool | int | float)},
+    )
+
+
+def _engine_values(facts: CheckpointFacts) -> dict[str, Any]:
+    """The state of an Engine after as many updates. The position in the data is the script's: it was not saved."""
+    scale = facts.loss_scaler.get("cur_scale", facts.loss_scaler.get("loss_scale"))
+    precision: dict[str, Any] = {}
+    if scale is not None and float(scale) != 1:
+        precision = {
+            "scale": float(scale),
+            "growth_factor": float(facts.loss_scaler.get("scale_factor", 2.0)),
+            "backoff_factor": 1 / float(facts.loss_scaler.get("scale_factor", 2.0)),
+            "growth_interval": int(facts.loss_scaler.get("scale_window", 1000)),
+            "_growth_tracker": 0,
+        }
+    return {
+        "precision": precision,
+        "learning_rate": {"factor": 1.0, "scheduler": facts.lr_scheduler},
+        "num_steps": facts.global_steps - facts.skipped_steps,
+        "num_skipped": facts.skipped_steps,
+        "epoch": 0,
+        "num_batches": 0,
+        "position": None,
+    }
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as plain values: what a checkpoint of ours keeps."""
+    return {
+        key: value.item() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if not isinstance(value, Tensor) or value.numel() == 1
+    }
+
+
+def _indexed(name: str, one: PiecedTensor) -> IndexedTensor:
+    """One box: the whole tensor, in a file of its own name."""
+    box = StoredBox((0,) * len(one.shape), one.shape, name, 0, 0, 0)
+    return IndexedTensor(str(one.dtype).removeprefix("torch."), one.shape, (box,))

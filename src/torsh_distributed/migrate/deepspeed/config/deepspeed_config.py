@@ -1,0 +1,136 @@
+"""A DeepSpeed config: read from a file or a dict, checked key by key, and made into a plan with a verdict on every key.
+
+Strict where DeepSpeed is not: its top level takes any key, and half of its sections do, so a typo there trains with the
+default. Here every unknown key is an error with the nearest name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.migrate.deepspeed.config.auto_values import fill
+from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle, resolve_batch
+from torsh_distributed.migrate.deepspeed.config.config_file import ConfigSource, read_config
+from torsh_distributed.migrate.deepspeed.config.known_keys import KNOWN
+from torsh_distributed.migrate.deepspeed.config.setting import problems_in
+from torsh_distributed.migrate.deepspeed.config.translation import Translation
+from torsh_distributed.migrate.deepspeed.config.translators.batch_keys import translate_batch
+from torsh_distributed.migrate.deepspeed.config.translators.mesh_keys import translate_mesh
+from torsh_distributed.migrate.deepspeed.config.translators.number_formats import translate_precision
+from torsh_distributed.migrate.deepspeed.config.translators.optimizer_keys import translate_optimizer
+from torsh_distributed.migrate.deepspeed.config.translators.run_keys import translate_run
+from torsh_distributed.migrate.report import MigrationReport
+from torsh_distributed.plan import Plan
+from torsh_distributed.plan.problems import configuration_error
+
+NEWEST = (0, 19, 8)
+"""The version whose defaults hold unless another is named: what a config leaves out has changed over time."""
+
+
+class DeepSpeedConfig:
+    """The values of a config, without "auto". `to_plan` makes a plan of it.
+
+    `fills`: values for keys that are "auto", by key in full, as a trainer would fill them. `version`: the DeepSpeed
+    that the config was used with, for the defaults that changed. Raises ConfigurationError with every unknown key,
+    wrong value and "auto" without a fill.
+    """
+
+    def __init__(
+        self, source: ConfigSource, *, fills: Mapping[str, Any] | None = None, version: str | None = None
+    ) -> None:
+        self.values, self._name = read_config(source)
+        self.version = NEWEST if version is None else _version(version)
+        _modernise(self.values)
+        problems = fill(self.values, fills or {})
+        reported = {problem.key for problem in problems}
+        problems += [
+            one for one in problems_in(self.values, KNOWN) if one.key not in reported and not self._is_auto(one.key)
+        ]
+        if problems:
+            raise configuration_error(problems, where=self._name)
+
+    @classmethod
+    def from_file(cls, path: str, **options: Any) -> DeepSpeedConfig:
+        """The config in a JSON or HJSON file."""
+        return cls(path, **options)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], **options: Any) -> DeepSpeedConfig:
+        """The config in a dict, which is copied."""
+        return cls(values, **options)
+
+    def get(self, key: str) -> Any:
+        """The value under a key in full (`zero_optimization.stage`): as given, or DeepSpeed's default."""
+        return self._translation(None).get(key)
+
+    def batch(self, data_ranks: int) -> BatchTriangle:
+        """The three batch sizes for a number of data parallel ranks."""
+        train, micro, passes = (
+            self.get(key)
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        )
+        found = resolve_batch(train, micro, passes, data_ranks)
+        assert found is not None, "the number of ranks is given"
+        return found
+
+    def to_plan(self, world_size: int | None = None) -> tuple[Plan, MigrationReport]:
+        """The plan, and a verdict on every key. The plan does without what is refused.
+
+        `world_size`: the ranks that it is for; None takes those of the running job, or leaves the number open, which
+        works if train_batch_size is given. Raises ConfigurationError for keys that contradict each other.
+        """
+        one = self._translation(_running_world() if world_size is None else world_size)
+        for translate in (translate_mesh, translate_precision, translate_batch, translate_optimizer, translate_run):
+            translate(one)
+        if one.problems:
+            raise configuration_error(one.problems, where=self._name)
+        plan = Plan.from_dict(one.sections)
+        plan.validate(one.world_size)
+        return plan, MigrationReport("deepspeed", one.entries())
+
+    def _translation(self, world_size: int | None) -> Translation:
+        return Translation(self.values, world_size=world_size, version=self.version)
+
+    def _is_auto(self, key: str) -> bool:
+        found: Any = self.values
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return bool(found == "auto")
+
+
+def from_deepspeed(
+    source: ConfigSource,
+    *,
+    world_size: int | None = None,
+    fills: Mapping[str, Any] | None = None,
+    version: str | None = None,
+) -> tuple[Plan, MigrationReport]:
+    """A DeepSpeed config as a plan, with a verdict on every key: `DeepSpeedConfig(...).to_plan(...)`."""
+    return DeepSpeedConfig(source, fills=fills, version=version).to_plan(world_size)
+
+
+def _modernise(values: dict[str, Any]) -> None:
+    """Spellings of early versions: `zero_optimization: true` is stage 1; numbers written as 5e8 are whole."""
+    zero = values.get("zero_optimization")
+    if isinstance(zero, bool):
+        values["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, dict) and isinstance(zero.get("stage"), bool):
+        zero["stage"] = int(zero["stage"])
+
+
+def _version(text: str) -> tuple[int, ...]:
+    numbers = text.split("+")[0].split(".")[:3]
+    if not all(part.isdigit() for part in numbers):
+        raise ConfigurationError(f"{text!r} is not a version of DeepSpeed", hint="such as 0.16.4")
+    return tuple(int(part) for part in numbers)
+
+
+def _running_world() -> int | None:
+    """The size of the world that this process is in, if torch is there and has one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return int(torch.distributed.get_world_size())

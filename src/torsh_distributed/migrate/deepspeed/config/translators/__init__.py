@@ -1,0 +1,1 @@
+"""What keys of a DeepSpeed config are in a plan, one file for each part of the plan."""

@@ -1,0 +1,1 @@
+"""Command lines of DeepSpeed's launcher; imports no torch."""

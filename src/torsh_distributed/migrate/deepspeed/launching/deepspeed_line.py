@@ -1,0 +1,223 @@
+"""The options of the command `deepspeed`, as arguments of `torsh run` and variables of its workers; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.migrate.command_lines import TranslatedLine
+from torsh_distributed.migrate.deepspeed.launching.deepspeed_hosts import (
+    Resources,
+    exclude,
+    include,
+    parse_filter,
+    read_resources,
+)
+from torsh_distributed.migrate.horovod.launching.host_slots import HostSlots, is_this_machine, node_options
+
+LOCAL_RANK_VARIABLE = "TORSH_DEEPSPEED_LOCAL_RANK"
+"""Tells the stand-in to pass `--local_rank=N` to the script, as DeepSpeed's launcher does."""
+DEFAULT_HOSTFILE = "/job/hostfile"
+_ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+@dataclass
+class _DeepSpeedLine:
+    """A command line as far as it has been read."""
+
+    options: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    program: list[str] = field(default_factory=list)
+    """`--module` or `--no-python`, before the script."""
+    passes_local_rank: bool = False
+    """DeepSpeed's launcher always does; a line of our options alone is for scripts that read LOCAL_RANK."""
+
+
+_ReadOption = Callable[[_DeepSpeedLine, str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherOption:
+    """What an option of DeepSpeed's launcher takes and means."""
+
+    has_value: bool
+    read: _ReadOption
+
+
+def _text(name: str) -> LauncherOption:
+    return LauncherOption(True, lambda line, flag, value: setattr(line, name, value))
+
+
+def _count(name: str) -> LauncherOption:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
+        if not value.lstrip("-").isdigit():
+            raise InvalidArgument(f"{flag} takes a whole number", got=value)
+        if int(value) >= 0:  # -1 is DeepSpeed's default: all of them
+            setattr(line, name, int(value))
+
+    return LauncherOption(True, read)
+
+
+def _ours(name: str) -> LauncherOption:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
+        line.options += [name, value]
+
+    return LauncherOption(True, read)
+
+
+def _unneeded(has_value: bool, reason: str) -> LauncherOption:
+    return LauncherOption(has_value, lambda line, flag, value: line.notes.append(f"{flag} has no effect: {reason}"))
+
+
+def _refusal(has_value: bool, reason: str, hint: str) -> LauncherOption:
+    def read(line: _DeepSpeedLine, flag: str, value: str) -> None:
+        raise FeatureNotAvailable(f"{flag} is not supported: {reason}", hint=hint, option=flag)
+
+    return LauncherOption(has_value, read)
+
+
+def _take_module(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.program.append("--module")
+
+
+def _take_no_python(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.program.append("--no-python")
+
+
+def _no_local_rank(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.env[LOCAL_RANK_VARIABLE] = "0"
+
+
+def _quiet(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.env["TORSH_LOG"] = "error"
+
+
+_HERE = "`torsh run` starts workers on its own machine"
+_EACH = "run the same command on every host, with a shared --token-file"
+_RANGE = "the number of nodes is fixed while a job runs"
+
+OPTIONS: dict[str, LauncherOption] = {
+    "-H": _text("hostfile"),
+    "--hostfile": _text("hostfile"),
+    "-i": _text("include"),
+    "--include": _text("include"),
+    "-e": _text("exclude"),
+    "--exclude": _text("exclude"),
+    "--num_nodes": _count("num_nodes"),
+    "--num_gpus": _count("num_gpus"),
+    "--num_accelerators": _count("num_gpus"),
+    "--master_port": _ours("--master-port"),
+    "--master_addr": _ours("--master-addr"),
+    "--node_rank": _ours("--node-rank"),
+    "--module": LauncherOption(False, _take_module),
+    "--no_python": LauncherOption(False, _take_no_python),
+    "--no_local_rank": LauncherOption(False, _no_local_rank),
+    "--enable_each_rank_log": _ours("--log-dir"),
+    "--log_level": LauncherOption(True, lambda line, flag, value: line.env.update(TORSH_LOG=value)),
+    "-q": LauncherOption(False, _quiet),
+    "--quiet": LauncherOption(False, _quiet),
+    "--no_ssh": _unneeded(False, _HERE),
+    "--no_ssh_check": _unneeded(False, _HERE),
+    "--force_multi": _unneeded(False, _HERE),
+    "--save_pid": _unneeded(False, "`torsh ps` has the process ids"),
+    "--bind_cores_to_rank": _unneeded(False, "threads are not pinned: use taskset or numactl"),
+    "--bind_core_list": _refusal(True, "threads are not pinned", "use taskset or numactl"),
+    "--min_elastic_nodes": _unneeded(True, _RANGE),
+    "--max_elastic_nodes": _unneeded(True, _RANGE),
+    "--elastic_training": _refusal(False, _RANGE, "use `torsh run --max-restarts`, or a plan with elastic.enabled"),
+    "--ssh_port": _refusal(True, _HERE, _EACH),
+    "--launcher": _refusal(True, _HERE, _EACH),
+    "--launcher_args": _refusal(True, _HERE, _EACH),
+    "--venv_script": _refusal(True, _HERE, "start `torsh` of the environment you want"),
+    "--autotuning": _refusal(True, "it starts jobs of its own to try settings", "use `torsh plan`"),
+}
+"""Every option of `deepspeed`, and what becomes of it."""
+
+
+def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
+    """A line of `deepspeed`, mixed or not with options of `torsh run`, as one of `torsh run`."""
+    line = _DeepSpeedLine()
+    rest = list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        option = OPTIONS.get(name)
+        # `--master_port` and its like are spelled alike in both.
+        if option is None:
+            line.options.append(word)
+            if ours.get(name.replace("_", "-"), False) and not has_value and rest:
+                line.options.append(rest.pop(0))
+            continue
+        if option.has_value and not has_value:
+            if not rest:
+                raise InvalidArgument(f"{name} needs a value", option=name)
+            value = rest.pop(0)
+        line.passes_local_rank = True
+        option.read(line, name, value)
+    if rest[:1] == ["--"]:
+        del rest[0]
+    if line.passes_local_rank:
+        line.env.setdefault(LOCAL_RANK_VARIABLE, "1")
+    line.env = {**_from_environment_file(), **line.env}
+    return TranslatedLine(args=[*line.options, *_workers(line), *line.program, *rest], env=line.env, notes=line.notes)
+
+
+def _workers(line: _DeepSpeedLine) -> list[str]:
+    """Where the workers run, and how many."""
+    if line.include and line.exclude:
+        raise InvalidArgument("--include and --exclude exclude each other", hint="give one of the two")
+    chosen = line.include or line.exclude
+    if chosen and (line.num_gpus is not None or line.num_nodes is not None):
+        raise InvalidArgument("--num_nodes/--num_gpus exclude --include/--exclude", hint="give one of the two")
+    resources = _resources(line)
+    if line.include:
+        wanted = parse_filter(line.include, "--include")
+        resources = include(resources or {host: slots or [0] for host, slots in wanted.items()}, wanted)
+    elif line.exclude:
+        if resources is None:
+            raise InvalidArgument("--exclude needs a hostfile", hint="name the hosts with --hostfile")
+        resources = exclude(resources, parse_filter(line.exclude, "--exclude"))
+    if resources is None:
+        if line.num_nodes is not None and line.num_nodes > 1:
+            raise InvalidArgument("--num_nodes above 1 needs a hostfile", hint="name the hosts with --hostfile")
+        return [] if line.num_gpus is None else ["--nproc-per-node", str(line.num_gpus)]
+    if line.num_nodes is not None:
+        resources = dict(list(resources.items())[: line.num_nodes])
+    if line.num_gpus is not None:
+        resources = {host: slots[: line.num_gpus] for host, slots in resources.items()}
+    _choose_devices(line, resources)
+    return node_options([HostSlots(host, len(slots)) for host, slots in resources.items()], None)
+
+
+def _resources(line: _DeepSpeedLine) -> Resources | None:
+    if line.hostfile is not None:
+        return read_resources(line.hostfile)
+    return read_resources(DEFAULT_HOSTFILE) if Path(DEFAULT_HOSTFILE).is_file() else None
+
+
+def _choose_devices(line: _DeepSpeedLine, resources: Resources) -> None:
+    """Slots are GPUs: workers of this machine see those that are used here."""
+    for host, slots in resources.items():
+        if is_this_machine(host) and slots != list(range(len(slots))):
+            line.env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+
+
+def _from_environment_file() -> dict[str, str]:
+    """Variables of `.deepspeed_env`, in the home or the present directory; the latter wins."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / _ENVIRONMENT_FILE
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                name, is_set, value = line.strip().partition("=")
+                if is_set and not name.startswith("#"):
+                    found[name] = value
+    return found

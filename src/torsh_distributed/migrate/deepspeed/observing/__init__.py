@@ -1,0 +1,1 @@
+"""What DeepSpeed shows of a run: timers, monitors, the flops profiler; `engine_report` puts them together."""

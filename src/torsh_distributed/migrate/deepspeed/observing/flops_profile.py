@@ -1,0 +1,192 @@
+"""DeepSpeed's flops profiler: operations, multiply-adds, parameters and latency of one forward, by module.
+
+Operations are counted by torch's counter: matrix products, convolutions and attention, at two for each multiply-add.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.observing.deepspeed_timers import wait_for_device
+from torsh_distributed.train.speed.operation_count import counting_flops
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""))
+
+
+def number_to_string(number: float, units: str | None = None, precision: int = 2) -> str:
+    """A number with a unit: `1.5 G`."""
+    for size, letter in _UNITS:
+        if units == letter or (units is None and (number >= size or letter == "")):
+            return f"{number / size:.{precision}f} {letter}"
+    return f"{number:.{precision}f} "
+
+
+class FlopsProfiler:
+    """Counts one forward: `start_profile()`, a forward, `stop_profile()`; then the `get_total_…` and the print."""
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model, self.ds_engine = model, ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self._stack = ExitStack()
+        self._counter: Any = None
+        self._seconds: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """Begin to count; backward and update are not part of it."""
+        self._stack = ExitStack()
+        self._counter = self._stack.enter_context(counting_flops())
+        for name, module in self.model.named_modules():
+            if ignore_list is not None and isinstance(module, tuple(ignore_list)):
+                continue
+            for handle in (
+                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
+                module.register_forward_hook(lambda *_, name=name: self._leave(name)),
+            ):
+                self._stack.callback(handle.remove)
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Stop counting; the numbers stay."""
+        self._stack.close()
+
+    def end_profile(self) -> None:
+        """Forget the numbers."""
+        self.stop_profile()
+        self.started, self._counter, self._seconds = False, None, {}
+
+    reset_profile = end_profile
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Floating-point operations of the forward."""
+        found = 0 if self._counter is None else int(self._counter.get_total_flops())
+        return f"{number_to_string(found)}FLOPs" if as_string else found
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiply-adds of the forward."""
+        found = (0 if self._counter is None else int(self._counter.get_total_flops())) // 2
+        return f"{number_to_string(found)}MACs" if as_string else found
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Seconds of the forward, with the time that counting takes."""
+        found = self._seconds.get("", 0.0)
+        return f"{found * 1000:.2f} ms" if as_string else found
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Parameters of the model, over all ranks."""
+        found = sum(param.numel() for param in self.model.parameters())
+        return f"{number_to_string(found)}" if as_string else found
+
+    def profile_text(self, *, profile_step: int = 1, module_depth: int = -1, detailed: bool = True) -> str:
+        """The report: a summary, and a line for each module down to `module_depth`."""
+        total = int(self.get_total_flops())
+        seconds = float(self.get_total_duration())
+        rows = [
+            ("params", self.get_total_params(as_string=True)),
+            ("fwd MACs", self.get_total_macs(as_string=True)),
+            ("fwd flops", self.get_total_flops(as_string=True)),
+            ("fwd flops with recomputation", f"{number_to_string(total * (1 + self.recompute_fwd_factor))}FLOPs"),
+            ("fwd latency", self.get_total_duration(as_string=True)),
+            ("fwd FLOPS", f"{number_to_string(total / seconds if seconds else 0.0)}FLOPS"),
+        ]
+        lines = ["-------------------------- DeepSpeed Flops Profiler --------------------------"]
+        lines += [f"Profile Summary at step {profile_step}:"]
+        lines += [f"{f'{name}:':<40}{value}" for name, value in rows]
+        if detailed:
+            lines.append("by module: flops, share of the forward, latency")
+            for name, flops in self._by_module().items():
+                depth = name.count(".") + 1 if name else 0
+                if module_depth < 0 or depth <= module_depth:
+                    took = self._seconds.get(name, 0.0) * 1000
+                    share = 100.0 * flops / total if total else 0.0
+                    lines.append(
+                        f"{'  ' * depth}{name or 'model'}: {number_to_string(flops)}FLOPs, {share:.1f} %, {took:.2f} ms"
+                    )
+        return "\n".join(lines)
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the report, or write it to `output_file`."""
+        text = self.profile_text(profile_step=profile_step, module_depth=module_depth, detailed=detailed)
+        if output_file is None:
+            print(text)
+            return
+        place = Path(output_file)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text + "\n")
+
+    def _by_module(self) -> dict[str, int]:
+        """Operations by module name, with those of its children; the model itself is ``""``."""
+        if self._counter is None:
+            return {}
+        start = f"{type(self.model).__name__}."
+        counts: dict[str, int] = {}
+        for name, by_op in self._counter.get_flop_counts().items():
+            own = "" if name in ("Global", type(self.model).__name__) else name.removeprefix(start)
+            counts[own] = max(counts.get(own, 0), sum(by_op.values()))
+        return counts
+
+    def _enter(self, name: str) -> None:
+        wait_for_device()
+        self._began[name] = time.perf_counter()
+
+    def _leave(self, name: str) -> None:
+        wait_for_device()
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._began[name]
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-adds and parameters of one call of `model`; it is in eval mode afterwards."""
+    require(isinstance(model, nn.Module), "model must be a PyTorch module")
+    given = list(args)
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(()))
+        given = [like.new_empty(input_shape, requires_grad=False)]
+    require(given or kwargs, "args and/or kwargs must be specified if input_shape is None")
+    model.eval()
+    call: Any = model.generate if mode == "generate" else model
+    with torch.no_grad():
+        for _ in range(warm_up):
+            call(*given, **(kwargs or {}))
+        profiler = FlopsProfiler(model)
+        profiler.start_profile(ignore_modules)
+        try:
+            call(*given, **(kwargs or {}))
+        finally:
+            profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )

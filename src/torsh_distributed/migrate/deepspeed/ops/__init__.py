@@ -1,0 +1,1 @@
+"""`deepspeed.ops`: optimizers under DeepSpeed's names, without its C++."""

@@ -1,0 +1,162 @@
+"""`PipelineEngine`: trains a PipelineModule by whole batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
+from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
+from torsh_distributed.migrate.deepspeed.training.training_data import RepeatingLoader
+from torsh_distributed.parallel.host_value import HostValue
+from torsh_distributed.parallel.strategy import LossFn
+from torsh_distributed.train.batches import to_device
+from torsh_distributed.train.loss import loss_of
+
+_CALLED = "Only train_batch() is accessible in pipeline mode."
+
+
+class PipelineError(RuntimeError):
+    """A call that a pipeline does not have."""
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """`train_batch` and `eval_batch` take microbatches from an iterator; every rank makes the same calls.
+
+    Every rank reads the data: those of one replica must read the same.
+    """
+
+    def __init__(self, *args: Any, source: PipelineModule, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.source = source
+        self.num_stages, self.stage_id = source.num_stages, source.stage_id
+        self.grid = source.mpu()
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._data: Iterator[Any] | None = None
+        self.agg_train_loss: Tensor | None = None
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+
+    @property
+    def _loss_fn(self) -> LossFn | None:
+        return self.source.loss_fn
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One update on `gradient_accumulation_steps` microbatches; returns their mean loss, on every rank."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.train()
+        core, update = self._core, self._update
+        batch = self._next_batch(self.gradient_accumulation_steps())
+        update.began()
+        scale = update.scaler.loss_scale
+        core.strategy.expect_scale(scale)
+        with self._report.timing("forward"), events.phase("forward"), core.strategy.accumulating(is_last=True):
+            loss = core.strategy.loss(core.model, batch, self._loss_fn, loss_of)
+        mean = core.strategy.mean_loss(loss)
+        with self._report.timing("backward"), events.phase("backward"), core.strategy.accumulating(is_last=True):
+            (loss * scale).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        value = mean.wait()
+        update.set_mean(HostValue(torch.tensor(value)))
+        with self._report.timing("step"):
+            self._take_model_step({})
+        self.micro_steps += self.gradient_accumulation_steps()
+        self.agg_train_loss = torch.tensor(value, device=self.device)
+        if self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/train_loss", value, self.global_samples)])
+        self._report.after_step(self, is_boundary=True)
+        return self.agg_train_loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of some microbatches, on every rank; with `return_logits` the outputs beside it."""
+        was_training = self.training
+        self.eval()
+        try:
+            count = num_micro_batches or self.gradient_accumulation_steps()
+            batch = self._next_batch(count, data_iter)
+            logits = self._core.model(batch[0]) if return_logits or not compute_loss else None
+            if not compute_loss:
+                return (logits, logits) if return_logits else logits
+            loss = self._core.strategy.loss(self._core.model, batch, self._loss_fn, loss_of)
+            value = torch.tensor(self._core.strategy.mean_loss(loss).wait(), device=self.device)
+        finally:
+            self.train(was_training)
+        value = value * count if reduce_output == "sum" else value
+        return (value, logits) if return_logits else value
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Where microbatches come from, again and again."""
+        self.training_dataloader = loader
+        self._data = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where microbatches come from."""
+        self._data = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Applied to each microbatch as it is read."""
+        self._batch_fn = fn
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank takes the inputs."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage_id == self.num_stages - 1
+
+    @override
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """A batch is a whole accumulation."""
+        return True
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(_CALLED)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(_CALLED)
+
+    @override
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        raise PipelineError(_CALLED)
+
+    def _next_batch(self, count: int, data: Iterator[Any] | None = None) -> tuple[Any, Any]:
+        source = data if data is not None else self._data
+        if source is None:
+            raise InvalidArgument(
+                "there is no data: train_batch() got no iterator",
+                hint="pass data_iter=…, or training_data to deepspeed.initialize; every rank reads it",
+            )
+        read = [self._batch_fn(one) if self._batch_fn is not None else one for one in itertools.islice(source, count)]
+        if len(read) < count:
+            raise StopIteration(f"the data ended after {len(read)} of {count} microbatches")
+        pairs = [(one[0], one[1]) for one in read]
+        joined = pairs[0] if count == 1 else tuple(_joined([pair[side] for pair in pairs]) for side in (0, 1))
+        inputs, targets = to_device(joined, self.device)
+        return inputs, targets
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Microbatches of tensors, or tuples of tensors, as one batch."""
+    return tree_map(lambda *tensors: torch.cat(tensors) if isinstance(tensors[0], Tensor) else tensors[0], *parts)

@@ -1,0 +1,88 @@
+"""`deepspeed.initialize` and `add_config_arguments`: how a script begins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_distributed.comm.groups import process_group
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.engine_setup import make_engine
+from torsh_distributed.migrate.deepspeed.initialize_config import find_config, settings_of
+from torsh_distributed.migrate.deepspeed.initialize_group import init_distributed, local_rank
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_module import PipelineModule
+from torsh_distributed.migrate.deepspeed.pipe.pipeline_setup import make_pipeline_engine
+from torsh_distributed.migrate.deepspeed.training.deepspeed_engine import DeepSpeedEngine
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """The engine of `model`, its optimizer, its data loader (or None) and its scheduler; every rank calls this.
+
+    The config is a file or a dict, here or in `args.deepspeed_config`. `optimizer` may be a function from parameters to
+    one and `lr_scheduler` one from an optimizer to a scheduler; without them the config's sections are used.
+    """
+    require(model is not None, "deepspeed.initialize requires a model", hint="pass model=…")
+    assert model is not None, "checked above"
+    values = find_config(args, config if config is not None else config_params)
+    if mpu is not None or mesh_param is not None:
+        raise FeatureNotAvailable(
+            "initialize(mpu=…) and mesh_param are not supported: this engine lays out the ranks itself",
+            hint="use a plan with mesh.tp or mesh.cp, through torsh_distributed.parallelize",
+        )
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if hasattr(args, "local_rank"):
+        args.local_rank = local_rank()
+    engine: DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        engine = make_pipeline_engine(
+            model,
+            values,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
+    else:
+        engine = make_engine(
+            model,
+            settings_of(values, process_group.world_size()),
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed`, `--deepspeed_config` and their old spellings to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="Enable DeepSpeed (for the script; the engine does not read it)"
+    )
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    group.add_argument("--deepscale", action="store_true", help="Old spelling of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="Old spelling of --deepspeed_config")
+    return parser

@@ -1,0 +1,117 @@
+"""`deepspeed.moe.layer.MoE`: any module as experts, all of them on every rank; tokens go to the best one or two."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+
+
+class MoE(nn.Module):
+    """`num_experts` copies of `expert` behind a gate; returns outputs, the balance loss and the tokens of each expert.
+
+    An expert takes at most `capacity_factor` times an even share of the tokens; the rest pass with output 0, or none do
+    with `drop_tokens` off. Gradients of experts are averaged like all others, so experts are not spread (`ep_size`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size > 1 or enable_expert_tensor_parallelism:
+            raise FeatureNotAvailable(
+                "MoE(ep_size > 1) is not supported: this layer keeps all experts on every rank",
+                hint="use torsh_distributed.MoELayer with mesh.ep of a plan",
+                ep_size=ep_size,
+            )
+        require(k in (1, 2), "Only top-1 and top-2 gatings are supported.", k=k)
+        require(
+            noisy_gate_policy in (None, "None", "Jitter", "RSample"),
+            f"Unsupported noisy_gate_policy: {noisy_gate_policy}",
+        )
+        self.num_experts, self._k = num_experts, k
+        self._factors, self._least = (capacity_factor, eval_capacity_factor), min_capacity
+        self._noise, self._drops = noisy_gate_policy, drop_tokens
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_experts))
+        self.mlp = copy.deepcopy(expert) if use_residual else None
+        self.coefficient = nn.Linear(hidden_size, 2) if use_residual else None
+
+    @override
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        gates = functional.softmax(self._logits(tokens), dim=1)
+        out = torch.zeros_like(tokens)
+        counts = torch.zeros(self.num_experts, dtype=torch.long, device=tokens.device)
+        total = torch.zeros(len(tokens), device=tokens.device, dtype=gates.dtype)
+        placed = []
+        for rank, (number, rows) in self._assigned(gates, used_token):
+            weight = gates[rows, number]
+            total = total.index_add(0, rows, weight)
+            placed.append((number, rows, weight))
+            if rank == 0:
+                counts[number] += len(rows)
+        for number, rows, weight in placed:
+            # One expert counts with its gate, two with their share of both.
+            share = weight if self._k == 1 else weight / total[rows].clamp(min=torch.finfo(gates.dtype).eps)
+            result = self.experts[number](tokens[rows])
+            result = result[0] if isinstance(result, tuple) else result
+            out = out.index_add(0, rows, (result * share.unsqueeze(1).to(result.dtype)).to(out.dtype))
+        first = functional.one_hot(gates.argmax(dim=1), self.num_experts).to(gates.dtype)
+        balance = (gates.mean(dim=0) * first.mean(dim=0)).sum() * self.num_experts
+        whole = out.view_as(hidden_states)
+        if self.mlp is not None and self.coefficient is not None:
+            dense = self.mlp(hidden_states)
+            mix = functional.softmax(self.coefficient(hidden_states), dim=-1)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            whole = whole * mix[..., 0:1] + dense * mix[..., 1:]
+        return whole, balance, counts
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        inputs = tokens.float()
+        if self.training and self._noise == "Jitter":
+            inputs = inputs * torch.empty_like(inputs).uniform_(1 - 1e-2, 1 + 1e-2)
+        logits = functional.linear(inputs, self.gate.weight.float())
+        if self.training and self._noise == "RSample":
+            logits = logits - torch.log(-torch.log(torch.rand_like(logits).clamp(min=1e-9, max=1 - 1e-6)))
+        return logits
+
+    def _assigned(self, gates: Tensor, used: Tensor | None) -> Iterator[tuple[int, tuple[int, Tensor]]]:
+        """For each choice of the tokens: an expert and the tokens it takes, as many as fit, the first first."""
+        factor = self._factors[0] if self.training else self._factors[1]
+        capacity = max(math.ceil(self._k * factor * len(gates) / self.num_experts), self._least)
+        chosen = gates.topk(self._k, dim=1).indices
+        taken = [0] * self.num_experts
+        for rank in range(self._k):
+            for number in range(self.num_experts):
+                is_mine = chosen[:, rank] == number
+                if used is not None:
+                    is_mine = is_mine & used.reshape(-1).bool()
+                rows = is_mine.nonzero().squeeze(1)
+                rows = rows[: max(0, capacity - taken[number])] if self._drops else rows
+                taken[number] += len(rows)
+                if len(rows):
+                    yield rank, (number, rows)

@@ -1,0 +1,145 @@
+"""Forward and backward of microbatches in a script's own loop: when gradients are reduced, and by how much scaled.
+
+Shards of parameters (stages 2 and 3) reduce gradients in every backward. Replicas (0 and 1) do it once per update:
+during the last backward, if the engine knows in forward that it is the last, or else in `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed import events
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
+from torsh_distributed.parallel.data.ddp import DistributedDataParallel
+from torsh_distributed.train.engine import Engine
+
+_UNSCALED = (
+    "Loss scaling is required for this configuration, but backward() was called directly without scaling the loss."
+    " Please use one of the following: 1. engine.backward(loss) 2. engine.scale(loss).backward()"
+)
+
+
+class MicrobatchLoop:
+    """Runs the model and its backward for one engine; every rank makes the same calls."""
+
+    def __init__(self, core: Engine, settings: RunSettings, update: UpdateStep) -> None:
+        self._core, self._settings, self._update = core, settings, update
+        self._replicas = core.model if isinstance(core.model, DistributedDataParallel) else None
+        self.is_inside_no_sync = False
+        self._overlaps: bool | None = None if self._replicas is not None else False
+        """Whether the last backward of an update may reduce; None until the first update shows that all parameters
+        get gradients."""
+        self._num_open = 0
+        """Forwards since the last backward: replicas can reduce during backward only if there is one."""
+        self._is_in_backward = self._is_scaled_by_hand = False
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ends_update: bool | None) -> Any:
+        """The model's outputs. `ends_update`: whether backward will end an accumulation; None if it is not known."""
+        core = self._core
+        if not (torch.is_grad_enabled() and core.model.training):
+            with self._autocast():
+                return core.model(*args, **kwargs)
+        self._update.began()
+        self._num_open += 1
+        with events.phase("forward"), self._syncing(bool(ends_update)), self._autocast():
+            outputs = core.model(*args, **kwargs)
+        if self._settings.batch.accumulation > 1 or self._update.scaler.loss_scale != 1.0:
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._scale_plain)  # type: ignore[no-untyped-call]  # untyped in torch
+        return outputs
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool, ends_update: bool) -> Tensor:
+        """Gradients of the loss, times the loss scale; returns the loss as it counts in the update."""
+        require(
+            isinstance(loss, Tensor) and loss.dim() == 0,
+            "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors",
+            got=tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__,
+        )
+        share = loss / self._settings.batch.accumulation if scale_wrt_gas else loss
+        self._update.add_loss(share, is_last=ends_update)
+        scale = self._update.scaler.loss_scale
+        scaled = share if scale == 1.0 else share.float() * scale
+        self._is_in_backward = True
+        try:
+            with events.phase("backward"):
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # untyped in torch
+        finally:
+            self._is_in_backward, self._num_open = False, 0
+        return share
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss for a `backward()` of the script's own."""
+        require(
+            isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad,
+            "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)",
+        )
+        self._is_scaled_by_hand = True
+        scale = self._update.scaler.loss_scale
+        return loss if scale == 1.0 else loss.float() * scale
+
+    def finish_gradients(self) -> None:
+        """Before the update: average what backward did not; every rank calls this."""
+        self._num_open, self._is_scaled_by_hand = 0, False
+        replicas = self._replicas
+        if replicas is None:
+            return
+        if self._overlaps is None:
+            mine = all(param.grad is not None for param in replicas.averaged_parameters())
+            self._overlaps = all(all_gather_object(mine)) if replicas.process_group.size() > 1 else mine
+        with events.phase("backward"):
+            replicas.sync_gradients()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._settings.autocast_dtype
+        return (
+            nullcontext()
+            if dtype is None
+            else torch.autocast(next(self._core.unwrapped.parameters()).device.type, dtype)
+        )
+
+    def _syncing(self, ends_update: bool) -> AbstractContextManager[Any]:
+        """Around forward, which is where replicas decide whether its backward reduces."""
+        if self._replicas is None:
+            return nullcontext()
+        may_overlap = bool(self._overlaps) and self._num_open == 1 and not self.is_inside_no_sync
+        return nullcontext() if ends_update and may_overlap else self._replicas.no_sync()
+
+    def _scale_plain(self, grad: Tensor) -> Tensor:
+        """For `loss.backward()` in a script: what `backward` would have done to the loss."""
+        if self._is_in_backward:
+            return grad
+        if self._update.scaler.loss_scale != 1.0 and not self._is_scaled_by_hand:
+            raise RuntimeError(_UNSCALED)
+        return grad / self._settings.batch.accumulation
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in a model's outputs, which may be records of Hugging Face."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, Sequence) and not isinstance(outputs, str):
+        for value in outputs:
+            yield from _tensors(value)
+
+
+def cast_params(module: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> None:
+    """Give floating parameters this dtype, in place; buffers only if asked for, as DeepSpeed does."""
+    for param in module.parameters():
+        if param.is_floating_point() and param.dtype is not dtype:
+            param.data = param.data.to(dtype)
+    if buffer_dtype is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(buffer_dtype)

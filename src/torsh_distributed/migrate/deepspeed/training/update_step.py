@@ -1,0 +1,124 @@
+"""One update as DeepSpeed does it: measure the gradient, skip or clip, update, count."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from torsh_distributed import events
+from torsh_distributed.migrate.deepspeed.training.gradient_norm import factor_of, scaled_norm
+from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
+from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
+from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
+from torsh_distributed.parallel.data.data_strategy import DataParallel
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
+from torsh_distributed.parallel.strategy import PendingNumber
+from torsh_distributed.train.engine import Engine
+
+
+class UpdateStep:
+    """Applies accumulated gradients; every rank makes the same calls.
+
+    Gradients are still multiplied by the loss scale. Those of masters get their factor in fp32, since a 16-bit gradient
+    that is scaled in place would be rounded a second time.
+    """
+
+    def __init__(self, core: Engine, settings: RunSettings, scaler: LossScaler) -> None:
+        self._core, self._settings = core, settings
+        self.scaler = scaler
+        self.overflow = False
+        """Whether the last update was skipped."""
+        self.norm: float | None = None
+        """The norm of the last update's gradient, before it was clipped."""
+        self._started = time.monotonic()
+        self._losses: list[Tensor] = []
+        self._mean: PendingNumber | None = None
+
+    def began(self) -> None:
+        """The first forward of an update begins."""
+        if not self._losses:
+            self._started = time.monotonic()
+
+    def add_loss(self, share: Tensor, *, is_last: bool) -> None:
+        """One microbatch's part of this rank's loss; the last starts the mean over ranks, which events report."""
+        self._losses.append(share.detach())
+        if is_last:
+            total = (
+                self._losses[0] if len(self._losses) == 1 else torch.stack([one.float() for one in self._losses]).sum()
+            )
+            self._mean = self._core.strategy.mean_loss(total)
+
+    def set_mean(self, loss: PendingNumber) -> None:
+        """The mean loss of the update, where the engine averages it itself."""
+        self._mean = loss
+
+    def run(self) -> None:
+        """Update the parameters, or skip the step; gradients are cleared either way."""
+        core, scale = self._core, self.scaler.loss_scale
+        loss = None if self._mean is None else self._mean.wait()
+        self._losses, self._mean = [], None
+        with events.phase("optimizer"):
+            try:
+                self._apply(scale)
+            finally:
+                core.optimizer.zero_grad(set_to_none=True)
+        if self.overflow:
+            core.num_skipped += 1
+        else:
+            core.num_steps += 1
+        events.reached("step", core.num_steps)
+        if events.wanted(events.StepEvent):
+            events.emit(
+                events.StepEvent(
+                    step=core.num_steps + int(self.overflow),
+                    loss=loss,
+                    duration_s=time.monotonic() - self._started,
+                    comm_s=core.strategy.take_comm_s(),
+                    num_samples=self._settings.batch.train,
+                    grad_norm=self.norm,
+                    learning_rate=float(core.optimizer.param_groups[0]["lr"]),
+                    loss_scale=scale if self._settings.dtype is torch.float16 else None,
+                    is_skipped=self.overflow,
+                )
+            )
+
+    def _apply(self, scale: float) -> None:
+        core, settings = self._core, self._settings
+        total = self._factor_of_sum()
+        measured = self._measured() * total
+        scaled = float(measured)
+        self.overflow = settings.skips_overflow and not math.isfinite(scaled)
+        self.scaler.update_scale(self.overflow)
+        if self.scaler.loss_scale != scale:
+            core.strategy.rescale(self.scaler.loss_scale / scale)
+        if self.overflow:
+            self.norm = math.inf
+            return
+        self.norm = scaled / scale
+        # By the scale that the gradients have; DeepSpeed divides by the next one, twice as large when it grows.
+        factor = factor_of(measured, scale=scale, clipping=settings.clipping) * total
+        if isinstance(core.optimizer, MasterWeights):
+            core.optimizer.gradient_factor = factor
+        elif factor != 1.0:
+            self._multiply(factor)
+        core.optimizer.step()
+
+    def _measured(self) -> Tensor:
+        """The norm of the gradient as it is, times the loss scale."""
+        strategy = self._core.strategy
+        if self._settings.dtype is torch.float32 or not isinstance(strategy, DataParallel | Sharded):
+            return strategy.clip_grad_norm(None)
+        return scaled_norm(self._core, self._settings.stage)
+
+    def _factor_of_sum(self) -> float:
+        """Strategies average; a config may ask for sums."""
+        return float(self._core.strategy.data_degree) if self._settings.sums_gradients else 1.0
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        grads = [param.grad for param in self._core.unwrapped.parameters() if param.grad is not None]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        torch._foreach_mul_([grad._values() if grad.is_sparse else grad for grad in local], factor)

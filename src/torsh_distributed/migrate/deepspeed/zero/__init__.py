@@ -1,0 +1,1 @@
+"""`deepspeed.zero`: sharded construction, whole parameters in a `with` block, access to shards and masters."""

@@ -1,0 +1,106 @@
+"""`deepspeed.utils.zero_to_fp32`: the weights of a checkpoint in fp32, whole, in one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
+from torsh_distributed.errors import CheckpointError
+from torsh_distributed.migrate.deepspeed.checkpoints.conversion import fp32_weights as whole_fp32_weights
+from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
+from torsh_distributed.parallel.state.whole_state import StateParts
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Tensor]:
+    """The model's state with fp32 weights: masters where the checkpoint has them, also of one that DeepSpeed wrote.
+
+    Runs in one process.
+    """
+    place = _place(Path(checkpoint_dir), tag)
+    if not any(place.glob("engine_state_rank*.pt")):
+        return whole_fp32_weights(checkpoint_dir, place.name, exclude_frozen=exclude_frozen_parameters)
+    with CheckpointManager(place) as manager:
+        saved = manager.open(None)
+        names = [name.removeprefix(f"{MODEL}.") for name in saved.tensors if name.startswith(f"{MODEL}.")]
+        found: dict[str, Tensor] = {}
+        for name in names:
+            master = f"{OPTIMIZER}.state.{name}.master"
+            source = master if master in saved.tensors else f"{MODEL}.{name}"
+            kind = saved.tensors[source]
+            value = torch.empty(kind.shape, dtype=kind.dtype)
+            saved.fill(source, StateParts().layout(name, value), value)
+            found[name] = value.float() if value.is_floating_point() else value
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights to `output_dir` as one file: `pytorch_model.bin`, or `model.safetensors`."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
+    else:
+        torch.save(state, folder / "pytorch_model.bin")
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
+    """Load a checkpoint's weights into a model of one process."""
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Copies of the tensors in nested values, each with memory of its own: torch.save writes no more than they hold."""
+    if isinstance(item, Tensor):
+        whole = item.full_tensor() if hasattr(item, "full_tensor") else item
+        return whole.detach().clone().to(device)
+    if isinstance(item, Mapping):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]  # a mapping from pairs
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+def _place(directory: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = directory / "latest"
+        if not latest.is_file():
+            raise ValueError(f"Unable to find 'latest' file at {latest}")
+        tag = latest.read_text().strip()
+    place = directory / tag
+    if not place.is_dir():
+        raise CheckpointError(f"there is no checkpoint {place}", hint="name one of the tags with --tag")
+    return place
+
+
+def main() -> None:
+    """The command that a checkpoint directory has as `zero_to_fp32.py`."""
+    parser = argparse.ArgumentParser(description="Write the weights of a checkpoint as fp32.")
+    parser.add_argument("checkpoint_dir")
+    parser.add_argument("output_dir")
+    parser.add_argument("-t", "--tag", default=None)
+    parser.add_argument("--safe_serialization", action="store_true")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    given = parser.parse_args()
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir, given.output_dir, safe_serialization=given.safe_serialization, tag=given.tag
+    )

@@ -1,0 +1,147 @@
+"""`deepspeed.zero.Init` and `GatheredParameters`: models under construction, and whole parameters in a `with` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.migrate.deepspeed.config.config_file import read_config
+from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
+from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of
+from torsh_distributed.parallel.state.whole_state import part_of, whole
+from torsh_distributed.train.engine import Engine
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+class Init:
+    """Around the construction of a model for stage 3: its tensors have the config's format.
+
+    Ranks build the model in host memory, and `initialize` shards it; parameters become those of rank 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **_: Any,
+    ) -> None:
+        self.enabled = enabled
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self._dtype = dtype if dtype is not None else _dtype_of(given)
+        self._before = torch.get_default_dtype()
+        if module is not None and enabled and self._dtype is not None:
+            module.to(self._dtype)
+
+    def __enter__(self) -> Init:
+        self._before = torch.get_default_dtype()
+        if self.enabled and self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+def _dtype_of(config: Any) -> torch.dtype | None:
+    """The 16-bit format that a config turns on; None for fp32 or without a config."""
+    if config is None:
+        return None
+    values, _ = read_config(config)
+    for section, dtype in _DTYPES.items():
+        found = values.get(section)
+        if isinstance(found, Mapping) and found.get("enabled") is True:
+            return dtype
+    return None
+
+
+class GatheredParameters:
+    """In the `with` block these parameters are whole in their modules; every rank enters and leaves it.
+
+    With `modifier_rank` the values that this rank leaves in them become everyone's, masters included. Without it,
+    changes are lost, except those through a sharded parameter itself.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._params = _listed(params) if enabled else []
+        self._modifier = modifier_rank
+        self._whole: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
+
+    def __enter__(self) -> None:
+        self._whole = []
+        places = _places({owner for param in self._params if (owner := owner_of(param)) is not None})
+        for param in self._params:
+            if hasattr(param, "to_local"):
+                gathered = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
+                found = places.get(id(param), [])
+                for module, name in found:
+                    module._parameters[name] = gathered
+                self._whole.append((param, gathered, found))
+
+    @torch.no_grad()
+    def __exit__(self, kind: object, *rest: object) -> None:
+        for param, _, found in self._whole:
+            for module, name in found:
+                module._parameters[name] = param
+        if kind is not None or self._modifier is None:
+            return
+        wholes = {id(param): gathered for param, gathered, _ in self._whole}
+        for param in self._params:
+            value = wholes.get(id(param), param).detach()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                broadcast(value, self._modifier)
+            if id(param) in wholes:
+                _held(param).copy_(_held(part_of(value, param)))
+        for owner in {owner for param in self._params if (owner := owner_of(param)) is not None}:
+            if isinstance(owner.optimizer, MasterWeights):
+                owner.optimizer.refresh_masters(owner.strategy.state_parts().like)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module to call `generate` on; its layers gather their parameters as they run. Every rank calls this."""
+    module: nn.Module = getattr(model, "module", model)
+    yield module
+
+
+def _listed(params: Any) -> list[nn.Parameter]:
+    if params is None:
+        return []
+    if isinstance(params, Tensor):
+        return [params]  # type: ignore[list-item]  # parameters are tensors
+    return list(params.parameters() if isinstance(params, nn.Module) else params)
+
+
+def _places(owners: set[Engine]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter of these engines stands: a shared one at several places."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in owners:
+        for module in owner.unwrapped.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    found.setdefault(id(param), []).append((module, name))
+    return found
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,144 @@
+"""Whole fp32 parameters, gradients and optimizer state of a model that is spread over ranks, one at a time.
+
+DeepSpeed's `safe_get_full_…` and `safe_set_full_…` take a parameter of the module and nothing else, so an engine marks
+its parameters with where their state is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.deepspeed.training.master_weights import MASTER, MasterWeights
+from torsh_distributed.parallel.state.whole_state import part_of, whole
+from torsh_distributed.train.engine import Engine
+
+_owners = WeakTensorKeyDictionary()
+"""Parameter to a weak reference to its Engine."""
+
+
+def give_access(core: Engine) -> None:
+    """From now on the functions below find the state of this engine's parameters."""
+    for param in core.unwrapped.parameters():
+        _owners[param] = weakref.ref(core)
+        if not hasattr(param, "ds_id"):
+            param.ds_id = id(param)  # type: ignore[attr-defined]  # scripts ask for it to see whether ZeRO holds it
+
+
+def owner_of(param: Tensor) -> Engine | None:
+    """The Engine that trains a parameter."""
+    found = _owners.get(param)  # type: ignore[no-untyped-call]  # untyped in torch
+    return None if found is None else found()
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The whole parameter in fp32, from its master if it has one; every rank calls this."""
+    core = owner_of(param)
+    if core is None:
+        return None
+    return whole(_master(core, param).detach()).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the whole parameter and its master; every rank calls this with the same value."""
+    core = _owned(param)
+    part = core.strategy.state_parts().like(param)
+    with torch.no_grad():
+        for target in {id(one): one for one in (_master(core, param), part, param)}.values():
+            _held(target).copy_(_held(part_of(value.to(target.dtype), target)))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A whole tensor of the optimizer's state, such as `exp_avg`; every rank calls this."""
+    core = owner_of(param)
+    value = None if core is None else core.optimizer.state.get(param, {}).get(optim_state_key)
+    return whole(value.detach()).float() if isinstance(value, Tensor) else None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set a whole tensor of the optimizer's state; every rank calls this with the same value."""
+    held = _owned(param).optimizer.state.get(param, {}).get(optim_state_key)
+    if not isinstance(held, Tensor):
+        raise InvalidArgument(f"the optimizer keeps no {optim_state_key} of this parameter yet")
+    with torch.no_grad():
+        _held(held).copy_(_held(part_of(value.to(held.dtype), held)))
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole gradient between backward and step, in fp32 with the loss scale in it; every rank calls this."""
+    return None if param.grad is None else whole(param.grad.detach()).float()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set the whole gradient before step; every rank calls this with the same value."""
+    if param.grad is not None:
+        _held(param.grad).copy_(_held(part_of(value.to(param.grad.dtype), param.grad)))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the parameter, in fp32."""
+    core = owner_of(param)
+    return None if core is None else _held(_master(core, param)).detach().float()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the parameter and of its master."""
+    core = _owned(param)
+    with torch.no_grad():
+        for target in (_master(core, param), core.strategy.state_parts().like(param)):
+            _held(target).copy_(value.view(_held(target).shape))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the gradient, in fp32."""
+    return None if param.grad is None else _held(param.grad).detach().float()
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the gradient."""
+    if param.grad is not None:
+        _held(param.grad).copy_(value.view(_held(param.grad).shape))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's part of a tensor of the optimizer's state."""
+    core = owner_of(param)
+    value = None if core is None else core.optimizer.state.get(param, {}).get(optim_state_key)
+    return _held(value).detach().float() if isinstance(value, Tensor) else None
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of a tensor of the optimizer's state."""
+    held = _owned(param).optimizer.state.get(param, {}).get(optim_state_key)
+    if not isinstance(held, Tensor):
+        raise InvalidArgument(f"the optimizer keeps no {optim_state_key} of this parameter yet")
+    with torch.no_grad():
+        _held(held).copy_(value.view(_held(held).shape))
+
+
+def _owned(param: nn.Parameter) -> Engine:
+    core = owner_of(param)
+    if core is None:
+        raise InvalidArgument(
+            "the parameter belongs to no engine", hint="pass a parameter of engine.module, after deepspeed.initialize"
+        )
+    return core
+
+
+def _master(core: Engine, param: Tensor) -> Tensor:
+    """What the update works on."""
+    if isinstance(core.optimizer, MasterWeights):
+        found: Any = core.optimizer.state.get(param, {}).get(MASTER)
+        if found is not None:
+            master: Tensor = found
+            return master
+    return param
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

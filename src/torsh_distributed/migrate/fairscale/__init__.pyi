@@ -1,0 +1,16 @@
+from torsh_distributed.migrate.fairscale.fairscale_config import FairScaleConfig as FairScaleConfig
+from torsh_distributed.migrate.fairscale.nn.auto_wrap import auto_wrap as auto_wrap
+from torsh_distributed.migrate.fairscale.nn.auto_wrap import config_auto_wrap_policy as config_auto_wrap_policy
+from torsh_distributed.migrate.fairscale.nn.auto_wrap import default_auto_wrap_policy as default_auto_wrap_policy
+from torsh_distributed.migrate.fairscale.nn.auto_wrap import enable_wrap as enable_wrap
+from torsh_distributed.migrate.fairscale.nn.auto_wrap import wrap as wrap
+from torsh_distributed.migrate.fairscale.nn.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
+from torsh_distributed.migrate.fairscale.nn.fairscale_fsdp import FairscaleFsdp as FairscaleFsdp
+from torsh_distributed.migrate.fairscale.nn.sharded_ddp import ShardedDataParallel as ShardedDataParallel
+from torsh_distributed.migrate.fairscale.optim.adascale import AdaScale as AdaScale
+from torsh_distributed.migrate.fairscale.optim.adascale import AdaScaleWrapper as AdaScaleWrapper
+from torsh_distributed.migrate.fairscale.optim.oss import OSS as OSS
+from torsh_distributed.migrate.fairscale.optim.sharded_scaler import ShardedGradScaler as ShardedGradScaler
+from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_size as balance_by_size
+from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_time as balance_by_time
+from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe as Pipe

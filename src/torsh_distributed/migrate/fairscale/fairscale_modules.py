@@ -1,0 +1,136 @@
+"""What scripts and libraries import from FairScale: the modules, and the names in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from types import ModuleType
+from typing import Any
+
+from torsh_distributed.migrate.fairscale.model_parallel import parallel_groups, split_layers
+from torsh_distributed.migrate.fairscale.nn import auto_wrap, fairscale_fsdp, sharded_ddp
+from torsh_distributed.migrate.fairscale.nn.checkpoint_wrapper import checkpoint_wrapper
+from torsh_distributed.migrate.fairscale.optim import adascale, oss, sharded_scaler
+from torsh_distributed.migrate.fairscale.pipe import balance_by, device_pipe
+
+VERSION = "0.4.13"
+"""The FairScale whose surface this is."""
+
+_NOT_HERE = {
+    "fairscale.nn": {
+        "MOELayer": "td.MoELayer is ours; experts are spread by mesh.ep of a plan",
+        "Top2Gate": "td.MoELayer has the gate, with expert.num_experts_per_token = 2",
+        "PipeRPCWrapper": "pipelines between processes are mesh.pp of a plan",
+        "FlattenParamsWrapper": "FSDP2 shards each parameter; nothing is flattened",
+    },
+    "fairscale.nn.data_parallel": {
+        "auto_wrap_bn": "wrap batch norms with mixed_precision=False, or set precision.buffer_dtype in a plan",
+        "TrainingState": "FSDP2 checks the order of calls itself",
+    },
+    "fairscale.nn.pipe": {
+        "AsyncPipe": "pipelines between processes are mesh.pp of a plan",
+        "PipeRPCWrapper": "pipelines between processes are mesh.pp of a plan",
+        "LazyModule": "build models on the meta device: td.parallelize fills each piece",
+    },
+    "fairscale.optim": {
+        "Adam": "torch.optim.Adam(fused=True)",
+        "Precision": "precision.dtype of a plan",
+    },
+}
+"""Names of FairScale's that are not here, and what to use."""
+
+
+def set_variables(environ: MutableMapping[str, str]) -> None:
+    """FairScale has no launcher, and so no variables of its own."""
+
+
+def namespaces() -> Mapping[str, Mapping[str, Any]]:
+    """Every module by its name in FairScale, parents first."""
+    wrapping = _public(
+        auto_wrap, "auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"
+    )
+    fsdp = {
+        "FullyShardedDataParallel": fairscale_fsdp.FairscaleFsdp,
+        "get_fsdp_instances": fairscale_fsdp.fsdp_instances,
+    }
+    sharded = _public(sharded_ddp, "ShardedDataParallel")
+    pipe = _public(device_pipe, "Pipe", "is_checkpointing", "is_recomputing")
+    balance = _public(balance_by, "balance_by_time", "balance_by_size")
+    scalers = {
+        "GradScaler": sharded_scaler.HalfGradScaler,
+        "ShardedGradScaler": sharded_scaler.ShardedGradScaler,
+    }
+    scaling = _public(adascale, "AdaScale", "AdaScaleWrapper")
+    recomputing = {
+        "checkpoint_wrapper": checkpoint_wrapper,
+        **_public(device_pipe, "is_checkpointing", "is_recomputing"),
+    }
+    found: dict[str, dict[str, Any]] = {
+        "fairscale": {"__version__": VERSION, "__version_tuple__": tuple(map(int, VERSION.split(".")))},
+        "fairscale.nn": {
+            "checkpoint_wrapper": checkpoint_wrapper,
+            "FullyShardedDataParallel": fairscale_fsdp.FairscaleFsdp,
+            **sharded,
+            "Pipe": device_pipe.Pipe,
+            **wrapping,
+        },
+        "fairscale.nn.data_parallel": {**fsdp, **sharded},
+        "fairscale.nn.data_parallel.fully_sharded_data_parallel": fsdp,
+        "fairscale.nn.data_parallel.sharded_ddp": sharded,
+        "fairscale.nn.wrap": wrapping,
+        "fairscale.nn.wrap.auto_wrap": wrapping,
+        "fairscale.nn.checkpoint": recomputing,
+        "fairscale.nn.checkpoint.checkpoint_activations": recomputing,
+        "fairscale.nn.pipe": pipe,
+        "fairscale.nn.pipe.pipe": {"Pipe": device_pipe.Pipe},
+        "fairscale.nn.pipe.balance": balance,
+        "fairscale.optim": {"OSS": oss.OSS, "GradScaler": sharded_scaler.HalfGradScaler, **scaling},
+        "fairscale.optim.oss": {"OSS": oss.OSS},
+        "fairscale.optim.adascale": scaling,
+        "fairscale.optim.grad_scaler": scalers,
+    }
+    found.update(_split_models())
+    for module, names in _NOT_HERE.items():
+        found[module]["__getattr__"] = _refusing(module, names)
+    return found
+
+
+def _split_models() -> dict[str, dict[str, Any]]:
+    """`fairscale.nn.model_parallel`, as Llama's reference code imports it."""
+    groups = {name: value for name, value in vars(parallel_groups).items() if "parallel" in name and callable(value)}
+    layers = {
+        "ColumnParallelLinear": split_layers.FairscaleColumnLinear,
+        "RowParallelLinear": split_layers.FairscaleRowLinear,
+        "ParallelEmbedding": split_layers.FairscaleNarrowEmbedding,
+        "VocabParallelEmbedding": split_layers.VocabParallelEmbedding,
+    }
+    mappings = _public(
+        split_layers,
+        "copy_to_model_parallel_region",
+        "gather_from_model_parallel_region",
+        "reduce_from_model_parallel_region",
+        "scatter_to_model_parallel_region",
+    )
+    loss = _public(split_layers, "vocab_parallel_cross_entropy")
+    root = "fairscale.nn.model_parallel"
+    return {
+        root: {**groups, **layers, **mappings},
+        f"{root}.initialize": groups,
+        f"{root}.layers": layers,
+        f"{root}.mappings": mappings,
+        f"{root}.cross_entropy": loss,
+    }
+
+
+def _refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The module's `__getattr__`: a name that is not here says what to use instead."""
+
+    def missing(name: str) -> Any:
+        if name in names:
+            raise ImportError(f"{module}.{name} is not part of torsh_distributed's fairscale: {names[name]}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
+
+
+def _public(module: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}

@@ -1,0 +1,1 @@
+"""FairScale's layers for split models: `parallel_groups` lays ranks out, `split_layers` is what Llama imports."""

@@ -1,0 +1,261 @@
+"""FairScale's ShardedDataParallel: backward sends each gradient to the rank whose OSS owns the parameter (ZeRO-2)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from torsh_distributed.comm.collectives.call import resolve_group
+from torsh_distributed.comm.collectives.reductions import reduce
+from torsh_distributed.comm.collectives.work import Work
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.migrate.fairscale.nn.gradient_buckets import OwnedBucket, plan_owned_buckets
+from torsh_distributed.migrate.fairscale.optim.oss import OSS
+from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
+from torsh_distributed.parallel.models.same_model import check_same_model
+
+_log = logging.getLogger(__name__)
+
+
+class ShardedDataParallel(nn.Module):
+    """A model whose gradients are averaged on the ranks that own their parameters; on the others they are None.
+
+    Every rank builds it with the same model and with the OSS (or several) that updates it. Gradients travel while
+    backward computes, in buckets of `reduce_buffer_size` elements for each owner; a parameter that got none counts as
+    zero. Clip with the OSS, and scale losses with ShardedGradScaler: both know who owns what. `reduce_fp16` sends
+    gradients as float16. Backward passes before a step add up, in `no_sync()` without being sent.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: OSS | Sequence[OSS],
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        warn_on_trainable_params_changed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        given: Any = sharded_optimizer if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
+        self._optimizers: list[OSS] = list(given)  # Any: they are checked below
+        self._group = resolve_group(process_group)
+        self._check_optimizers()
+        check_same_model(module, self._group)
+        self._broadcasts_buffers = broadcast_buffers
+        self._max_numel = reduce_buffer_size
+        self._refreshes = auto_refresh_trainable
+        self._wire_dtype = torch.float16 if reduce_fp16 else None
+        self._warns = warn_on_trainable_params_changed
+        self._is_accumulating = False
+        self._all_params: list[nn.Parameter] = [
+            param for one in self._optimizers for group in one.param_groups for param in group["params"]
+        ]
+        self._trained_before: list[bool] = []
+        self._hooks: list[RemovableHandle] = []
+        self._buckets: list[OwnedBucket] = []
+        self._backward = _Backward(self._group)
+        self._averaged: dict[nn.Parameter, Tensor] = {}
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
+        if sync_models_at_startup:
+            with torch.no_grad():
+                broadcast_from_first(
+                    [value for value in module.state_dict().values() if isinstance(value, Tensor)], self._group
+                )
+        for one in self._optimizers:
+            one.register_step_post_hook(lambda *_: self._set_aside.clear())
+        self.refresh_trainable()
+
+    def _check_optimizers(self) -> None:
+        for one in self._optimizers:
+            if not isinstance(one, OSS):
+                raise InvalidArgument(
+                    f"ShardedDataParallel takes the OSS that updates the model; got {type(one).__name__}",
+                    hint="wrap the optimizer class: OSS(model.parameters(), optim=torch.optim.Adam, lr=…)",
+                )
+            if one.world_size != self._group.size():
+                raise InvalidArgument(
+                    "ShardedDataParallel and its OSS work on different groups of ranks",
+                    hint="give both the same process group",
+                    num_ranks=self._group.size(),
+                    num_ranks_of_oss=one.world_size,
+                )
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._refreshes and [param.requires_grad for param in self._all_params] != self._trained_before:
+            if self._warns:
+                _log.warning("parameters were frozen or unfrozen: ShardedDataParallel sends other gradients from now")
+            self.refresh_trainable()
+        if self._broadcasts_buffers and not self._is_accumulating:
+            self.sync_buffers()
+        return self.module(*inputs, **kwargs)
+
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
+        """Move or cast the model, as `Module.to`."""
+        self.module.to(*args, **kwargs)
+        self.refresh_trainable()
+        return self
+
+    @override
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients; also those of backward passes that were not sent yet."""
+        self._set_aside.clear()
+        for param in self._all_params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model, too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def sync_buffers(self, blocking: bool = True) -> None:
+        """Make the buffers, such as running means, those of the first rank; every rank calls this."""
+        with torch.no_grad():
+            broadcast_from_first(self.module.buffers(), self._group)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around forward and backward of all passes but the last: gradients add up on each rank and are not sent."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def refresh_trainable(self) -> None:
+        """Look up again which parameters are trained; every rank calls this between steps."""
+        for hook in self._hooks:
+            hook.remove()
+        self._trained_before = [param.requires_grad for param in self._all_params]
+        trained = [param for param in self._all_params if param.requires_grad]
+        owners = {param: one.owner(param) for one in self._optimizers for param in _params(one)}
+        self._buckets = plan_owned_buckets(trained, owners.__getitem__, self._max_numel)
+        self._backward = _Backward(self._group, self._buckets, self._wire_dtype)
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
+            for param in trained
+        ]
+        for param in trained:
+            if owners[param] == self._group.rank():
+                self._hooks.append(param.register_hook(self._before_gradient(param)))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def reduce(self) -> None:
+        """Send the gradients that backward left under `no_sync()`; every rank calls this."""
+        if all(param.grad is None for bucket in self._buckets for param in bucket.params):
+            raise InvalidArgument("there are no gradients to reduce", hint="call backward in no_sync() before reduce()")
+        self._finish()
+
+    def _before_gradient(self, param: nn.Parameter) -> Any:
+        """What is averaged already must not be sent again with what backward is about to add."""
+
+        def set_aside(_: Tensor) -> None:
+            if param.grad is not None and param.grad is self._averaged.get(param):
+                self._set_aside[param] = param.grad
+                param.grad = None
+
+        return set_aside
+
+    @torch.no_grad()
+    def _after_gradient(self, param: Tensor) -> None:
+        if self._is_accumulating:
+            return
+        assert isinstance(param, nn.Parameter), "hooks are on parameters"
+        if not self._backward.has_begun:
+            self._backward.has_begun = True
+            Variable._execution_engine.queue_callback(self._finish)
+        self._backward.add(param)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """At the end of backward: all gradients are with their owners."""
+        self._averaged = self._backward.finish()
+        for param, mean in self._averaged.items():
+            earlier = self._set_aside.pop(param, None)
+            if earlier is not None:
+                mean.add_(earlier)
+            param.grad = mean
+        self._backward = _Backward(self._group, self._buckets, self._wire_dtype)
+
+
+class _Backward:
+    """The gradients of one backward on their way. Buckets leave in their order, which is equal on all ranks."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, buckets: Sequence[OwnedBucket] = (), wire_dtype: torch.dtype | None = None
+    ) -> None:
+        self.has_begun = False
+        self._group = group
+        self._buckets = buckets
+        self._wire_dtype = wire_dtype
+        self._bucket_of = {param: index for index, bucket in enumerate(buckets) for param in bucket.params}
+        self._missing = [set(bucket.params) for bucket in buckets]
+        self._sent: list[Work[Tensor]] = []
+
+    def add(self, param: nn.Parameter) -> None:
+        """A gradient is complete; every bucket that is complete and next leaves."""
+        index = self._bucket_of[param]
+        if index < len(self._sent):
+            raise InvalidArgument(
+                "a gradient arrived again after it was sent: backward ran twice over a parameter in one pass",
+                hint="use torch.utils.checkpoint with use_reentrant=False, or no_sync() around all passes but the last",
+            )
+        self._missing[index].discard(param)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send()
+
+    def finish(self) -> dict[nn.Parameter, Tensor]:
+        """Send the rest, wait, and return the means of what this rank owns."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        means = {}
+        for bucket, work in zip(self._buckets, self._sent, strict=True):
+            flat = work.wait()
+            if bucket.owner == self._group.rank():
+                parts = torch.split(flat.to(bucket.params[0].dtype), bucket.sizes)
+                means.update({param: part.view_as(param) for param, part in zip(bucket.params, parts, strict=True)})
+        return means
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        flat = torch.cat([_gradient(param).reshape(-1) for param in bucket.params])
+        flat.div_(self._group.size())
+        for param in bucket.params:
+            param.grad = None
+        flat = flat if self._wire_dtype is None else flat.to(self._wire_dtype)
+        owner = dist.get_global_rank(self._group, bucket.owner)
+        self._sent.append(reduce(flat, owner, group=self._group, async_op=True))
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad.detach()
+
+
+def _params(optimizer: OSS) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,54 @@
+"""One Ray of four pretended cores for the tests of a module: starting it takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Set by Ray, and by a library of its own, when they are first imported: no test changes them then.
+os.environ.setdefault("RAY_CLIENT_MODE", "0")
+os.environ.setdefault("CRC32C_SW_MODE", "auto")
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+@contextlib.contextmanager
+def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
+    """Ray with its token, logs and sockets in a directory of the test."""
+    import warnings
+
+    before = dict(os.environ)
+    os.environ.update({**_QUIET, "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
+    (folder / "token").write_text("a-token-of-the-tests-0123456789abcdef")
+    (folder / "token").chmod(0o600)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        import ray
+
+        from torsh_distributed.clusters.ray.ray_connection import start_local
+
+        start_local(ray, num_cpus=4, log_to_driver=False, **arguments)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real local cluster."""
+    with local_ray(tmp_path_factory.mktemp("ray")) as ray:
+        yield ray

@@ -1,0 +1,34 @@
+"""Monitors write what DeepSpeed's write, where it writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.deepspeed.observing.run_monitors import MonitorMaster
+
+
+def test_csv_has_one_file_for_each_name(tmp_path: Path) -> None:
+    master = MonitorMaster({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "j"}}, rank=0)
+    assert master.enabled
+    master.write_events([("Train/Samples/lr", 0.5, 8), ("Train/Samples/train_loss", 2.0, 8)])
+    master.write_events([("Train/Samples/lr", 0.25, 16)])
+    assert (tmp_path / "j" / "Train_Samples_lr.csv").read_text().split() == ["step,lr", "8,0.5", "16,0.25"]
+    assert (tmp_path / "j" / "Train_Samples_train_loss.csv").read_text().split() == ["step,train_loss", "8,2.0"]
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    config = {"tensorboard": {"enabled": True, "output_path": str(tmp_path)}}
+    MonitorMaster(config, rank=1).write_events([("Train/Samples/lr", 0.5, 8)])
+    assert list(tmp_path.iterdir()) == []
+    MonitorMaster(config, rank=0).write_events([("Train/Samples/lr", 0.5, 8)])
+    (written,) = (tmp_path / "DeepSpeedJobName").iterdir()
+    assert b"Train/Samples/lr" in written.read_bytes()
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(FeatureNotAvailable, match="comet_ml"):
+        MonitorMaster({"comet": {"enabled": True}}, rank=0)
+    assert not MonitorMaster({"wandb": {"enabled": False}}, rank=0).enabled

@@ -1,0 +1,71 @@
+"""Pipe in one process: the result of the plain module, whatever is recomputed; mistakes raise as in FairScale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_size, balance_by_time
+from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe, is_checkpointing, is_recomputing
+
+CPUS = ["cpu", "cpu"]
+
+
+class Noted(nn.Module):
+    """Notes how often each kind of forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append((is_checkpointing(), is_recomputing()))
+        return value
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Noted(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(("mode", "num_recomputed"), [("always", 2), ("except_last", 1), ("never", 0)])
+def test_recomputing_changes_no_gradient_and_no_running_mean(mode: str, num_recomputed: int) -> None:
+    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for chosen in (mode, "never"):
+        pipe = Pipe(layers(), [3, 2], devices=CPUS, chunks=2, checkpoint=chosen)
+        torch.manual_seed(2)
+        pipe(batch).square().sum().backward()
+        grads = [param.grad for param in pipe.parameters()]
+        found.append([*grads, pipe.partitions[0][1].running_mean])
+        seen = pipe[3].seen
+        wanted = num_recomputed if chosen == mode else 0
+        assert seen == [(index < wanted, False) for index in range(2)] + [(False, True)] * wanted
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_mistakes_are_those_of_fairscale() -> None:
+    with pytest.raises(ValueError, match="balance is required"):
+        Pipe(layers(), devices=CPUS)
+    with pytest.raises(ValueError, match="different length"):
+        Pipe(layers(), [1, 1], devices=CPUS)
+    with pytest.raises(IndexError, match="too few devices"):
+        Pipe(layers(), [3, 2], devices=["cpu"])
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        Pipe(nn.Linear(2, 2), [1], devices=CPUS)  # type: ignore[arg-type]  # a mistake
+    with pytest.raises(FeatureNotAvailable, match="deferred_batch_norm"):
+        Pipe(layers(), [3, 2], devices=CPUS, deferred_batch_norm=True)
+    pipe = Pipe(layers(), [3, 2], devices=CPUS)
+    with pytest.raises(TypeError, match="denied to move"):
+        pipe.to("cpu")
+    assert pipe.to(torch.float64)[0].weight.dtype == torch.float64
+    assert [type(one).__name__ for one in pipe] == ["Linear", "BatchNorm1d", "Dropout", "Noted", "Linear"]
+
+
+def test_layers_are_balanced_by_what_they_cost() -> None:
+    chain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1024))
+    assert balance_by_size(2, chain, torch.randn(4, 64), device="cpu") == [3, 1]
+    assert sum(balance_by_time(2, chain, torch.randn(4, 64), timeout=0.01, device="cpu")) == 4
