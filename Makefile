@@ -14,7 +14,7 @@ help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
 # What an install is made from. The compiled parts are part of it: a changed source means a new one.
-NATIVE := $(wildcard src/torsh_distributed/comm/backends/shm/native/* src/torsh_distributed/compress/native/* src/torsh_distributed/parallel/native/*)
+NATIVE := $(wildcard src/torsh_distributed/*/native/* src/torsh_distributed/comm/backends/shm/native/*)
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 # Modules are compiled when they are first imported, not all of torch's at install: 20 s less.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e

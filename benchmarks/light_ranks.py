@@ -13,15 +13,18 @@ import os
 import random
 import resource
 import socket
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 
 import torch.distributed as dist
 
+from benchmarks.machine import ROOT
 from torsh_distributed.comm.meeting.rendezvous import join
 from torsh_distributed.comm.store.registry import open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
@@ -50,10 +53,32 @@ class JoinCost:
     verdict_bytes: int
 
 
+class _Gate:
+    """Lets so many in at once. asyncio's semaphore looks through all who wait, which thousands notice."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self._places:
+            self._places -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._places += 1
+
+
 class _LightConnection:
     """A greeted connection that asks one thing at a time."""
 
-    def __init__(self, counts: list[int], gate: asyncio.Semaphore) -> None:
+    def __init__(self, counts: list[int], gate: _Gate) -> None:
         self._counts = counts
         self._gate = gate
         self._reader: asyncio.StreamReader
@@ -102,7 +127,7 @@ class _LightConnection:
 
 
 async def _join_lightly(
-    rank: int, world_size: int, port: int, gate: asyncio.Semaphore, counts: list[int], sizes: list[int]
+    rank: int, world_size: int, port: int, gate: _Gate, counts: list[int], sizes: list[int]
 ) -> None:
     """One rank's part: what `join` does, without a process."""
     main, waiting = _LightConnection(counts, gate), _LightConnection(counts, gate)
@@ -131,7 +156,7 @@ async def _join_lightly(
 
 async def _join_all(world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
     # A real rank answers the store at once; one process that plays thousands answers so many at once, no more.
-    gate = asyncio.Semaphore(_GREETINGS_AT_ONCE)
+    gate = _Gate(_GREETINGS_AT_ONCE)
     async with asyncio.TaskGroup() as tasks:
         for rank in range(1, world_size):
             tasks.create_task(_join_lightly(rank, world_size, port, gate, counts, sizes))
@@ -151,25 +176,36 @@ def join_ranks(num_ranks: int) -> JoinCost:
 
 
 def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
+    """Rank 0 here, the others in a process of their own: in one, they would wait for each other's Python lock."""
+    command = [sys.executable, "-m", __spec__.name, str(num_ranks), str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as others:
+        assert others.stdin is not None
+        assert others.stdout is not None
+        assert others.stdout.readline() == "ready\n"
+        cpu_s, start_s = _cpu_s(pid), time.perf_counter()
+        others.stdin.write("go\n")
+        others.stdin.close()
+        prefixed = dist.PrefixStore("torsh/0", own)
+        join(prefixed, rank=0, world_size=num_ranks, timeout_s=_TIMEOUT_S, node="node-0")
+        num_messages, verdict_bytes = map(int, others.stdout.readline().split())
+        wall_s = time.perf_counter() - start_s
+        return JoinCost(
+            num_ranks=num_ranks,
+            wall_s=wall_s,
+            store_cpu_s=_cpu_s(pid) - cpu_s,
+            store_peak_bytes=_peak_bytes(pid),
+            messages_per_join=num_messages / max(1, num_ranks - 1),
+            verdict_bytes=verdict_bytes,
+        )
+
+
+def _play(num_ranks: int, port: int) -> None:
+    """In the process of the others: be them all, and say how many messages that took."""
     counts, sizes = [0], [0]
-    cpu_s = _cpu_s(pid)
-    leader = Thread(
-        target=join,
-        args=(dist.PrefixStore("torsh/0", own),),
-        kwargs={"rank": 0, "world_size": num_ranks, "timeout_s": _TIMEOUT_S, "node": "node-0"},
-    )
-    start_s = time.perf_counter()
-    leader.start()
+    print("ready", flush=True)
+    sys.stdin.readline()
     asyncio.run(_join_all(num_ranks, port, counts, sizes))
-    leader.join()
-    return JoinCost(
-        num_ranks=num_ranks,
-        wall_s=time.perf_counter() - start_s,
-        store_cpu_s=_cpu_s(pid) - cpu_s,
-        store_peak_bytes=_peak_bytes(pid),
-        messages_per_join=counts[0] / max(1, num_ranks - 1),
-        verdict_bytes=sizes[0],
-    )
+    print(counts[0], sizes[0], flush=True)
 
 
 def _cpu_s(pid: int) -> float:
@@ -196,3 +232,7 @@ def _many_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+if __name__ == "__main__":
+    _play(int(sys.argv[1]), int(sys.argv[2]))

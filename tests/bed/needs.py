@@ -141,6 +141,12 @@ def deepspeed() -> str | None:
 
 
 @functools.cache
+def _may_lack_fairscale() -> bool:
+    """Whether no script could have installed it either."""
+    return not real_deepspeed.can_be_installed("fairscale")
+
+
+@functools.cache
 def _may_lack_deepspeed() -> bool:
     """Whether no script could have installed it either."""
     return not real_deepspeed.can_be_installed()
@@ -175,7 +181,11 @@ def unmet_needs(item: pytest.Item) -> dict[str, str]:
 
 def _may_be_absent(unmet: dict[str, str]) -> bool:
     """Whether a test may be skipped for these needs even where everything is required."""
-    return bool(_HARDWARE & unmet.keys()) or ("needs_deepspeed" in unmet and _may_lack_deepspeed())
+    return (
+        bool(_HARDWARE & unmet.keys())
+        or ("needs_deepspeed" in unmet and _may_lack_deepspeed())
+        or ("needs_fairscale" in unmet and _may_lack_fairscale())
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers

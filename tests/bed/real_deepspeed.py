@@ -32,10 +32,10 @@ def use_deepspeed() -> Any:
     return deepspeed
 
 
-def can_be_installed() -> bool:
-    """Whether pip reaches an index that has it."""
+def can_be_installed(package: str = "deepspeed") -> bool:
+    """Whether pip reaches an index that has it, or another package that is installed aside."""
     asked = subprocess.run(
-        [sys.executable, "-m", "pip", "index", "versions", "deepspeed", "--retries", "0", "--timeout", "5"],
+        [sys.executable, "-m", "pip", "index", "versions", package, "--retries", "0", "--timeout", "5"],
         capture_output=True,
         check=False,
     )

@@ -33,6 +33,8 @@ def test_a_saved_plan_loads_as_an_equal_one(tmp_path_factory: pytest.TempPathFac
     assert loaded.diff(plan) == ()
     for key in keys_of(Plan):
         assert type(loaded.value(key)) is type(plan.value(key)), key
+    plan.save(path, with_defaults=False)
+    assert Plan.load(path) == plan
 
 
 @given(plan=plans())

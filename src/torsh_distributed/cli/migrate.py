@@ -73,7 +73,7 @@ def config(
     if not without_refused:
         report.require_accepted()
     if output is not None:
-        plan.save(output)
+        plan.save(output, with_defaults=False)
         typer.echo(f"wrote {output}")
 
 
@@ -102,7 +102,7 @@ def command(
         found.report.require_accepted()
     typer.echo(found.text(str(output or "plan.toml")))
     if found.plan is not None and output is not None:
-        found.plan.save(output)
+        found.plan.save(output, with_defaults=False)
         typer.echo(f"wrote {output}", err=True)
     elif found.plan is not None:
         typer.echo("write the plan with -o plan.toml", err=True)

@@ -140,9 +140,14 @@ class Plan(PlanSections):
         """Every key of every section, as JSON-ready values."""
         return self.model_dump(mode="json")
 
-    def save(self, path: str | Path) -> None:
-        """Write every key to a .toml, .json, .yaml or .yml file, atomically; `load` gives an equal plan."""
-        files.write(Path(path), self.to_dict())
+    def save(self, path: str | Path, *, with_defaults: bool = True) -> None:
+        """Write every key to a .toml, .json, .yaml or .yml file, atomically; `load` gives an equal plan.
+
+        Without defaults: only the keys that differ from them, which is what a person goes on to edit.
+        """
+        files.write(
+            Path(path), self.to_dict() if with_defaults else self.model_dump(mode="json", exclude_defaults=True)
+        )
 
     @property
     def hash(self) -> str:

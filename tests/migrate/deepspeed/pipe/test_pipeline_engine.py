@@ -62,12 +62,12 @@ def train(deepspeed: Any, stage: int, clip: float, method: str = "uniform") -> t
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     evaluated = float(engine.eval_batch(iter(batches(replica)[:GAS])))
     assert engine.global_steps == STEPS
-    with pytest.raises(RuntimeError, match="pipeline mode"):
+    with pytest.raises(Exception, match="pipeline mode"):
         engine(torch.ones(1, WIDTH))
     return losses, evaluated
 
 
-def one_process(num_replicas: int) -> list[float]:
+def one_process(num_replicas: int, clip: float = 0.0) -> list[float]:
     """The same by torch alone."""
     layers = []
     for index in range(5):
@@ -81,6 +81,8 @@ def one_process(num_replicas: int) -> list[float]:
         parts = [one for found in data for one in found[step * GAS : (step + 1) * GAS]]
         loss = torch.stack([functional.mse_loss(model(inputs), targets) for inputs, targets in parts]).mean()
         loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -103,8 +105,8 @@ def _theirs(clip: float) -> tuple[list[float], float]:
 
 
 def test_two_stages_train_as_one_process_does(world: World) -> None:
-    for losses, _ in world.run(_ours, 0, 0.0, num_ranks=2, backend="torsh", timeout_s=60):
-        assert losses == pytest.approx(one_process(1), rel=1e-5)
+    for losses, _ in world.run(_ours, 0, 0.5, num_ranks=2, backend="torsh", timeout_s=60):
+        assert losses == pytest.approx(one_process(1, clip=0.5), rel=1e-5)
 
 
 @pytest.mark.matrix
@@ -117,8 +119,9 @@ def test_replicas_of_stages_train_as_one_process_does(world: World, stage: int) 
 @pytest.mark.needs_deepspeed
 @pytest.mark.matrix
 def test_a_pipeline_trains_as_deepspeeds_does(world: World) -> None:
-    theirs = world.run(_theirs, 0.5, num_ranks=2, backend=None, timeout_s=110)
-    ours = world.run(_ours, 0, 0.5, num_ranks=2, backend="torsh", timeout_s=60)
+    # Without clipping: in the norm of an fp32 pipeline DeepSpeed 0.19.8 counts the first stage alone.
+    theirs = world.run(_theirs, 0.0, num_ranks=2, backend=None, timeout_s=110)
+    ours = world.run(_ours, 0, 0.0, num_ranks=2, backend="torsh", timeout_s=60)
     for (mine, evaluated), (other, other_evaluated) in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
         assert evaluated == pytest.approx(other_evaluated, rel=1e-5)

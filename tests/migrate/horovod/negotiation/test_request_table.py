@@ -30,6 +30,52 @@ def test_every_order_of_every_rank_makes_each_operation_ready_once(
     assert not table.is_waiting
 
 
+@given(st.data(), st.integers(2, 3))
+def test_requests_that_come_together_give_what_single_ones_give(data: st.DataObject, num_ranks: int) -> None:
+    """Random messages, with operations in other orders, mismatches, joins and gathered rows among them."""
+    single, together = RequestTable(num_ranks), RequestTable(num_ranks)
+    open_names: list[set[str]] = [set() for _ in range(num_ranks)]
+    for _ in range(data.draw(st.integers(1, 8))):
+        rank = data.draw(st.integers(0, num_ranks - 1))
+        names = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
+        fields = data.draw(st.sampled_from([{}, {}, {}, {"op": "Max"}, {"kind": OpKind.ALLGATHER}]))
+        message = [ask(name, **fields) for name in names if name not in open_names[rank]]
+        open_names[rank] |= set(names)
+        if not message:
+            continue
+        for request in message:
+            single.add(rank, request)
+        together.add_all(rank, message)
+        wanted = {one.request.name: one for one in single.take_ready()}
+        assert {one.request.name: one for one in together.take_ready()} == wanted
+        open_names = [names - wanted.keys() for names in open_names]
+        assert single.is_waiting == together.is_waiting
+    waiting = [sorted(stall.name for stall in table.stalled(0.0)) for table in (single, together)]
+    assert waiting[0] == waiting[1]
+
+
+def test_the_same_message_of_all_ranks_is_ready_at_once_and_held_ones_still_stall() -> None:
+    now = [0.0]
+    table = RequestTable(2, clock=lambda: now[0])
+    table.add_all(0, [ask("a"), ask("b")])
+    assert table.is_waiting
+    now[0] = 5.0
+    assert table.stalled(10.0) == []
+    table.add_all(1, [ask("a"), ask("b")])
+    assert [one.request.name for one in table.take_ready()] == ["a", "b"]
+    assert not table.is_waiting
+    table.add_all(1, [ask("a"), ask("b", op="Max")])
+    now[0] = 20.0
+    assert [(one.name, one.waited_s, one.missing) for one in table.stalled(10.0)] == [
+        ("a", 15.0, (0,)),
+        ("b", 15.0, (0,)),
+    ]
+    table.add_all(0, [ask("a"), ask("b")])
+    good, bad = table.take_ready()
+    assert not good.error
+    assert "mismatched reductions" in bad.error
+
+
 @pytest.mark.parametrize(
     ("theirs", "words"),
     [

@@ -64,10 +64,11 @@ def make_pipeline_engine(
 
 
 def _plan(model: PipelineModule, settings: RunSettings) -> Plan:
-    """Stages where the module cuts them, replicas beside; a microbatch of the config is one of the schedule."""
-    mesh = {"pp": model.num_stages, "dp": -1}
-    if settings.stage == 1 and settings.num_ranks > 1:
-        mesh = {"pp": model.num_stages, "dp": 1, "shard": -1}
+    """Stages where the module cuts them; a microbatch of the config is one of the schedule.
+
+    Ranks of a stage are neighbours, as in DeepSpeed's topology: the axis `shard` is inside pp, `dp` would be outside.
+    """
+    mesh = {"pp": model.num_stages, "dp": 1, "shard": -1}
     sections: dict[str, Any] = {
         "mesh": mesh,
         "ddp": {"broadcast_buffers": False},

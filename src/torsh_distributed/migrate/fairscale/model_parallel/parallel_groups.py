@@ -55,7 +55,7 @@ def initialize_model_parallel(
 
 def _own_group(parts: list[list[int]], backend: str | None) -> dist.ProcessGroup:
     """The group of this rank; all ranks make all groups, in the same order."""
-    made = [dist.new_group(ranks, backend=backend) for ranks in parts]
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in parts]
     return next(group for group, ranks in zip(made, parts, strict=True) if dist.get_rank() in ranks)
 
 

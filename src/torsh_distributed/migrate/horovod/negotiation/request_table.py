@@ -15,6 +15,8 @@ from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Reques
 _ZEROS_ARE_FINE = frozenset({OpKind.ALLREDUCE})
 """Operations to which a joined rank can contribute zeros."""
 _MAY_DIFFER = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
+_EQUAL_OR_WRONG = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})
+"""Operations whose requests are equal on all ranks unless somebody made a mistake."""
 
 
 class ReadyOp(NamedTuple):
@@ -57,20 +59,56 @@ class RequestTable:
         self._asked: dict[str, _AskedOp] = {}
         self._joined: list[int] = []
         self._ready: list[ReadyOp] = []
+        self._held: dict[int, list[Request]] = {}
+        """Requests that came together while nothing waited, by rank: the same ones from all ranks are ready at once."""
+        self._held_since_s = 0.0
 
     @property
     def is_waiting(self) -> bool:
         """Whether some operation was asked for by some ranks only."""
-        return bool(self._asked) or bool(self._joined)
+        return bool(self._asked) or bool(self._joined) or bool(self._held)
+
+    def add_all(self, rank: int, requests: list[Request]) -> None:
+        """Note what a rank asks for in one message; the same result as `add` for each of them, in less time.
+
+        Ranks that do the same at every step send the same messages: one comparison then settles all operations.
+        """
+        if len(requests) == 1 or self._asked or self._joined or not self._is_held_alike(rank, requests):
+            for request in requests:
+                self.add(rank, request)
+            return
+        if not self._held:
+            self._held_since_s = self._clock()
+        self._held[rank] = requests
+        if len(self._held) == self._num_ranks:
+            self._held.clear()
+            self._ready += map(ReadyOp, requests)
+
+    def _is_held_alike(self, rank: int, requests: list[Request]) -> bool:
+        if not self._held:
+            return all(request.kind in _EQUAL_OR_WRONG for request in requests)
+        return rank not in self._held and requests == next(iter(self._held.values()))
+
+    def _take_apart(self) -> None:
+        """Look at each of the requests that were held: the ranks did not ask for the same."""
+        held, self._held = self._held, {}
+        for rank, requests in held.items():
+            for request in requests:
+                self._add(rank, request, self._held_since_s)
 
     def add(self, rank: int, request: Request) -> None:
         """Note what a rank asks for."""
+        if self._held:
+            self._take_apart()
+        self._add(rank, request, None)
+
+    def _add(self, rank: int, request: Request, since_s: float | None) -> None:
         if request.kind == OpKind.JOIN:
             self._join(rank, request)
             return
         asked = self._asked.get(request.name)
         if asked is None:
-            asked = self._asked[request.name] = _AskedOp(request, self._clock())
+            asked = self._asked[request.name] = _AskedOp(request, self._clock() if since_s is None else since_s)
         elif request is not asked.first and request != asked.first:
             asked.differs = True
         asked.ranks[rank] = request
@@ -116,6 +154,8 @@ class RequestTable:
     def stalled(self, after_s: float) -> list[StalledOp]:
         """Operations that ranks have waited for longer than `after_s` since they asked or were last reported."""
         now = self._clock()
+        if self._held and now - self._held_since_s >= after_s:
+            self._take_apart()
         found = []
         for asked in self._asked.values():
             if now - asked.warned_s >= after_s:
@@ -127,6 +167,8 @@ class RequestTable:
 
     def longest_wait_s(self) -> float:
         """How long the oldest operation has waited; 0 without one."""
+        if self._held:
+            self._take_apart()
         return max((self._clock() - asked.since_s for asked in self._asked.values()), default=0.0)
 
 

@@ -39,10 +39,6 @@ from torsh_distributed.migrate.horovod.negotiation.timeline_file import Timeline
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_LINGER_S = 0.0003
-"""How long submitted operations wait for more, so that they travel as one; not if somebody waits for a result."""
-_ENOUGH = 256
-"""Operations that wait for no more."""
 _UNNAMED = ".noname."
 _CACHED = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})
 """Operations whose requests are equal on all ranks, so a number says everything."""
@@ -79,7 +75,6 @@ class SetEngine:
         self._pending: dict[str, PendingOp] = {}
         self._outbox: list[PendingOp] = []
         self._is_awake = False
-        self._is_hurried = False
         self._is_stopping = False
         self._failure: str | None = None
         self._cause: BaseException | None = None
@@ -113,8 +108,6 @@ class SetEngine:
             self._outbox.append(op)
             must_wake = not self._is_awake
             self._is_awake = True
-            if len(self._outbox) == _ENOUGH:
-                self._changed.notify_all()
         if must_wake:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -122,8 +115,6 @@ class SetEngine:
         """The result of a submitted operation, or what it failed with."""
         if not op.is_done:
             with self._changed:
-                self._is_hurried = True
-                self._changed.notify_all()  # the engine, if it waits for more operations
                 while not op.is_done:
                     self._changed.wait()
         return op.take_result()
@@ -138,10 +129,9 @@ class SetEngine:
         if self._ended:
             return
         self._ended = True
-        with self._changed:
+        with self._lock:
             self._is_stopping = True
             self._is_awake = True
-            self._changed.notify_all()
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -177,12 +167,9 @@ class SetEngine:
 
     def _turn(self) -> bool:
         """Pass on what was submitted, take what has arrived, run what is ready; False at the end."""
-        with self._changed:
-            if self._outbox:
-                self._changed.wait_for(self._must_go, _LINGER_S)
+        with self._lock:
             submitted, self._outbox = self._outbox, []
             self._is_awake = bool(submitted)
-            self._is_hurried = False
             is_stopping = self._is_stopping
         if self._failure is not None:
             return False
@@ -203,15 +190,10 @@ class SetEngine:
             self._end(f"rank {self._ranks[0]}, which leads the process set, is gone: {lost}", lost)
         return self._failure is None
 
-    def _must_go(self) -> bool:
-        """Whether what was submitted waits for no more."""
-        return self._is_hurried or self._is_stopping or len(self._outbox) >= _ENOUGH
-
     def _pass_on(self, submitted: Sequence[PendingOp]) -> None:
         """Put own requests into the table, or send them to the rank that keeps it."""
         if self._is_first:
-            for op in submitted:
-                self._table.add(0, op.request)
+            self._table.add_all(0, [op.request for op in submitted])
             return
         asked: list[int | Request] = []
         for op in submitted:
@@ -278,9 +260,10 @@ class SetEngine:
             if kind == _REQUESTS:
                 seen, asked = parts
                 self._giver.has_seen(rank, seen)
-                for one in asked:
-                    request = self._giver.asked(one) if isinstance(one, int) else request_from_wire(one)
-                    self._table.add(rank, request)
+                self._table.add_all(
+                    rank,
+                    [self._giver.asked(one) if isinstance(one, int) else request_from_wire(one) for one in asked],
+                )
             elif kind == _ANSWER:
                 self._take_answer(*parts)
             else:
