@@ -110,6 +110,8 @@ def train(
     first, losses, sizes, num_at_size = engine.num_steps, {}, set(), 0
     member = os.environ.get("TORSH_MEMBER", os.environ["RANK"])
     for batch in engine.batches(DataLoader(data, batch_size=24, shuffle=True)):
+        if engine.num_steps == die_at and directory is not None:
+            engine.checkpoints.wait()  # steps take a millisecond, and writing is in the background
         is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         if engine.num_steps == die_at and member == "1" and is_first_attempt:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -156,7 +156,9 @@ class DaskPool:
         is_requested = host_id is not None
         if host_id is None:
             host_id, self._next_id = self._next_id, self._next_id + 1
-        future = self._client.submit(
+        # Known before the task runs: it may say that it is ready before `submit` returns.
+        host = self._hosts[host_id] = _WorkerHost(self, host_id, worker, None, is_requested)
+        host.future = self._client.submit(
             rank_tasks.hold_rank,
             self._topic,
             host_id,
@@ -168,8 +170,7 @@ class DaskPool:
             priority=10,
             key=f"{self._topic}-{host_id}",
         )
-        host = self._hosts[host_id] = _WorkerHost(self, host_id, worker, future, is_requested)
-        future.add_done_callback(lambda done: self._note_end(host, done))
+        host.future.add_done_callback(lambda done: self._note_end(host, done))
         return host
 
     def _lost_at_start(self, hosts: Sequence[_WorkerHost], news: RankEnded) -> Exception:
