@@ -129,3 +129,50 @@ def test_plain_gloo_is_refused_in_words(lab: Lab, tmp_path: Path) -> None:
     said = "\n".join(launcher.communicate(timeout=100)[0] for launcher in launchers)
     assert all(launcher.returncode for launcher in launchers)
     assert "gloo cannot encrypt what goes between nodes" in said
+
+
+TRAINING = """
+import sys
+
+import torch
+import torsh_distributed as td
+
+td.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+plan = td.Plan(dp=2)
+engine = td.parallelize(model, optimizer, plan, loss_fn=torch.nn.functional.mse_loss)
+generator = torch.Generator().manual_seed(td.rank())
+losses = []
+for step in range(6):
+    batch = (torch.randn(16, 32, generator=generator), torch.ones(16, 1))
+    loss = torch.as_tensor(float(engine.step(batch)))
+    td.all_reduce(loss, "mean")
+    losses.append(round(loss.item(), 6))
+engine.save(sys.argv[1])
+engine.load(sys.argv[1])
+if td.rank() == 0:
+    print("losses", losses, flush=True)
+td.destroy_process_group()
+"""
+
+
+@pytest.mark.matrix
+def test_training_under_tls_has_the_losses_of_training_without(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    found = []
+    for number, options in enumerate(([], ["--tls"])):
+        line = [str(tmp_path / "training.py"), str(tmp_path / f"checkpoint-{number}")]
+        launchers = [
+            host.popen(
+                [*command(host, tmp_path, rank, *options)[:-1], *line],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, host in enumerate(lab.hosts(2))
+        ]
+        said = "\n".join(launcher.communicate(timeout=100)[0] for launcher in launchers)
+        assert [launcher.returncode for launcher in launchers] == [0, 0], said
+        found.append(next(line.partition("losses")[2] for line in said.splitlines() if "losses [" in line))
+    assert found[0] == found[1]
