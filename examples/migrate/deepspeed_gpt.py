@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
 class Counting(Dataset):
     """Sequences that count up from anywhere, in steps of one to three: learned in seconds."""
 
-    def __init__(self, num_samples: int = 128, length: int = 12, vocabulary: int = 32) -> None:
+    def __init__(self, num_samples: int = 96, length: int = 12, vocabulary: int = 32) -> None:
         generator = torch.Generator().manual_seed(0)
         start = torch.randint(0, vocabulary, (num_samples, 1), generator=generator)
         stride = torch.randint(1, 4, (num_samples, 1), generator=generator)

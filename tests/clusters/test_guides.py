@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, blocks_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.matrix]
+pytestmark = [pytest.mark.ranks, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_program_of_a_guide_runs(page: str, program: str, tmp_path: Path) ->
         env={**os.environ, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks end at" in done.stdout

@@ -82,6 +82,8 @@ def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
         by_engine(out, "dask", address=processes.address)
 
 
+IGNORE = pytest.mark.filterwarnings("ignore")  # of Ray and Dask
+
 RUNS = {
     "slurm": pytest.param(by_slurm),
     "mpich": pytest.param(by_mpich, marks=pytest.mark.needs_command(mpiexec())),
@@ -89,11 +91,11 @@ RUNS = {
     "ssh": pytest.param(by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd")]),
     "ray": pytest.param(
         by_ray,
-        marks=[pytest.mark.needs_library("ray"), pytest.mark.matrix, pytest.mark.filterwarnings("ignore")],
+        marks=[pytest.mark.needs_library("ray"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
     ),
     "dask": pytest.param(
         by_dask,
-        marks=[pytest.mark.needs_library("distributed"), pytest.mark.matrix, pytest.mark.filterwarnings("ignore")],
+        marks=[pytest.mark.needs_library("distributed"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
     ),
 }
 

@@ -25,14 +25,14 @@ def run(*words: str) -> str:
 
 def _train(folder: Path) -> tuple[str, ...]:
     config = ("--deepspeed_config", str(FOLDER / "ds_zero3.json"), "--save-dir", str(folder))
-    out = run("--num_gpus", "2", "--master_port=0", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "4", *config)
+    out = run("--num_gpus", "2", "--master_port=0", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "3", *config)
     losses = [float(one) for one in re.findall(r"loss ([\d.]+)", out)]
-    assert len(losses) == 4
-    assert losses[-1] < 0.7 * losses[0], out
+    assert len(losses) == 3
+    assert losses[-1] < 0.9 * losses[0], out
     assert "the head is (32, 32) in torch.bfloat16" in out
     assert "rank 0 of 2 is done, local_rank 0" in out
     assert "rank 1 of 2 is done, local_rank 1" in out
-    assert (folder / "latest").read_text() == "global_step16"
+    assert (folder / "latest").read_text() == "global_step9"
     return config
 
 
@@ -43,8 +43,8 @@ def test_a_gpt_trains_with_zero_3(tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_a_gpt_resumes_with_zero_3(tmp_path: Path) -> None:
     config = _train(tmp_path)
-    more = run("--num_gpus", "2", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "5", "--resume", *config)
-    assert re.search(r"epoch 4: step 20, loss", more), more
+    more = run("--num_gpus", "2", str(FOLDER / "deepspeed_gpt.py"), "--epochs", "4", "--resume", *config)
+    assert re.search(r"epoch 3: step 12, loss", more), more
 
 
 def test_a_pipeline_with_tied_layers_trains() -> None:

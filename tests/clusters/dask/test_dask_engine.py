@@ -15,7 +15,7 @@ from torsh_distributed.clusters.dask import DaskEngine
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import Entry
 
-pytestmark = pytest.mark.needs_library("distributed")
+pytestmark = [pytest.mark.needs_library("distributed"), pytest.mark.timeout(300)]
 
 SCRIPT = """
 import os, sys, time

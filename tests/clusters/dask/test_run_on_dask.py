@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torsh_distributed.launch.spec import ElasticSpec
 
 pytestmark = [
     pytest.mark.needs_library("distributed"),
+    pytest.mark.timeout(300),
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -98,6 +100,8 @@ def test_ranks_are_workers_that_start_together(dask_client: Any) -> None:
         run_training(dask_client, rank_functions.fail_on, args=(1,))
     assert "in fail_on" in "".join(failed.value.__notes__)
 
+    other = SimpleNamespace(scheduler_address=dask_client.scheduler.address, security=None)
+    assert len(run_training(other, rank_functions.describe)) == 2, "any object with an address is a cluster"
     with pytest.raises(FeatureNotAvailable, match="3 workers were asked for, and the Dask cluster has 2"):
         run_training(dask_client, rank_functions.describe, num_workers=3, start_timeout_s=0.1)
     with pytest.raises(SerializationError, match="argument 0"):

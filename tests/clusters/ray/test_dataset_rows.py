@@ -12,6 +12,7 @@ from torsh_distributed.errors import InvalidArgument
 
 pytestmark = [
     pytest.mark.needs_library("ray"),
+    pytest.mark.timeout(300),
     pytest.mark.ranks,
     pytest.mark.matrix,
     pytest.mark.filterwarnings("ignore"),

@@ -17,6 +17,7 @@ from torsh_distributed.launch.spec import ElasticSpec
 
 pytestmark = [
     pytest.mark.needs_library("ray"),
+    pytest.mark.timeout(300),
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -16,7 +16,7 @@ from torsh_distributed.clusters.ray.serving import ServeConfig, load_export, ser
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
 def build() -> torch.nn.Module:

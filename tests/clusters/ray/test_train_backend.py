@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.needs_library("ray"),
+    pytest.mark.timeout(300),
     pytest.mark.ranks,
     pytest.mark.matrix,
     pytest.mark.filterwarnings("ignore"),

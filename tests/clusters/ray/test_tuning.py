@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torsh_distributed.clusters.ray.tuning import changed_plan, run_tuning
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.plan import Plan
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
 def parabola(params: dict[str, Any]) -> None:
@@ -47,9 +46,6 @@ def population(params: dict[str, Any]) -> None:
 
     from torsh_distributed.clusters.ray import report, resume_directory
 
-    Path(params["meeting"], str(params["rate"])).touch()
-    while len(list(Path(params["meeting"]).iterdir())) < 2:
-        time.sleep(0.02)  # both trials must run for one to learn from the other
     folder, value, first = resume_directory(), 0.0, 0
     if folder is not None:
         saved = json.loads(Path(folder, "state.json").read_text())
@@ -59,7 +55,6 @@ def population(params: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as kept:
             Path(kept, "state.json").write_text(json.dumps({"value": value, "step": step + 1}))
             report({"value": value}, checkpoint=kept)
-        time.sleep(0.3)
 
 
 def test_keys_of_a_plan_are_applied_and_checked() -> None:
@@ -119,18 +114,19 @@ def test_trials_of_plans_and_of_several_ranks(ray_cluster: Any) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.ranks
-def test_population_based_training_passes_state_on(ray_cluster: Any, tmp_path: Path) -> None:
+def test_population_based_training_passes_state_on(ray_cluster: Any) -> None:
     from ray import tune
 
     found = run_tuning(
         population,
-        {"rate": tune.grid_search([0.1, 1.0]), "meeting": str(tmp_path)},
+        {"rate": tune.grid_search([0.1, 1.0])},
         metric="value",
         mode="max",
         num_samples=1,
         scheduler="pbt",
         mutations={"rate": [0.1, 1.0]},
         perturb_every=3,
+        waits_for_all=True,
         max_reports=12,
     )
     assert found.best.metrics["value"] == pytest.approx(12.0)

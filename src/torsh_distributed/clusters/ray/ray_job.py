@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 from torsh_distributed.clusters.hosted.submitted_job import drive, spec_of
@@ -19,6 +21,7 @@ from torsh_distributed.clusters.ray.ray_connection import connected
 from torsh_distributed.clusters.ray.ray_engine import JOB_VARIABLE
 
 _SCALE_S = 30.0
+_FIND_S = 10.0
 
 
 def run_job(job: dict[str, Any]) -> int:
@@ -48,15 +51,26 @@ def leader_name(job_id: str) -> str:
 def scale_job(job_id: str, workers: int) -> int:
     """Ask the leader of a running job for another number of workers."""
     with connected("auto") as ray:
-        try:
-            leader = ray.get_actor(leader_name(job_id), namespace=LEADER_NAMESPACE)
-        except ValueError:
+        leader = _find_leader(ray, job_id)
+        if leader is None:
             print(f"no running job has the id {job_id}", file=sys.stderr)
             return 1
         if not ray.get(leader.scale.remote(workers), timeout=_SCALE_S):
             print(f"the job {job_id} was not submitted as elastic", file=sys.stderr)
             return 1
     return 0
+
+
+def _find_leader(ray: Any, job_id: str) -> Any:
+    """The job's leader; None if there is none after a while: a job that was just submitted has yet to start it."""
+    pause, deadline_s = threading.Event(), time.monotonic() + _FIND_S
+    while True:
+        try:
+            return ray.get_actor(leader_name(job_id), namespace=LEADER_NAMESPACE)
+        except ValueError:
+            if time.monotonic() > deadline_s:
+                return None
+        pause.wait(0.2)
 
 
 def main() -> int:

@@ -127,12 +127,20 @@ def make_searcher(method: SearchMethod, *, metric: str, mode: str, seed: int) ->
 
 
 def make_scheduler(
-    method: SearchMethod, *, metric: str, mode: str, max_reports: int, mutations: dict[str, Any] | None, every: int
+    method: SearchMethod,
+    *,
+    metric: str,
+    mode: str,
+    max_reports: int,
+    mutations: dict[str, Any] | None = None,
+    every: int = 4,
+    waits: bool = False,
 ) -> Any:
-    """Ray Tune's scheduler; time is counted in reports."""
+    """Ray Tune's scheduler; time is counted in reports. `mutations`, `every` and `waits` are for PBT alone."""
     from ray.tune import schedulers
 
-    common = {"metric": metric, "mode": mode}
+    # Some of them count seconds if they are not told otherwise.
+    common = {"metric": metric, "mode": mode, "time_attr": "training_iteration"}
     match method.scheduler:
         case "fifo":
             return schedulers.FIFOScheduler()
@@ -151,5 +159,9 @@ def make_scheduler(
                     hint='mutations={"lr": [0.1, 0.01]}',
                 )
             return schedulers.PopulationBasedTraining(
-                **common, perturbation_interval=every, hyperparam_mutations=dict(mutations), log_config=False
+                **common,
+                perturbation_interval=every,
+                hyperparam_mutations=dict(mutations),
+                log_config=False,
+                synch=waits,
             )

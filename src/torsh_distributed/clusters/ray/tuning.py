@@ -60,6 +60,7 @@ def run_tuning(
     max_reports: int = 100,
     mutations: Mapping[str, Any] | None = None,
     perturb_every: int = 4,
+    waits_for_all: bool = False,
     time_budget_s: float | None = None,
     storage_dir: str | None = None,
     seed: int = 0,
@@ -70,7 +71,8 @@ def run_tuning(
     `plan.` (`plan.training.gradient_accumulation`) are keys of `plan`: the function is then called with the changed
     plan too, `function(params, plan)`; a combination that the plan refuses is a trial that failed, with the reason.
     `workers_per_trial` > 1 runs each trial as a job of that many ranks. `mutations` are for population-based training,
-    whose trials pass their state on by `report(…, checkpoint=directory)` and `resume_directory()`.
+    whose trials pass their state on by `report(…, checkpoint=directory)` and `resume_directory()` every `perturb_every`
+    reports; with `waits_for_all` no trial goes on before all have come that far, so that speed decides nothing.
     """
     chosen = config or RayConfig()
     method = choose_method(searcher, scheduler)
@@ -100,6 +102,7 @@ def run_tuning(
                     max_reports=max_reports,
                     mutations=None if mutations is None else dict(mutations),
                     every=perturb_every,
+                    waits=waits_for_all,
                 ),
                 search_alg=make_searcher(method, metric=metric, mode=mode, seed=seed),
                 max_concurrent_trials=limit,

@@ -10,7 +10,7 @@ from torsh_distributed.migrate.fairscale.model_parallel import parallel_groups, 
 from torsh_distributed.migrate.fairscale.nn import auto_wrap, fairscale_fsdp, sharded_ddp
 from torsh_distributed.migrate.fairscale.nn.checkpoint_wrapper import checkpoint_wrapper
 from torsh_distributed.migrate.fairscale.optim import adascale, oss, sharded_scaler
-from torsh_distributed.migrate.fairscale.pipe import balance_by, device_pipe
+from torsh_distributed.migrate.fairscale.pipe import balance_by, device_pipe, skip_connections
 
 VERSION = "0.4.13"
 """The FairScale whose surface this is."""
@@ -83,6 +83,12 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "fairscale.nn.pipe": pipe,
         "fairscale.nn.pipe.pipe": {"Pipe": device_pipe.Pipe},
         "fairscale.nn.pipe.balance": balance,
+        "fairscale.nn.pipe.skip": {
+            **_public(skip_connections, "skippable", "verify_skippables"),
+            "stash": skip_connections.StashCall,
+            "pop": skip_connections.PopCall,
+            "Namespace": skip_connections.SkipNamespace,
+        },
         "fairscale.optim": {"OSS": oss.OSS, "GradScaler": sharded_scaler.HalfGradScaler, **scaling},
         "fairscale.optim.oss": {"OSS": oss.OSS},
         "fairscale.optim.adascale": scaling,

@@ -110,7 +110,6 @@ LIBRARIES = {
 NOT_HERE = {
     "fairscale.nn.model_parallel.random": "not part of --as fairscale: seed ranks with torch.manual_seed",
     "fairscale.nn.MOELayer": "not part of --as fairscale: td.MoELayer",
-    "fairscale.nn.pipe.skip": "not part of --as fairscale: mesh.pp of a plan keeps skip connections",
     "fairscale.experimental": "not part of --as fairscale",
     "horovod.tensorflow": "not part of --as horovod, which is for torch",
     "horovod.keras": "not part of --as horovod, which is for torch",

@@ -18,7 +18,17 @@ from tests.bed.real_deepspeed import use_deepspeed
 NUM_STEPS, NUM_FURTHER = 3, 3
 LR = 0.01
 QUICK = ["0-fp32", "1-bf16", "2-fp32", "3-fp32"]
-FURTHER = ["0-bf16", "1-fp32", "2-fp16", "3-bf16"]
+FURTHER = [
+    *("0-bf16", "1-fp32", "2-fp16", "3-bf16"),
+    *("2-fp32-round_robin_gradients", "2-fp32-elastic_checkpoint", "2-fp32-parameter_alignment", "3-fp32-small_groups"),
+]
+"""Stage and format, and what else is unusual about the shards."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "round_robin_gradients": {"round_robin_gradients": True},
+    "elastic_checkpoint": {"elastic_checkpoint": True},
+    "parameter_alignment": {"parameter_alignment": True},
+    "small_groups": {"sub_group_size": 40},
+}
 
 
 class OddModel(nn.Module):
@@ -63,12 +73,12 @@ def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1, 1)
 
 
-def config_of(stage: int, dtype: str) -> dict[str, Any]:
+def config_of(stage: int, dtype: str, option: str = "") -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **OPTIONS.get(option, {})},
         "zero_allow_untested_optimizer": True,
     }
     if dtype != "fp32":
@@ -93,14 +103,15 @@ def make_all(directory: str, cases: list[str]) -> dict[str, Made]:
     deepspeed = use_deepspeed()
     made = {}
     for case in cases:
-        stage, _, dtype = case.partition("-")
-        made[case] = _make(deepspeed, Path(directory) / case, int(stage), dtype)
+        stage, dtype, *option = case.split("-")
+        config = config_of(int(stage), dtype, *option)
+        made[case] = _make(deepspeed, Path(directory) / case, config, has_shards=stage != "0")
     return made
 
 
-def _make(deepspeed: Any, directory: Path, stage: int, dtype: str) -> Made:
+def _make(deepspeed: Any, directory: Path, config: dict[str, Any], *, has_shards: bool) -> Made:
     model = OddModel()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config_of(stage, dtype))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)
     made, rank = Made(), engine.global_rank
     for step in range(NUM_STEPS + NUM_FURTHER):
         if step == NUM_STEPS:
@@ -113,8 +124,10 @@ def _make(deepspeed: Any, directory: Path, stage: int, dtype: str) -> Made:
             made.losses.append(loss.item())
     engine.destroy()
     dist.barrier()
-    if rank == 0 and stage:
+    if rank == 0 and has_shards:
         _read_back(made, directory)
+        if not config["zero_optimization"].get("elastic_checkpoint"):  # its own converter does not read that form
+            _make_universal(made, directory)
     dist.barrier()
     return made
 
@@ -123,6 +136,9 @@ def _read_back(made: Made, directory: Path) -> None:
     tool = importlib.import_module("deepspeed.utils.zero_to_fp32")
     whole = tool.get_fp32_state_dict_from_zero_checkpoint(str(directory))
     made.weights = {name: value.clone() for name, value in whole.items()}
+
+
+def _make_universal(made: Made, directory: Path) -> None:
     converter = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     out = directory / "universal" / "global_step3_universal"
     arguments = Namespace(
@@ -140,3 +156,26 @@ def _read_back(made: Made, directory: Path) -> None:
         value = value["param"] if isinstance(value, dict) else value
         if path.stem != "step":
             made.universal.setdefault(path.parent.name, {})[path.stem] = value.detach().clone()
+
+
+def make_pipeline(directory: str) -> dict[str, Tensor]:
+    """On two ranks: a pipeline of two stages; this rank's weights, by name."""
+    deepspeed = use_deepspeed()
+    pipe: Any = importlib.import_module("deepspeed.pipe")
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    specs = [
+        pipe.LayerSpec(nn.Linear, 4, 5),
+        nn.ReLU(),
+        pipe.LayerSpec(nn.Linear, 5, 6),
+        pipe.LayerSpec(nn.Linear, 6, 3),
+    ]
+    model = pipe.PipelineModule(layers=specs, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    config = {**config_of(1, "fp32"), "gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    generator = torch.Generator().manual_seed(1)
+    batches = iter([(torch.randn(2, 4, generator=generator), torch.randn(2, 3, generator=generator)) for _ in range(4)])
+    for _ in range(2):
+        engine.train_batch(batches)
+    engine.save_checkpoint(directory)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -79,11 +79,13 @@ def train(
         for param, value in before.items():
             param.data.copy_(value)
     data = torch.Generator().manual_seed(11 + dist.get_rank())
+    # Unscaled gradients are subnormal in fp16, where dividing before a sum or after it is not the same.
+    enlarged = 256.0 if config["zero_optimization"]["stage"] == 0 and "fp16" in config else 1
     losses, norms = [], []
     for _ in range(num_steps * config["gradient_accumulation_steps"]):
         tokens = torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=data)
         loss = engine(tokens)
-        engine.backward(loss)
+        engine.backward(loss * enlarged if enlarged != 1 else loss)
         engine.step()
         losses.append(float(loss.detach()))
         if engine.was_step_applied():

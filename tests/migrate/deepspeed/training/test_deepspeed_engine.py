@@ -11,8 +11,8 @@ from tests.migrate.deepspeed.training import parity
 
 MAIN = [
     parity.case(1, "fp16", clip=0.5),
-    parity.case(2, "bf16", gas=2),
-    parity.case(3, clip=0.5),
+    parity.case(2, "bf16"),
+    parity.case(3, gas=2, clip=0.5),
 ]
 
 
@@ -40,7 +40,7 @@ def compare(world: World, configs: list[dict[str, Any]], scalings: list[Any], ti
 
 @pytest.mark.needs_deepspeed
 def test_losses_and_loss_scales_are_those_of_deepspeed(world: World) -> None:
-    compare(world, MAIN, [parity.SCALES[0], parity.SCALES[4]], 100.0)
+    compare(world, MAIN, [parity.SCALES[4]], 100.0)
 
 
 @pytest.mark.needs_deepspeed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.fairscale.pipe import skip_connections
 from torsh_distributed.migrate.fairscale.pipe.balance_by import balance_by_size, balance_by_time
 from torsh_distributed.migrate.fairscale.pipe.device_pipe import Pipe, is_checkpointing, is_recomputing
 
@@ -63,6 +66,58 @@ def test_mistakes_are_those_of_fairscale() -> None:
         pipe.to("cpu")
     assert pipe.to(torch.float64)[0].weight.dtype == torch.float64
     assert [type(one).__name__ for one in pipe] == ["Linear", "BatchNorm1d", "Dropout", "Noted", "Linear"]
+
+
+@skip_connections.skippable(stash=["skip"])
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> Iterator[object]:
+        out = self.linear(value)
+        yield skip_connections.StashCall("skip", out)
+        return out.tanh()
+
+
+@skip_connections.skippable(pop=["skip"])
+class Taken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> Iterator[object]:
+        skip = yield skip_connections.PopCall("skip")
+        return self.linear(value) * skip
+
+
+def skipping() -> nn.Sequential:
+    """Two pairs, one inside the other, apart by their namespaces."""
+    torch.manual_seed(0)
+    outer, inner = skip_connections.SkipNamespace(), skip_connections.SkipNamespace()
+    return nn.Sequential(
+        Kept().isolate(outer), Kept().isolate(inner), nn.Linear(4, 4), Taken().isolate(inner), Taken().isolate(outer)
+    )
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_skip_connections_go_past_stages(mode: str) -> None:
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    plain = skipping()
+    plain(batch).square().sum().backward()
+    pipe = Pipe(skipping(), [1, 2, 1, 1], devices=["cpu"] * 4, chunks=3, checkpoint=mode)
+    pipe(batch).square().sum().backward()
+    for one, two in zip(plain.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval()(batch), plain(batch))
+
+
+def test_pairs_that_do_not_match_are_named_before_anything_runs() -> None:
+    with pytest.raises(TypeError, match="no module declared 'skip' as poppable"):
+        Pipe(nn.Sequential(Kept(), nn.Linear(4, 4)), [1, 1], devices=CPUS)
+    with pytest.raises(TypeError, match="as stashable before '0'"):
+        Pipe(nn.Sequential(Taken(), Kept()), [1, 1], devices=CPUS)
 
 
 def test_layers_are_balanced_by_what_they_cost() -> None:

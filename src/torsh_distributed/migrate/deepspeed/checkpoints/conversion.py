@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,19 @@ def load_deepspeed(
 ) -> CheckpointFacts:
     """Load a checkpoint of DeepSpeed into an Engine, under any plan and at any world size; every rank calls this.
 
-    The optimizer must have the groups that it had: the same parameters in the same order. With `model_only`, weights
-    and buffers alone. Returns what the checkpoint says besides: steps, the script's client state, the config.
+    The optimizer must have the parameters that it had; in other groups it keeps its own settings. With `model_only`,
+    weights and buffers alone. Returns what the checkpoint says besides: steps, the script's client state, the config.
     """
     saved = open_checkpoint(source, tag, with_optimizer=not model_only, inert=inert)
-    _keep_known_settings(saved, engine)
+    mine = engine.strategy.held_state(engine.optimizer)
+    if not model_only:
+        _fit_groups(saved, mine.values[OPTIMIZER]["param_groups"])
     if isinstance(engine.optimizer, StoredOptimizer):
         # An optimizer with fp32 masters of its own: they are the weights, before these are rounded below.
         start = f"{MODEL}."
         weights = [name for name in saved.tensors if name.startswith(start)]
         saved.alias({f"{OPTIMIZER}.state.{name.removeprefix(start)}.master": name for name in weights})
-    dtypes = {held.name: held.dtype for held in engine.strategy.held_state(engine.optimizer).tensors}
+    dtypes = {held.name: held.dtype for held in mine.tensors}
     for name, kind in saved.tensors.items():
         # fp32 weights are rounded to what the model has; only names and shapes must agree.
         saved.tensors[name] = SavedTensor(kind.shape, dtypes.get(name, kind.dtype)) if name.startswith(MODEL) else kind
@@ -74,12 +76,7 @@ def convert_checkpoint(
     """
     saved = open_checkpoint(source, tag, inert=inert)
     values: dict[str, Any] = {**saved.values, "client_state": _plain_values(saved.facts.client_state)}
-    tensors = [
-        HeldTensor(
-            name, layout_of(kind.shape, whole_runs(kind.shape), kind.shape), kind.dtype, partial(saved.whole, name)
-        )
-        for name, kind in saved.tensors.items()
-    ]
+    tensors = [_held(saved, name, kind) for name, kind in saved.tensors.items()]
     with CheckpointManager(directory) as manager:
         step = saved.facts.global_steps
         # No rank had this place: an Engine restores its own part of the values only where it was saved.
@@ -95,7 +92,7 @@ def fp32_weights(
     saved = open_checkpoint(source, tag, with_optimizer=exclude_frozen, inert=inert)
     names = [name for name in saved.tensors if name.startswith(f"{MODEL}.")]
     if exclude_frozen:
-        trained = {name for group in saved.values["optimizer"]["param_groups"] for name in group["params"]}
+        trained = {name for group in saved.values[OPTIMIZER]["param_groups"] for name in group["params"]}
         frozen = {name for name in names if name.removeprefix(f"{MODEL}.") not in trained}
         names = [name for name in names if name not in frozen]
     return {name.removeprefix(f"{MODEL}."): saved.whole(name) for name in names}
@@ -169,14 +166,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.to(dtype) if whole.is_floating_point() else whole
 
 
-def _keep_known_settings(saved: DeepSpeedState, engine: Engine) -> None:
-    """Settings that this optimizer does not have, such as those of DeepSpeed's own Adam, are left out."""
-    groups = saved.values.get("optimizer", {}).get("param_groups", [])
-    for group, mine in zip(groups, engine.optimizer.param_groups, strict=False):
-        for key in [key for key in group if key not in mine]:
-            del group[key]
-        for key, value in mine.items():
-            group.setdefault(key, value)
+def _fit_groups(saved: DeepSpeedState, mine: Sequence[Mapping[str, Any]]) -> None:
+    """Give the saved groups this optimizer's order and keys: the state itself goes by name.
+
+    Settings that it does not have, such as those of DeepSpeed's own Adam, are left out.
+    """
+    groups: list[dict[str, Any]] = saved.values[OPTIMIZER]["param_groups"]
+    if [set(group["params"]) for group in groups] != [set(group["params"]) for group in mine]:
+        everything = [name for group in groups for name in group["params"]]
+        if set(everything) == {name for group in mine for name in group["params"]}:
+            _log.warning("the optimizer divides the same parameters into other groups: it keeps its own settings")
+            groups[:] = [dict(group) for group in mine]
+        return  # else it is refused, with the numbers of both
+    for group, own in zip(groups, mine, strict=True):
+        known = {key: value for key, value in group.items() if key in own}
+        group.clear()
+        group.update({**own, **known, "params": list(own["params"])})
 
 
 def _plain_values(values: Any) -> dict[str, Any]:

@@ -117,7 +117,12 @@ def open_checkpoint(
     if with_optimizer:
         for name, entries in found.moments.items():
             tensors |= {f"{OPTIMIZER}.state.{name}.{entry}": one for entry, one in entries.items()}
-        values[OPTIMIZER] = {"param_groups": [_plain(group) for group in found.groups], "plain": {}}
+        groups = [_plain(group) for group in found.groups]
+        if _zero(facts.config).get("round_robin_gradients"):
+            order = {name: number for number, name in enumerate(first["module"])}
+            for group in groups:  # dealt out to the ranks in turns; the script gave them in the model's order
+                group["params"].sort(key=lambda name: order.get(name, len(order)))
+        values[OPTIMIZER] = {"param_groups": groups, "plain": {}}
     return DeepSpeedState(files.directory, tensors, values, facts)
 
 
@@ -187,8 +192,7 @@ def _refuse_tensor_parallel(files: ShardFiles, found: NamedState, part: NamedSta
 def _facts(files: ShardFiles, model: Mapping[str, Any], found: NamedState) -> CheckpointFacts:
     config = model.get("ds_config")
     config = config if isinstance(config, Mapping) else {}
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
+    stage = _zero(config).get("stage", int(config.get("zero_optimization") is True))
     scaler = found.loss_scaler
     held = dict(vars(scaler)) if isinstance(scaler, InertRecord) else dict(scaler or {})
     return CheckpointFacts(
@@ -203,6 +207,11 @@ def _facts(files: ShardFiles, model: Mapping[str, Any], found: NamedState) -> Ch
         client_state={key: value for key, value in model.items() if key not in _OF_DEEPSPEED},
         loss_scaler={key: value for key, value in held.items() if isinstance(value, bool | int | float)},
     )
+
+
+def _zero(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = config.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
 
 
 def _engine_values(facts: CheckpointFacts) -> dict[str, Any]:

@@ -147,12 +147,15 @@ def from_universal(directory: Path, groups: Sequence[Shapes], where: Path, *, in
 def _common_groups(shared: Mapping[str, Any], group_names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The optimizer's groups, whose settings are in one file beside the parameters' folders."""
     groups = shared.get("param_groups")
-    if not isinstance(groups, list) or len(groups) != len(group_names):
+    if not isinstance(groups, list):
         return [{"params": list(names)} for names in group_names]
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
-        for group, names in zip(groups, group_names, strict=True)
-    ]
+    found = []
+    for number, group in enumerate(groups):
+        # Stage 3 divides a large group into several buffers, whose numbers the group lists.
+        parts = group.get("params", [number]) if len(groups) != len(group_names) else [number]
+        held = [name for part in parts if part < len(group_names) for name in group_names[part]]
+        found.append({**{key: value for key, value in group.items() if key != "params"}, "params": held})
+    return found
 
 
 def _common_step(shared: Mapping[str, Any]) -> Any:

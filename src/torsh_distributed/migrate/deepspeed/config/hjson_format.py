@@ -135,7 +135,8 @@ class _HjsonParser:
         return found.group()
 
     def _quoted(self, quote: str) -> str:
-        start, parts = self._at, []
+        start = self._at
+        parts: list[str] = []
         self._at += 1
         while True:
             here = self.peek()

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle
-from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine, require
+from torsh_distributed.migrate.deepspeed.deepspeed_errors import require
 from torsh_distributed.migrate.deepspeed.initialize_group import local_rank
 from torsh_distributed.migrate.deepspeed.observing.engine_report import EngineReport
 from torsh_distributed.migrate.deepspeed.training.engine_saving import EngineSaving
@@ -27,11 +27,6 @@ from torsh_distributed.migrate.deepspeed.training.update_step import UpdateStep
 from torsh_distributed.train.engine import Engine
 
 _log = logging.getLogger(__name__)
-
-_ELSEWHERE = {
-    "generate_from_hybrid": "the hybrid engine is not part of this engine: call engine.module.generate",
-    "eigenvalue": "MoQ is not part of this engine: quantise with torchao",
-}
 
 
 class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
@@ -66,6 +61,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self.mp_world_size = 1
         self.collate_fn, self.training_data = collate_fn, training_data
         self.loaded_checkpoint_tag: str | None = None
+        self.is_compiled = False
         self._boundary: bool | None = None
         self._is_stepping = self._step_applied = False
         self._num_backwards = 0
@@ -275,8 +271,8 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
     @override
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """torch.compile of the module, in place."""
-        options = dict(compile_kwargs or {})
-        self.module.compile(**options) if backend is None else self.module.compile(backend=backend, **options)
+        chosen = {} if backend is None else {"backend": backend}
+        self.module.compile(**chosen, **dict(compile_kwargs or {}))
         self.is_compiled = True
 
     def empty_partition_cache(self) -> None:
@@ -303,8 +299,6 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
             return nn.Module.__getattr__(self, name)
         except AttributeError:
             pass
-        if name in _ELSEWHERE:
-            raise NotOfThisEngine(_ELSEWHERE[name], hint="leave the call out", name=name)
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import override
 
 from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.migrate.fairscale.pipe.skip_connections import SkipShelf, using_shelf, verify_skippables
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -66,6 +67,7 @@ class Pipe(nn.Module):
                 hint="leave it out: running means then follow microbatches; or normalise by layer or group",
             )
         _check_module(module)
+        verify_skippables(module)
         self.balance = _checked_balance(balance, module)
         self.chunks = int(chunks)
         self.checkpoint = checkpoint
@@ -85,30 +87,33 @@ class Pipe(nn.Module):
         if not is_single and not all(isinstance(one, Tensor) for one in batch):
             raise TypeError(f"expected a tensor or a tuple of tensors, but got {type(batch).__name__}")
         values = _chunks(batch, self.chunks)
+        shelves = [SkipShelf() for _ in values]
         for clock in range(len(values) + len(self.partitions) - 1):
             # The last stage first: it frees what the ones before it are about to fill.
             for stage in reversed(range(len(self.partitions))):
                 index = clock - stage
                 if 0 <= index < len(values):
-                    values[index] = self._run(stage, values[index], is_recomputed=self._is_recomputed(index))
+                    is_recomputed = self._is_recomputed(index)
+                    values[index] = self._run(stage, values[index], shelves[index], is_recomputed=is_recomputed)
         return _joined(values)
 
     def _is_recomputed(self, index: int) -> bool:
         last = {"always": self.chunks, "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
         return self.training and torch.is_grad_enabled() and index < last
 
-    def _run(self, stage: int, value: Value, *, is_recomputed: bool) -> Value:
+    def _run(self, stage: int, value: Value, shelf: SkipShelf, *, is_recomputed: bool) -> Value:
         layers, device = self.partitions[stage], self.devices[stage]
         here: Value = (
             value.to(device, non_blocking=True)
             if isinstance(value, Tensor)
             else tuple(one.to(device, non_blocking=True) for one in value)
         )
-        if not is_recomputed:
-            out: Value = layers(here)
-            return out
-        again: Value = recomputed(layers, here, use_reentrant=False, context_fn=lambda: _contexts(layers))
-        return again
+        with using_shelf(shelf):
+            if not is_recomputed:
+                out: Value = layers(here)
+                return out
+            again: Value = recomputed(layers, here, use_reentrant=False, context_fn=lambda: _contexts(layers, shelf))
+            return again
 
     def __len__(self) -> int:
         """Layers in all stages."""
@@ -193,9 +198,9 @@ def _joined(values: Sequence[Value]) -> Value:
     return tuple(torch.cat(parts) for parts in zip(*values, strict=True))
 
 
-def _contexts(layers: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(layers: nn.Module, shelf: SkipShelf) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward of a stage and around the second, which leaves buffers as they were."""
-    return _flagged(_is_checkpointing), _second_forward(layers)
+    return _flagged(_is_checkpointing), _second_forward(layers, shelf)
 
 
 @contextmanager
@@ -208,9 +213,9 @@ def _flagged(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _second_forward(layers: nn.Module) -> Iterator[None]:
+def _second_forward(layers: nn.Module, shelf: SkipShelf) -> Iterator[None]:
     before = [buffer.clone() for buffer in layers.buffers()]
-    with _flagged(_is_recomputing):
+    with _flagged(_is_recomputing), using_shelf(shelf, is_again=True):
         try:
             yield
         finally:
