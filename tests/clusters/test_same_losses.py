@@ -5,6 +5,7 @@ An engine joins by adding a function to `RUNS`: it runs `SCRIPT` on two ranks wi
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,8 +29,14 @@ Run = Callable[[Path, pytest.FixtureRequest], None]
 
 
 def by_engine(out: Path, engine: str, **options: str) -> None:
-    """Two ranks by `submit`; all of the output is in the failure."""
-    job = submit(SCRIPT, str(out), to=engine, nproc_per_node=2, working_dir=SCRIPT.parent, options=options)
+    """Two ranks by `submit`; all of the output is in the failure.
+
+    In a directory of its own: beside the script are folders called as engines, which would be imported for them.
+    """
+    folder = out.parent / "job"
+    folder.mkdir()
+    script = shutil.copy(SCRIPT, folder)
+    job = submit(script, str(out), to=engine, nproc_per_node=2, working_dir=folder, options=options)
     lines = list(job.logs(follow=True))
     status = job.status()
     assert status.state is JobState.SUCCEEDED, (status, "\n".join(lines))
