@@ -109,8 +109,8 @@ def _first_steps(budget: Budget, folder: Path) -> Iterator[Row | Note]:
         plain = [*_TORSH, "run", *here]
         for name, (command, run) in engines.items():
             ours, base = [], []
-            for number in range(num_samples):
-                ours.append(_until_first_step([*command, "--name", f"b{len(name)}-{number}", str(script)], run))
+            for _ in range(num_samples):
+                ours.append(_until_first_step([*command, str(script)], run))
                 base.append(_until_first_step([*plain, str(script)], _here()))
             yield Row(
                 name=f"{name}, {num_ranks} ranks: command to first step",

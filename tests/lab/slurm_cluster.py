@@ -106,6 +106,8 @@ class SlurmCluster:
                 kill_wait_s=self._kill_wait_s,
             )
         )
+        # Named, because slurmd would look for the version in /sys/fs/cgroup, which hosts of the lab do not have.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         # A GPU is a device file to SLURM; which ones these are, no test asks.
         devices = ("null", "zero", "full", "random")
         (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{device}\n" for device in devices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torsh_distributed.comm.store.tcp.tcp_client import TcpKeyspace
 from torsh_distributed.comm.store.tcp.tcp_server import TcpStoreServer
 from torsh_distributed.comm.trust import socket_peers
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret, find_tls, make_certificate
+from torsh_distributed.comm.trust.tls_channel import TlsChannel
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError, TorshError
 
 pytestmark = pytest.mark.needs_command("openssl")
@@ -141,3 +143,19 @@ def test_an_authority_is_asked_too(tls: JobTls, tmp_path: Path) -> None:
 def test_the_proof_is_bound_to_one_certificate(tls: JobTls) -> None:
     assert bound_secret(b"s", tls.own_digest()) != bound_secret(b"s", bytes(32))
     assert tls.client_context().minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_a_connection_that_was_reset_before_it_was_taken_ends_nothing(tls: JobTls) -> None:
+    """A stranger connects, speaks and resets at once; the server that takes the connection afterwards goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            stranger = socket.create_connection(listener.getsockname())
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.sendall(words)
+            stranger.close()
+            sock, _ = listener.accept()
+            channel = TlsChannel(sock, tls.server_context(), is_server=True)
+            assert channel.fileno() == sock.fileno() >= 0
+            with pytest.raises(OSError):  # noqa: PT011 - the system's words differ
+                channel.recv(65536)
+            channel.close()

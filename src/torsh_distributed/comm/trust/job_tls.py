@@ -10,6 +10,7 @@ Imports `ssl` in functions only: launchers without TLS do not wait for it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
@@ -45,46 +46,62 @@ class JobTls:
         return found if self.authority is None else {**found, AUTHORITY_VARIABLE: str(self.authority)}
 
     def server_context(self) -> ssl.SSLContext:
-        """For the end that was connected to."""
-        import ssl
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A ticket would arrive unasked on connections whose silence means that they are idle.
-        context.num_tickets = 0
-        return self._loaded(context)
+        """For the end that was connected to. Made once: a stranger's connection must cost no reading of files."""
+        return _server_context(self)
 
     def client_context(self) -> ssl.SSLContext:
         """For the end that connects."""
-        import ssl
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Nodes are known by the job's secret, not by their names, which a certificate made in advance cannot have.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        return self._loaded(context)
+        return _client_context(self)
 
     def own_digest(self) -> bytes:
         """Of the certificate that this node shows."""
-        import ssl
+        return _own_digest(self)
 
-        try:
-            first = self.certificate.read_text().partition("-----END CERTIFICATE-----")
-            return hashlib.sha256(ssl.PEM_cert_to_DER_cert((first[0] + first[1]).strip())).digest()
-        except (OSError, ValueError) as error:
-            raise _unusable(self, error) from error
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        import ssl
+@functools.cache
+def _server_context(tls: JobTls) -> ssl.SSLContext:
+    import ssl
 
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        try:
-            context.load_cert_chain(self.certificate, self.key)
-            if self.authority is not None:
-                context.load_verify_locations(self.authority)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise _unusable(self, error) from error
-        return context
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A ticket would arrive unasked on connections whose silence means that they are idle.
+    context.num_tickets = 0
+    return _loaded(context, tls)
+
+
+@functools.cache
+def _client_context(tls: JobTls) -> ssl.SSLContext:
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nodes are known by the job's secret, not by their names, which a certificate made in advance cannot have.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return _loaded(context, tls)
+
+
+@functools.cache
+def _own_digest(tls: JobTls) -> bytes:
+    import ssl
+
+    try:
+        first = tls.certificate.read_text().partition("-----END CERTIFICATE-----")
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert((first[0] + first[1]).strip())).digest()
+    except (OSError, ValueError) as error:
+        raise _unusable(tls, error) from error
+
+
+def _loaded(context: ssl.SSLContext, tls: JobTls) -> ssl.SSLContext:
+    import ssl
+
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.authority is not None:
+            context.load_verify_locations(tls.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise _unusable(tls, error) from error
+    return context
 
 
 def find_tls(environ: Mapping[str, str] | None = None) -> JobTls | None:

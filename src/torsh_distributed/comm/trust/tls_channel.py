@@ -16,16 +16,31 @@ class TlsChannel:
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        """Does not fail: a stranger may have reset the connection already, which the first read then says."""
         sock.setblocking(False)
         self.family = sock.family
-        self._sock = context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
+        # TLS has a descriptor of its own: if it refuses the socket, the loop's is still there to be unwatched.
+        self._raw = sock
+        self._sock: ssl.SSLSocket | None = None
+        self._error: OSError | None = None
+        try:
+            sock.getpeername()  # TLS would take a connection that is gone for one to be made
+            self._sock = context.wrap_socket(sock.dup(), server_side=is_server, do_handshake_on_connect=False)
+        except OSError as error:  # ssl.SSLError is one
+            self._error = error
         self.is_ready = False
+
+    @property
+    def _tls(self) -> ssl.SSLSocket:
+        if self._sock is None:
+            raise self._error or ConnectionResetError("the connection is closed")
+        return self._sock
 
     def advance(self) -> bool:
         """Continue the handshake; whether it is done."""
         if not self.is_ready:
             try:
-                self._sock.do_handshake()
+                self._tls.do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
             self.is_ready = True
@@ -33,14 +48,14 @@ class TlsChannel:
 
     def peer_digest(self) -> bytes:
         """Of the certificate that the other end has shown; only once ready."""
-        return certificate_digest(self._sock)
+        return certificate_digest(self._tls)
 
     def recv(self, num_bytes: int) -> bytes:
         """What has arrived; empty at the end. Raises BlockingIOError if nothing has."""
         if not self.advance():
             raise BlockingIOError
         try:
-            return self._sock.recv(num_bytes)
+            return self._tls.recv(num_bytes)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
@@ -49,7 +64,7 @@ class TlsChannel:
         if not self.advance():
             raise BlockingIOError
         try:
-            return self._sock.send(data)
+            return self._tls.send(data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
@@ -60,15 +75,17 @@ class TlsChannel:
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         """As for a socket."""
-        self._sock.setsockopt(level, option, value)
+        self._raw.setsockopt(level, option, value)
 
     def fileno(self) -> int:
         """For the loop."""
-        return self._sock.fileno()
+        return self._raw.fileno()
 
     def close(self) -> None:
         """Close at once."""
-        self._sock.close()
+        if self._sock is not None:
+            self._sock.close()
+        self._raw.close()
 
 
 def certificate_digest(sock: ssl.SSLSocket) -> bytes:
