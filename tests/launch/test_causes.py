@@ -129,7 +129,7 @@ def test_with_verbose_every_traceback_is_shown_and_the_log_has_them_always(world
     )
     for is_verbose in (False, True):
         logs = tmp_path / f"logs-{is_verbose}"
-        (outcome,) = launch(world, script, is_verbose=is_verbose, log_dir=logs)
+        (outcome,) = launch(world, script, is_verbose=is_verbose, log_dir=logs, shutdown_timeout_s=30.0)
         assert outcome.value == 1
         assert ("[rank 0] Traceback (most recent call last):" in outcome.output) is is_verbose
         for rank in range(2):

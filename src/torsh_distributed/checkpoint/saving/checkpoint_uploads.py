@@ -98,10 +98,11 @@ class CheckpointUploads:
         """On the thread of every rank."""
         started = time.monotonic()
         mirror = self._mirror
+        # Now: once the last exchange is over, the first rank may remove the files.
+        num_bytes = sum((path / name).stat().st_size for name in names)
         error = self._done(lambda: mirror.begin(step), by_first=True)
         error = error or self._done(lambda: mirror.upload(path, names))
         error = error or self._done(lambda: self._finish(path), by_first=True)
-        num_bytes = sum((path / name).stat().st_size for name in names)
         event = events.CheckpointEvent(
             action="uploaded",
             path=f"{mirror.url}/{path.name}",

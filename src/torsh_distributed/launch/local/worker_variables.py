@@ -24,10 +24,14 @@ from torsh_distributed.launch.worker.launcher_line import (
     JOIN_VARIABLE,
     MEMBER_VARIABLE,
     METRICS_VARIABLE,
+    NEWS_VARIABLE,
 )
 
 STARTUP_DIRECTORY = Path(__file__).parents[1] / "worker" / "startup"
 """On the workers' PYTHONPATH: its sitecustomize tells torch where the job's store is, also in scripts without us."""
+
+_NEWS_S = 15.0
+"""How long survivors wait for word about a loss, beyond what the launcher itself waits for."""
 
 BEAT_S = 0.1
 """Seconds between beats of a worker, in an elastic job."""
@@ -50,6 +54,7 @@ _PERSONAL = (
     JOIN_VARIABLE,
     BEAT_VARIABLE,
     KEPT_MEMORY_VARIABLE,
+    NEWS_VARIABLE,
 )
 
 
@@ -120,6 +125,9 @@ def worker_environment(
         env.update(port_variables(spec.port_range, base))
     if spec.elastic is not None:
         env.update({BEAT_VARIABLE: str(BEAT_S), MEMBER_VARIABLE: str(place.rank)})
+        if spec.elastic.on_loss == "wait" or spec.elastic.min_workers > 1:
+            # Survivors may hear nothing until a replacement has come up.
+            env[NEWS_VARIABLE] = f"{spec.elastic.wait_timeout_s + _NEWS_S:g}"
     if joins:
         env[JOIN_VARIABLE] = "1"
     if not spec.serves_torch_store:

@@ -39,19 +39,23 @@ class TorchForwarding:
                 if self._store is None:
                     self._store = _start_torch_store()
                 port = self._store.port
-            with socket.create_connection(("127.0.0.1", port)) as inner:
-                inner.sendall(opening)
-                _carry(client, inner)
+            try:
+                inner = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                return  # `close` has ended the store in the meantime: the client sees its connection close
+            with inner:
+                _carry(client, inner, opening)
 
     def close(self) -> None:
         """End the store inside; its clients see their connections close."""
         self._store = None
 
 
-def _carry(one: socket.socket, other: socket.socket) -> None:
-    """Pass bytes both ways until either side ends."""
+def _carry(one: socket.socket, other: socket.socket, opening: bytes) -> None:
+    """Pass `opening` from `one` to `other`, then bytes both ways until either side ends."""
     ways = {one: other, other: one}
     with contextlib.suppress(OSError):  # a side that is gone ends it, as a closed one does
+        other.sendall(opening)
         while True:
             for source in select.select([one, other], [], [])[0]:
                 data = source.recv(_BUFFER_BYTES)
