@@ -118,6 +118,7 @@ def test_no_rank_outlives_a_killed(victim: str, tmp_path: Path) -> None:
         parent.wait()
 
 
+@pytest.mark.matrix
 def test_an_interrupted_exchange_does_not_disturb_the_next() -> None:
     world = World(is_light=True)
 

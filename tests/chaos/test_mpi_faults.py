@@ -41,6 +41,7 @@ def be_stopped_before_barrier() -> None:
     dist.barrier(timeout=timedelta(seconds=limit))
 
 
+@pytest.mark.matrix
 def test_a_stopped_rank_is_missing_at_the_deadline(mpi_world: MpiWorld) -> None:
     outcomes = mpi_world.outcomes(be_stopped_before_barrier, num_ranks=3, timeout_s=5)
     first, third = outcomes[0].error, outcomes[2].error

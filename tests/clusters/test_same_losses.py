@@ -93,7 +93,7 @@ IGNORE = pytest.mark.filterwarnings("ignore")  # of Ray and Dask
 
 RUNS = {
     "slurm": pytest.param(by_slurm),
-    "mpich": pytest.param(by_mpich, marks=pytest.mark.needs_command(mpiexec())),
+    "mpich": pytest.param(by_mpich, marks=[pytest.mark.needs_command(mpiexec()), pytest.mark.matrix]),
     "open_mpi": pytest.param(by_open_mpi, marks=pytest.mark.needs_command("mpiexec.openmpi")),
     "ssh": pytest.param(by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd")]),
     "ray": pytest.param(

@@ -13,6 +13,7 @@ from torsh_distributed.cli.app import app
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.matrix
 def test_collectives_are_measured_on_every_backend_and_compared_with_the_last(tmp_path: Path) -> None:
     out = tmp_path / "timings.json"
     args = ["--backends", "auto,gloo", "--sizes", "1KB,1MB", "--rounds", "1", "--seconds", "0.02", "--json", str(out)]

@@ -14,6 +14,7 @@ from torsh_distributed.errors import TorshError
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.matrix
 def test_the_network_is_measured_look_by_look(tmp_path: Path) -> None:
     out = tmp_path / "network.json"
     args = ["bench", "network", "--backend", "gloo", "--looks", "2", "--sizes", "1KB,256KB", "--json", str(out)]

@@ -12,6 +12,7 @@ from tests.cli.test_app import torsh
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.matrix
 def test_the_mlp_demo_learns_and_leaves_a_curve(tmp_path: Path) -> None:
     done = torsh("demo", "mlp", "--steps", "60", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

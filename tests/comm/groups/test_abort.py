@@ -62,7 +62,7 @@ def abort_while_blocked(backend: str, use_subgroup: bool) -> tuple[float, str, s
     return took_s, str(caught.value), str(refused.value)
 
 
-@pytest.mark.parametrize("use_subgroup", [False, True])
+@pytest.mark.parametrize("use_subgroup", [False, pytest.param(True, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_abort_releases_a_blocked_call_and_then_refuses(world: World, backend: str, use_subgroup: bool) -> None:
     [first, *_] = world.run(abort_while_blocked, backend, use_subgroup, num_ranks=3, backend=None)

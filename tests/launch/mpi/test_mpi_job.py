@@ -86,6 +86,7 @@ def test_a_missing_script_is_refused_before_anything_starts() -> None:
         pass
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_script_on_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -76,6 +76,7 @@ def test_the_variables_of_each_launcher_bring_up_the_world(
     assert results == [(source, 3.0), (source, 3.0)]
 
 
+@pytest.mark.matrix
 def test_a_plain_torchrun_is_accepted(tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(MEET)

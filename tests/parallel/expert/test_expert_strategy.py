@@ -102,7 +102,7 @@ def train_all(eps: list[int]) -> dict[tuple[str, int], tuple[list[float], list[f
     return {(name, ep): Job(config, ep).train(0, stop) for ep in eps for name, (config, stop) in CASES.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "eps"), [(2, [2]), (4, [2, 4])])
+@pytest.mark.parametrize(("num_ranks", "eps"), [(2, [2]), pytest.param(4, [2, 4], marks=pytest.mark.matrix)])
 def test_losses_and_norms_are_those_of_one_process(world: World, num_ranks: int, eps: list[int]) -> None:
     """At 4 ranks, ep 2 is ep 2 × dp 2. Drops are counted over all ranks, so that they too are those of one process."""
     expected = {name: one_process(config, stop) for name, (config, stop) in CASES.items()}

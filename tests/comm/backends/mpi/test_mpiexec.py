@@ -119,6 +119,7 @@ def test_init_finds_its_place_and_after_an_abort_the_processes_end_in_order(tmp_
     assert done.stdout.count("ends") == 2
 
 
+@pytest.mark.matrix
 def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     done = run(
         tmp_path,

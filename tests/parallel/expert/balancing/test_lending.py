@@ -259,7 +259,11 @@ def train_all(eps: list[int]) -> dict[tuple[str, int], Any]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "eps", "backend"),
-    [(2, [2], "shm"), pytest.param(4, [2, 4], "torsh", marks=pytest.mark.matrix), (2, [2], "gloo")],
+    [
+        (2, [2], "shm"),
+        pytest.param(4, [2, 4], "torsh", marks=pytest.mark.matrix),
+        pytest.param(2, [2], "gloo", marks=pytest.mark.matrix),
+    ],
 )
 def test_losses_and_norms_are_those_of_one_process_with_a_hot_expert_lent(
     world: World, num_ranks: int, eps: list[int], backend: str
