@@ -195,7 +195,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "lab" in fixtures:
             item.add_marker(pytest.mark.needs_netns)
-        if fixtures & _STARTS_RANKS:
+        compares = any(item.get_closest_marker(name) for name in ("needs_deepspeed", "needs_fairscale"))
+        if fixtures & _STARTS_RANKS or compares:  # the other library runs in an interpreter of its own
             item.add_marker(pytest.mark.ranks)
 
 
