@@ -13,6 +13,10 @@ EXTRAS ?= dev
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
+# Packages are installed uncompiled (below), so Python has to keep what it compiles: without that every worker compiles
+# all of torch again when it starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What an install is made from. The compiled parts are part of it: a changed source means a new one.
 NATIVE := $(wildcard src/torsh_distributed/*/native/* src/torsh_distributed/comm/backends/shm/native/*)
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)

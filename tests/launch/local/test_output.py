@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.output import LinePrefix, LineSplitter, OutputPump, open_log, wants_colour
-from torsh_distributed.launch.local.terminal import Terminal
+from torsh_distributed.launch.local.terminal import StreamName, Terminal
 
 
 def split(*chunks: bytes) -> list[bytes]:
@@ -110,6 +111,33 @@ def test_a_hidden_rank_is_kept_but_not_shown(bench: Bench, tmp_path: Path) -> No
     with pytest.raises(BlockingIOError):
         os.read(bench.out_read, 1)
     assert (tmp_path / "rank-0.stdout.log").read_bytes() == b"quiet\n"
+
+
+def test_a_note_that_comes_with_the_end_is_in_the_log(tmp_path: Path) -> None:
+    """The pump is busy with a line while the note comes and the end is asked for: its next look is its last."""
+    is_writing, may_go_on = threading.Event(), threading.Event()
+
+    class SlowTerminal(Terminal):
+        def write(self, name: StreamName, data: bytes) -> None:
+            is_writing.set()
+            assert may_go_on.wait(10)
+
+    null = os.open(os.devnull, os.O_WRONLY)
+    terminal = SlowTerminal(out_fd=null, err_fd=null)
+    pump = OutputPump(terminal, warn=pytest.fail)
+    err, worker_err = os.pipe()
+    pump.add(0, "stderr", err, prefix=LinePrefix(0, 1, False), log=open_log(tmp_path, 0, "stderr"))
+    os.write(worker_err, b"line\n")
+    assert is_writing.wait(10)
+    pump.note(0, "Traceback", is_shown=False)
+    release = threading.Timer(0.15, may_go_on.set)
+    release.start()
+    pump.close(timeout_s=0.1)
+    release.join()
+    terminal.close()
+    for fd in (null, worker_err):
+        os.close(fd)
+    assert (tmp_path / "rank-0.stderr.log").read_text() == "line\nTraceback"
 
 
 def test_a_pipe_that_someone_still_holds_does_not_hold_up_the_end(bench: Bench) -> None:

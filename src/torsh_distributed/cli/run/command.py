@@ -24,6 +24,7 @@ from torsh_distributed.cli.observe.options import (
 )
 from torsh_distributed.cli.run.option_values import (
     check_backend,
+    default_heartbeat_timeout_s,
     elastic_spec,
     entry_kind,
     master_endpoint,
@@ -246,8 +247,8 @@ def run(
         shutdown_timeout_s=shutdown_timeout,
         signal_timeout_s=signal_timeout,
         join_timeout_s=join_timeout,
-        # Over SSH one terminal shows all nodes, and a dead one is to be named there at once.
-        heartbeat_timeout_s=heartbeat_timeout or (10.0 if changes is None and remote is None else 1.0),
+        heartbeat_timeout_s=heartbeat_timeout
+        or default_heartbeat_timeout_s(is_elastic=changes is not None, is_over_ssh=remote is not None),
         elastic=changes,
         port_range=None if port_range is None else parse_port_range(port_range),
     )

@@ -52,6 +52,15 @@ def planned_elastic(plan: Plan | None) -> dict[str, Any]:
     }
 
 
+def default_heartbeat_timeout_s(*, is_elastic: bool, is_over_ssh: bool) -> float:
+    """After how long a silent launcher counts as lost.
+
+    An elastic job goes on without it, so it may be wrong now and then. Over SSH one terminal shows all nodes, and a
+    dead one is to be named there within two seconds, but a wrong verdict ends the job: as late as that allows.
+    """
+    return 1.0 if is_elastic else 1.6 if is_over_ssh else 10.0
+
+
 def entry_kind(module: bool, no_python: bool) -> EntryKind:
     """How the target is started, from the two options."""
     if module and no_python:

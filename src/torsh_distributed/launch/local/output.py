@@ -220,19 +220,20 @@ class OutputPump:
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
+                    os.read(self._wake_read, 4096)
                     self._take_incoming()
                 else:
                     self._read(key.data)
             with self._changed:
                 if self._is_closing:
                     break
+        self._take_incoming()  # a note that came after the last look
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._end(key.data)
         self._selector.close()
 
     def _take_incoming(self) -> None:
-        os.read(self._wake_read, 4096)
         with self._changed:
             streams, self._incoming = self._incoming, []
             notes, self._notes = self._notes, []
