@@ -53,6 +53,7 @@ def create_mpi_wire(
     meeting = MpiMeeting(store, rank=rank, num_ranks=len(members), timeout_s=timeout_s)
     meeting.arrive(missing_mpi())
     ours = library()
+    meeting.line_up()
     ours.start(meeting.remaining_s)
     is_first = not ours.has_groups
     processes = meeting.exchange(

@@ -33,6 +33,8 @@ class MpiMeeting:
     """One rank's side of the meeting."""
 
     def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._meeting = StoreMeeting(
             attempt_store(store, "mpi", rank),
             rank=rank,
@@ -60,6 +62,17 @@ class MpiMeeting:
                 backend="mpi4py",
                 failed_ranks=[rank for rank, text in enumerate(problems) if text],
             )
+
+    def line_up(self) -> None:
+        """Let rank 0 start MPI last: it may serve the store on a thread, and mpi4py holds Python's lock meanwhile.
+
+        The others only write here, which takes no answer, and then wait for nobody but MPI.
+        """
+        if self._rank:
+            self._meeting.publish("starting", self._rank, True)
+        else:
+            for other in range(1, self._num_ranks):
+                self._meeting.read("starting", other)
 
     def exchange(self, process: MpiProcess) -> list[MpiProcess]:
         """Every rank's process in the MPI job; `check` says whether they fit together."""
