@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,8 @@ def main(
     page: Annotated[bool, typer.Option("--page", help="Only rewrite docs/benchmarks.md and the plots.")] = False,
 ) -> None:
     """Measure our code and its rivals side by side."""
+    # What cases start keeps what it compiles: else every process compiles the library again, and that is measured.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     console = Console()
     if page:
         write_page(redraw=True)

@@ -63,6 +63,9 @@ class Node:
     def __init__(
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
+        if spec.nnodes > 1:
+            # For `_emit`: now, and not in the loop, which other nodes wait for.
+            from torsh_distributed.events import MembershipEvent, emit  # noqa: F401
         self._guardian = Guardian(mark)
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
