@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class Materializer:
         lacking = sorted(
             {
                 type(module).__name__
-                for name, module in self._pending()
+                for name, module in self.pending()
                 if not _can_reset(module) and model_init(model, name) is None
             }
         )
@@ -61,18 +62,32 @@ class Materializer:
     def make(self, piece: nn.Module) -> None:
         """Materialize all of `piece` that is still on meta. The caller's random state is not changed."""
         inside = set(map(id, piece.modules()))
-        for name, module in self._pending():
-            if id(module) not in inside:
-                continue
-            self._allocate(module)
-            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-                torch.manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
-                init = self._init_fn or model_init(self._model, name)
-                if init is not None:
-                    with torch.no_grad():
-                        init(module)
-                else:
-                    module.reset_parameters()  # type: ignore[operator]  # checked at construction
+        for name, module in self.pending():
+            if id(module) in inside:
+                self._make(name, module)
+
+    @contextmanager
+    def making(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Inside, a module of this name has its own values, not those of its submodules; then it is on meta again."""
+        before = dict(module._parameters), dict(module._buffers)
+        try:
+            self._make(name, module)
+            yield
+        finally:
+            module._parameters.update(before[0])
+            module._buffers.update(before[1])
+            self._made.clear()
+
+    def _make(self, name: str, module: nn.Module) -> None:
+        self._allocate(module)
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+            init = self._init_fn or model_init(self._model, name)
+            if init is not None:
+                with torch.no_grad():
+                    init(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]  # checked at construction
 
     def _allocate(self, module: nn.Module) -> None:
         for name, param in module.named_parameters(recurse=False):
@@ -85,7 +100,8 @@ class Materializer:
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self._device))
 
-    def _pending(self) -> Iterator[tuple[str, nn.Module]]:
+    def pending(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules with tensors of their own on meta, by name."""
         for name, module in list(self._model.named_modules()):
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if any(tensor.is_meta for tensor in own):
