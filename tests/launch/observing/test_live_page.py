@@ -51,7 +51,7 @@ def test_the_page_of_a_running_job_is_live_and_alerts_are_acknowledged_on_it(tmp
                     break
                 assert job.poll() is None, job.communicate()
             browser.until("document.querySelectorAll('#ranks [data-rank]').length === 2")
-            browser.until("document.querySelector('#loss [data-points]')")
+            browser.until("document.querySelector('#loss [data-points]') !== null")
             # A plain loop without a word of this library: its loss, its batches and its arithmetic are seen.
             shown = "[...document.querySelectorAll('#parts [data-part]')].map((one) => one.dataset.part)"
             browser.until(f"['forward', 'backward', 'data'].every((one) => {shown}.includes(one))")
@@ -59,7 +59,7 @@ def test_the_page_of_a_running_job_is_live_and_alerts_are_acknowledged_on_it(tmp
             browser.until(f"Number(document.querySelector('#figures li b').innerText.replace(',', '')) > {first}")
             browser.click("[data-rank='0']")
             browser.until("document.querySelector('#rank').innerText.includes('GFLOP/s')")
-            browser.until("document.querySelector('[data-alert]')")
+            browser.until("document.querySelector('[data-alert]') !== null")
             browser.click("[data-alert]")
             browser.until("document.querySelector('#alerts').innerText.includes('acknowledged')")
             (tmp_path / "stop").touch()

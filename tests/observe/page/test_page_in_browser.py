@@ -149,7 +149,7 @@ def test_every_view_is_drawn_live_and_in_the_report_and_can_be_used(tmp_path: Pa
             server.close()
         path = write_report(tmp_path / "report.html", FullJob().state())
         browser.open(f"file://{path}")
-        browser.until("document.body?.dataset.drawn && document.getElementById('state')")
+        browser.until("document.body?.dataset.drawn && document.getElementById('state') !== null")
         check_every_view(browser)
         check_mouse_and_keyboard(browser)
         assert browser.ask("document.querySelector('[data-alert]')") is None, "a file acknowledges nothing"

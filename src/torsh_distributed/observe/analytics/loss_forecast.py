@@ -20,7 +20,8 @@ from torsh_distributed.observe.job.job_view import JobView
 
 _LEAST_POINTS = 60
 _NUM_BLOCKS = 60
-_NUM_FLOORS = 24
+_NUM_FLOORS = 12
+_DEPTHS = (-2.0, 1.5)
 _NUM_COURSES = 200
 _FARTHEST = 10.0
 """A target beyond ten times the steps done so far is too far to tell."""
@@ -123,23 +124,35 @@ def forecast_loss(view: JobView, *, target_loss: float, cost_per_hour: float | N
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     """The law of least squares through some points; None if the loss does not fall."""
     lowest = min(loss for _, loss in points)
-    best: tuple[float, PowerLaw] | None = None
     reach = max(loss for _, loss in points) - lowest
-    for number in range(_NUM_FLOORS):
-        # From just below the lowest loss to far below it, evenly in the logarithm.
-        floor = lowest - reach * 10 ** (1.5 - 4 * number / (_NUM_FLOORS - 1))
-        law = _with_floor(points, floor)
-        if law is not None:
-            rest = sum((law.at(step) - loss) ** 2 for step, loss in points)
-            best = min(best, (rest, law), key=lambda one: one[0]) if best is not None else (rest, law)
-    return best[1] if best is not None else None
+    if reach <= 0:
+        return None
+
+    def best_of(depths: Sequence[float]) -> tuple[float, float, PowerLaw] | None:
+        """By the logarithm of how far the floor is below the lowest loss, relative to how far the loss fell."""
+        found = []
+        for depth in depths:
+            law = _with_floor(points, lowest - reach * 10**depth)
+            if law is not None:
+                found.append((sum((law.at(step) - loss) ** 2 for step, loss in points), depth, law))
+        return min(found, key=lambda one: one[0], default=None)
+
+    wide = (_DEPTHS[1] - _DEPTHS[0]) / (_NUM_FLOORS - 1)
+    coarse = best_of([_DEPTHS[0] + wide * number for number in range(_NUM_FLOORS)])
+    if coarse is None:
+        return None
+    fine = best_of([coarse[1] + wide * (number / _NUM_FLOORS * 2 - 1) for number in range(_NUM_FLOORS + 1)])
+    return fine[2] if fine is not None else coarse[2]
 
 
 def _with_floor(points: Sequence[tuple[float, float]], floor: float) -> PowerLaw | None:
-    logs = [(math.log(step), math.log(loss - floor)) for step, loss in points if loss > floor]
-    mean_x, mean_y = statistics.fmean(x for x, _ in logs), statistics.fmean(y for _, y in logs)
-    spread = sum((x - mean_x) ** 2 for x, _ in logs)
-    power = -sum((x - mean_x) * (y - mean_y) for x, y in logs) / spread if spread > 0 else 0.0
+    # A loss close to the floor scatters more in the logarithm, and counts the less for it.
+    logs = [(math.log(step), math.log(loss - floor), (loss - floor) ** 2) for step, loss in points if loss > floor]
+    total = sum(weight for _, _, weight in logs)
+    mean_x = sum(weight * x for x, _, weight in logs) / total
+    mean_y = sum(weight * y for _, y, weight in logs) / total
+    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in logs)
+    power = -sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in logs) / spread if spread > 0 else 0.0
     if power <= 0:
         return None
     return PowerLaw(floor=floor, scale=math.exp(mean_y + power * mean_x), power=power)

@@ -124,12 +124,15 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _stability(view: JobView, losses: Sequence[float]) -> Stability | None:
     if len(losses) < _LEAST_POINTS:
         return None
-    rests = []
+    rests, spreads = [], []
     for at in range(1, len(losses) - 1):
         around = [*losses[max(0, at - _NEIGHBOURS) : at], *losses[at + 1 : at + 1 + _NEIGHBOURS]]
-        rests.append(losses[at] - statistics.median(around))
+        middle, near = robust_spread(around)
+        rests.append(losses[at] - middle)
+        spreads.append(near)
     _, spread = robust_spread(rests)
-    num_spikes = sum(rest > _SPIKE * spread for rest in rests) if spread > 0 else 0
+    # Where the loss falls steeply its neighbours differ much: that is no spike.
+    num_spikes = sum(rest > _SPIKE * max(spread, near) > 0 for rest, near in zip(rests, spreads, strict=True))
     level = abs(statistics.median(losses))
     return Stability(
         scatter=spread / level if level else None,

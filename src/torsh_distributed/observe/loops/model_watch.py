@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torsh_distributed import events
+from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.observe.loops.device_peaks import known_peak
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_MODELS = 8
 _MAX_LOSS_DEPTH = 2
+_SHORTEST_WAIT_S = 20e-6
 
 Counted = Callable[[int, float | None], None]
 """Told the operations of a step on this rank, and the peak of its device per second if it is known."""
@@ -59,6 +61,8 @@ class ModelWatch:
         self._depth = 0
         self._started_s = 0.0
         self._backward_s = 0.0
+        self._gradients_s = 0.0
+        self._ddp_group: str | None = None
         self._count: CountedOperations | None = None
         self._num_flops = 0
         self._is_counting = False
@@ -174,6 +178,7 @@ class ModelWatch:
         seen = loss if loss is not None else _first_tensor(output, lambda tensor: bool(tensor.requires_grad))
         if seen is not None and next(module.parameters(), None) is not None:
             seen.register_hook(self._begin_backward)
+            self._ddp_group = _ddp_group(module)
             self._note_samples(module, args)
 
     def _begin_count(self, module: Any) -> None:
@@ -205,6 +210,37 @@ class ModelWatch:
 
     @_harmless
     def _end_backward(self) -> None:
+        """All gradients are there. What DDP has asked to be called back for comes next: it waits for the last bucket."""
+        if self._ddp_group is None:
+            self._note_backward()
+            return
+        import torch
+
+        self._gradients_s = time.monotonic()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_averaging)
+
+    @_harmless
+    def _end_averaging(self) -> None:
+        """DDP has its averages: a wait in C++, which no backend sees."""
+        now_s = time.monotonic()
+        last = recorder.last(self._ddp_group or "")
+        if now_s - self._gradients_s > _SHORTEST_WAIT_S:
+            events.emit(
+                events.WaitEvent(
+                    op="all_reduce",
+                    group=self._ddp_group or "",
+                    num_started=0,
+                    num_bytes=0,
+                    start_s=self._gradients_s,
+                    duration_s=now_s - self._gradients_s,
+                    sequence=last.sequence if last is not None else None,
+                    thread=threading.get_ident(),
+                )
+            )
+        self._note_backward()
+
+    def _note_backward(self) -> None:
         started_s, self._backward_s = self._backward_s, 0.0
         if started_s:
             took_s = time.monotonic() - started_s
@@ -280,6 +316,14 @@ def _is_loss(tensor: torch.Tensor) -> bool:
 def _number(loss: Any) -> float | None:
     """The loss, unless reading it would wait for a device."""
     return float(loss) if loss is not None and loss.device.type == "cpu" else None
+
+
+def _ddp_group(module: Any) -> str | None:
+    """The name of the group that torch's DDP averages over; None for another module."""
+    if type(module).__name__ != "DistributedDataParallel":
+        return None
+    name = getattr(getattr(module, "process_group", None), "group_name", None)
+    return name if isinstance(name, str) else None
 
 
 def _num_replicas(module: Any) -> int | None:

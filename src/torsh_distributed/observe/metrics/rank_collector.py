@@ -279,8 +279,8 @@ class RankCollector:
         since_s, self._looked_s = self._looked_s, time.monotonic()
         intervals = []
         moved: dict[str, list[float]] = {}
-        for record in reversed(list(recorder)):
-            if record.is_brief or record.end_s is None or record.end_s > self._looked_s:
+        for record in recorder.timed():
+            if record.end_s is None or record.end_s > self._looked_s:
                 continue
             if record.end_s <= since_s:
                 if record.end_s < since_s - _OLD_S:

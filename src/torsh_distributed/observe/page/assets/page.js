@@ -324,7 +324,12 @@
   if (saved) draw(JSON.parse(saved.textContent));
   else {
     const source = new EventSource("live");
-    source.onmessage = (message) => draw(JSON.parse(message.data));
+    // Nothing is redrawn under a pressed pointer: the press and its release would meet different elements.
+    let isHeld = false, waiting = null;
+    const release = () => { isHeld = false; if (waiting) { const state = waiting; waiting = null; draw(state); } };
+    document.addEventListener("pointerdown", () => { isHeld = true; }, true);
+    for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => setTimeout(release, 0), true);
+    source.onmessage = (message) => { const state = JSON.parse(message.data); if (isHeld) waiting = state; else draw(state); };
     source.onerror = () => {
       if (last && !["finished", "failed"].includes(last.job.state)) byId("summary").append(" · connection lost");
       if (last && ["finished", "failed"].includes(last.job.state)) source.close();
