@@ -210,7 +210,7 @@ class ModelWatch:
 
     @_harmless
     def _end_backward(self) -> None:
-        """All gradients are there. What DDP has asked to be called back for comes next: it waits for the last bucket."""
+        """All gradients are there. DDP is called back next, and waits for its last bucket."""
         if self._ddp_group is None:
             self._note_backward()
             return
