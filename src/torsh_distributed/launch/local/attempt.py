@@ -256,6 +256,12 @@ class LocalAttempt:
     def _tell_silence(self, worker: Worker, reason: str, *, stack: tuple[str, ...] = ()) -> None:
         self._tell_status(RankStatus(rank=worker.place.rank, silence=reason, stack=stack), is_asked=True)
 
+    def tell_silence(self, rank: int) -> None:
+        """A worker has stopped beating: say why, as far as the kernel knows."""
+        worker = self._workers.by_rank(rank)
+        if worker is not None and worker.exit is None:
+            self._tell_status(RankStatus(rank=rank, silence=why_silent(worker.pid)), is_asked=False)
+
     def _tell_status(self, status: RankStatus, *, is_asked: bool) -> None:
         worker = self._workers.by_rank(status.rank)
         if worker is None or self._after_stop is not None:
