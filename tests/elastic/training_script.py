@@ -52,6 +52,8 @@ def main() -> None:
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
         if checkpoints:
             engine.resume()
+        if (folder / "wanted").exists():
+            td.elastic.scale_by(engine, lambda _: int((folder / "wanted").read_text()), every_s=0.05)
         member = os.environ["RANK"]
         # In the middle of forward, backward and update, beside the points that the Engine passes itself.
         engine.unwrapped[2].register_forward_pre_hook(lambda *_: reached("layer"))

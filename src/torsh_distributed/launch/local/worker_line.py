@@ -37,7 +37,7 @@ class WorkerLine:
         self._is_open = True
         self.is_answered = False
         """Whether the worker has opened its end."""
-        loop.watch(self._ours.fileno(), self._take)
+        loop.watch(self._ours.fileno(), self._take_one)
 
     @property
     def worker_fd(self) -> int:
@@ -69,8 +69,12 @@ class WorkerLine:
         while self._is_open and self._take():
             pass
 
+    def _take_one(self) -> None:
+        """Take one message, no more: one worker must not keep the launcher from the others."""
+        self._take()
+
     def _take(self) -> bool:
-        """Take one message, as most often there is one; whether there was any."""
+        """Take the next message; whether there was one."""
         try:
             data = self._ours.recv(MAX_MESSAGE_BYTES)
         except BlockingIOError:

@@ -6,7 +6,8 @@ import time
 
 from torsh_distributed.launch.local.loop import Callback, Loop
 
-_BEATS_PER_TIMEOUT = 5
+_BEATS_PER_TIMEOUT = 10
+_LATE_BEATS = 3.5
 _MAX_INTERVAL_S = 1.0
 
 
@@ -20,6 +21,8 @@ class HeartbeatSender:
     def __init__(self, loop: Loop, timeout_s: float, beat: Callback) -> None:
         self._loop = loop
         self._interval_s = min(_MAX_INTERVAL_S, timeout_s / _BEATS_PER_TIMEOUT)
+        self.notice_s = _LATE_BEATS * self._interval_s
+        """Silence after which something seems to be wrong with the other end, long before it counts as lost."""
         self._late_s = timeout_s / 2
         self._beat = beat
         self._last_s = time.monotonic()
