@@ -314,3 +314,21 @@ def test_a_users_function_decides_on_the_number_of_workers_within_the_limits(tmp
     assert list(outcome.weights()) == [0]
     for member in (1, 2):  # both finished their step before they left
         assert outcome.steps(member)[-1]["world"] == 3
+
+
+@pytest.mark.matrix
+def test_a_plan_scales_a_job_down_that_waits_for_data(tmp_path: Path) -> None:
+    def wait_to_the_end(folder: Path) -> None:
+        wait_for_mark(folder, rank=0, step=NUM_STEPS, within_s=60)
+
+    (tmp_path / "pause").write_text("0.2")
+    (tmp_path / "plan.json").write_text('{"elastic": {"scaling": "aggressive", "scaling_interval_s": 1.0}}')
+    outcome = run_job(
+        tmp_path,
+        num_workers=2,
+        is_slow=True,
+        meanwhile=wait_to_the_end,
+    )
+    check_as_undisturbed(outcome)
+    assert "1 workers are wanted now: load 0." in outcome.output
+    assert list(outcome.weights()) == [0]

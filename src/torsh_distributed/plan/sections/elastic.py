@@ -51,3 +51,9 @@ class ElasticConfig(Section):
                 f"elastic.min_workers {self.min_workers} is above elastic.max_workers {self.max_workers}",
                 "lower the first or raise the second",
             )
+        if self.scaling != "reactive" and self.mode == "restart":
+            yield Problem(
+                "scaling",
+                f"elastic.scaling = {self.scaling} changes the ranks while training goes on; elastic.mode is restart",
+                'set elastic.mode = "in_place", or leave scaling out',
+            )
