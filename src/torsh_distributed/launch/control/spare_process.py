@@ -61,7 +61,9 @@ class ForkedWorker:
 def _wait_for_exit(pid: int, timeout_s: float) -> None:
     pidfd = os.pidfd_open(pid)
     try:
-        select.select([pidfd], [], [], timeout_s)
+        poller = select.poll()  # select() cannot: many workers make high descriptors
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1e3)
     finally:
         os.close(pidfd)
 

@@ -197,7 +197,7 @@ class Node:
             return
         if message.get("what") == "ready":
             self._health.watch(member, pid)
-        numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
+        numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
             said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
