@@ -78,7 +78,7 @@ def begins_alike(num_ranks: int) -> None:
         whole = made(kind)
         Materializer(whole, torch.device("cpu"), init_fn=None, seed=9).make(whole)
         model = made(kind)
-        engine = parallelize(model, SGD, Plan(**plan, training={"seed": 9}), loss_fn=nn.functional.mse_loss)
+        engine = parallelize(model, SGD, Plan(**{**plan, "training": {"seed": 9}}), loss_fn=nn.functional.mse_loss)
         held = sum(param.numel() for group in engine.optimizer.param_groups for param in _local(group["params"]))
         assert held < 0.8 * sum(param.numel() for param in whole.parameters()), plan
         state = engine.state_dict()["model"]

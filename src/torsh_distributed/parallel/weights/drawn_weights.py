@@ -1,4 +1,4 @@
-"""Initial values of a model on the meta device, drawn a module at a time into what this rank holds of it."""
+"""Initial values of a model on the meta device, drawn a block at a time into what this rank holds of it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torsh_distributed.parallel.weights.model_weights import ModelWeights, copy_
 class DrawnWeights(ModelWeights):
     """The values that `Materializer` draws: those of a module depend on `seed` and its name, not on who holds it.
 
-    Every rank constructs it, before the model is split. It keeps a copy of the model on meta, whose modules get values
-    one after the other and lose them once this rank has taken its part: no rank holds more than a module beside it.
+    Every rank constructs it, before the model is split. It keeps a copy of the model on meta, whose blocks get values
+    one after the other and lose them once this rank has taken its part: no rank holds more than a block beside it.
     Buffers that are no part of the model's state are computed here, as for stored weights.
     """
 
@@ -46,19 +46,21 @@ class DrawnWeights(ModelWeights):
         takers: dict[str, list[str]] = {}
         for name in wanted:
             takers.setdefault(self._last_names.get(name, name), []).append(name)
-        for path, source in self._materializer.pending():
-            names = {plain_name(f"{path}.{name}" if path else name): name for name in _own(source)}
+        for unit, members in self._materializer.units().items():
+            names = {full for path, module in members.items() for full in _own(path, module)}
             if takers.keys().isdisjoint(names):
                 continue
-            with self._materializer.making(path, source):
-                own = _own(source)
-                for full, name in names.items():
-                    for taker in takers.get(full, ()):
-                        copy_part(parts, taker, own[name].detach(), wanted[taker])
+            with self._materializer.drawing(unit):
+                for path, module in members.items():
+                    for full, value in _own(path, module).items():
+                        for taker in takers.get(full, ()):
+                            copy_part(parts, taker, value.detach(), wanted[taker])
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {name: one for name, one in {**module._parameters, **module._buffers}.items() if one is not None}
+def _own(path: str, module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module itself, by their plain names in the model."""
+    named = {**module._parameters, **module._buffers}
+    return {plain_name(f"{path}.{name}" if path else name): one for name, one in named.items() if one is not None}
 
 
 def _last_names(model: nn.Module) -> dict[str, str]:
