@@ -167,7 +167,7 @@ def test_a_part_goes_by_its_beginning() -> None:
             part_named(case, "chaos", wanted)
 
 
-@pytest.mark.parametrize("name", ["events", "codecs_cuda"])
+@pytest.mark.parametrize("name", [pytest.param("events", marks=pytest.mark.matrix), "codecs_cuda"])
 def test_a_quick_run_is_kept_where_it_is_told_to_and_nowhere_else(name: str, tmp_path: Path) -> None:
     """`make benchcheck` runs every case; here two stand for them, one that needs what is not everywhere."""
     before = {path: path.stat().st_mtime_ns for path in RESULTS.glob("*")}
