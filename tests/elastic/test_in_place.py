@@ -141,7 +141,7 @@ def test_a_joiner_that_dies_while_it_starts_or_enters_is_replaced_in_turn(tmp_pa
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_dies_in_a_save_spoils_neither_training_nor_the_checkpoints(tmp_path: Path, victim: int) -> None:
     outcome = run_job(
-        tmp_path, "--on-loss", "shrink", faults=(f"kill rank {victim} at step 15 in save",), checkpoints=True
+        tmp_path, "--on-loss", "shrink", faults=(f"kill rank {victim} at step 14 in save",), checkpoints=True
     )
     check_as_undisturbed(outcome)
     assert "is lost: signal 9" in outcome.output
