@@ -1,8 +1,7 @@
 """How likely a rank fails soon, as a score from 0 to 1, from trends in its events: memory that grows towards its limit,
 and a rank that gets slower than it was.
 
-A score is not a probability: 0.7 and more is worth a look. `python -m benchmarks risk` measures how often that is
-right, on runs that it records.
+A score is not a probability: 0.7 and more is worth a look. How often that is right has not been measured on real runs.
 """
 
 from __future__ import annotations
