@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -196,8 +197,9 @@ class LocalAttempt:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message to every running worker."""
+        data = json.dumps(message).encode()
         for worker in self._workers.running:
-            worker.line.tell(message)
+            worker.line.tell_encoded(data)
 
     def _hear_raised(self, rank: int, message: dict[str, Any]) -> None:
         raised = raised_from(message)

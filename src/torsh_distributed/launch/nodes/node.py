@@ -63,6 +63,9 @@ class Node:
     def __init__(
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
+        if spec.nnodes > 1:
+            # For `_emit`: now, and not in the loop, which other nodes wait for.
+            from torsh_distributed.events import MembershipEvent, emit  # noqa: F401
         self._guardian = Guardian(mark)
         self.directory = Path(tempfile.mkdtemp(prefix="torsh-run-"))
         """Private to this user and temporary: progress files, the secret, the store's socket."""
@@ -194,7 +197,7 @@ class Node:
             return
         if message.get("what") == "ready":
             self._health.watch(member, pid)
-        numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
+        numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
             said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
