@@ -86,47 +86,6 @@ def test_the_verdict_is_the_measured_difference(after: float, words: str) -> Non
     assert "4.00 ms predicted" in lines[0]
 
 
-MANY_BUCKETS = """
-import functools, os
-import torch
-import torsh_distributed as td
-
-small = {"TORSH_PLAN__DDP__MAX_BUCKET_SIZE_MB": "0.02", "TORSH_PLAN__DDP__MIN_BUCKET_SIZE_MB": "0.01"}
-plan = td.Plan.from_env({**small, "TORSH_PLAN__DISTRIBUTED__BACKEND": "shm", **os.environ})
-td.init(plan)
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(80)))
-engine = td.parallelize(model, functools.partial(torch.optim.SGD, lr=0.01), plan, loss_fn=torch.nn.functional.mse_loss)
-for number in range(60):
-    engine.step((torch.ones(4, 64), torch.zeros(4, 64)))
-td.destroy_process_group()
-"""
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_recommended_change_is_tried_and_its_gain_is_real(tmp_path: Path) -> None:
-    """Gradients in pieces of 16 KiB: the advice is to send larger ones, and `torsh tune` finds that it helps."""
-    (tmp_path / "train.py").write_text(MANY_BUCKETS)
-    subprocess.run(
-        [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "2", "--trace", "out", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told = json.loads(CliRunner().invoke(why_command.app, [str(tmp_path / "out"), "--json"]).output)
-    titles = [one["title"] for one in told["recommendations"]]
-    number = titles.index("send fewer, larger messages") + 1
-    tuned = CliRunner().invoke(tune_command.app, [str(tmp_path / "out"), "--apply", str(number), "--rounds", "2"])
-    assert tuned.exit_code == 0, tuned.output
-    assert "true: it is faster" in tuned.output
-    assert "not true" not in tuned.output
-    assert "max_bucket_size_mb = 50" in tuned.output
-
-
 PLAIN_SCRIPT = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("shm")

@@ -129,7 +129,7 @@ def unanswered_peers(pid: int) -> tuple[str, ...]:
 
 def _sockets(pid: int) -> set[str]:
     """The inodes of a process's sockets, as /proc writes them."""
-    found = set()
+    found: set[str] = set()
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - pathlib is slow to import
     except OSError:

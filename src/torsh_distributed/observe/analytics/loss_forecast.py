@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.observe.analytics.training_course import block_means
 from torsh_distributed.observe.job.job_view import JobView
 
 _LEAST_POINTS = 60
@@ -38,7 +37,7 @@ class PowerLaw:
 
     def at(self, step: float) -> float:
         """The loss at a step."""
-        return self.floor + self.scale * step**-self.power
+        return self.floor + self.scale * math.pow(step, -self.power)
 
     def step_of(self, loss: float) -> float:
         """The step at which it gets there; infinite if it never does."""
@@ -100,7 +99,7 @@ def forecast_loss(view: JobView, *, target_loss: float, cost_per_hour: float | N
     if reached is not None:
         return LossForecast(**told, reached_step=reached)
     # The first steps, where the rate warms up, follow another law.
-    means = block_means(course[int(_WARM_UP * len(course)) :], _NUM_BLOCKS)
+    means = _block_medians(course[int(_WARM_UP * len(course)) :])
     law = fit_power_law(means)
     if law is None:
         return LossForecast(**told, reason="the loss does not fall")
@@ -119,6 +118,13 @@ def forecast_loss(view: JobView, *, target_loss: float, cost_per_hour: float | N
         rate = cost_per_hour / 3600
         cost = ForecastFigure(value=left_s.value * rate, low=left_s.low * rate, high=left_s.high * rate)
     return LossForecast(**told, step=step, left_s=left_s, cost=cost, floor=law.floor)
+
+
+def _block_medians(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Blocks of steps by their medians; means would lie above a course that bends."""
+    size = max(1, len(course) // _NUM_BLOCKS)
+    blocks = [course[at : at + size] for at in range(0, len(course) - size + 1, size)]
+    return [(statistics.median(x for x, _ in block), statistics.median(y for _, y in block)) for block in blocks]
 
 
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:

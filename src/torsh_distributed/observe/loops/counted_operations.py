@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class CountedOperations(TorchDispatchMode):
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """While it is entered, adds up `num_flops`: of each product, and of what its backward will take.
 
     A product whose two factors need gradients has two more products in backward; with frozen weights it has one.
@@ -26,7 +26,7 @@ class CountedOperations(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.num_flops = 0
         self._outer: dict[Any, int] = {}
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from torsh_distributed import events
 from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.observe.loops.device_peaks import known_peak
@@ -177,7 +179,7 @@ class ModelWatch:
             self._loss = loss.detach()
         seen = loss if loss is not None else _first_tensor(output, lambda tensor: bool(tensor.requires_grad))
         if seen is not None and next(module.parameters(), None) is not None:
-            seen.register_hook(self._begin_backward)
+            seen.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]  # untyped in torch
             self._ddp_group = _ddp_group(module)
             self._note_samples(module, args)
 
@@ -192,12 +194,12 @@ class ModelWatch:
         if first is not None:
             self._device = first.device
         self._count = CountedOperations()
-        self._count.__enter__()
+        self._count.__enter__()  # type: ignore[no-untyped-call]
 
     def _end_count(self) -> None:
         count, self._count = self._count, None
         if count is not None:
-            count.__exit__(None, None, None)
+            count.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._num_flops += count.num_flops
 
     @_harmless
@@ -264,6 +266,7 @@ class _ForwardHook:
     def __init__(self, watch: ModelWatch) -> None:
         self.watch = watch
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (logging.getLogger("torsh.forward").debug, "")
 
@@ -285,7 +288,7 @@ def _is_power_of_ten(number: int) -> bool:
 def _compiles() -> bool:
     """Whether torch.compile is in use: hooks and modes would make it compile again, which takes longer than a step."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return bool(counters) and bool(counters.get("frames"))
+    return counters is not None and bool(counters.get("frames"))
 
 
 def _first_tensor(value: Any, fits: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
