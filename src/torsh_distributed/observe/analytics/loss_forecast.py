@@ -106,7 +106,9 @@ def forecast_loss(view: JobView, *, target_loss: float, cost_per_hour: float | N
     far = _FARTHEST * points[-1].step
     steps = sorted(one.step_of(target_loss) for one in _courses(means, law))
     likely = law.step_of(target_loss)
-    low, high = _at(steps, 0.05), _at(steps, 0.95)
+    # On courses whose end is known the middle 90 % held it in 61 of 80 runs only: resampling knows nothing of the law's
+    # own error. So the interval is that of all courses.
+    low, high = steps[0], steps[-1]
     if not likely <= far or not high <= far:
         why = f"below the floor of {law.floor:.4g} that its course has" if likely == math.inf else "too far to tell"
         return LossForecast(**told, floor=law.floor, reason=f"the target is {why}")
@@ -191,7 +193,3 @@ def _times(step: ForecastFigure, now: int, pace_s: float) -> ForecastFigure:
         low=max(0.0, step.low - now) * pace_s,
         high=max(0.0, step.high - now) * pace_s,
     )
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
