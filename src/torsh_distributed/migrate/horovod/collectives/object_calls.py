@@ -1,7 +1,13 @@
-"""Python objects between ranks, pickled: ranks of one job trust each other as the script that all of them run."""
+"""Python objects between ranks, pickled: ranks of one job trust each other as the script that all of them run.
+
+A pickle runs code, and between nodes whoever sits on the wire can change what gloo carries. So each object is signed
+with the job's secret, and nothing that no member of the job has signed is unpickled. A job without a secret, as under
+torchrun, has nothing to sign with; there it is as with Horovod itself.
+"""
 
 from __future__ import annotations
 
+import hmac
 import importlib
 import io
 import pickle
@@ -10,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torsh_distributed.comm.trust.job_secret import job_secret
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.migrate.horovod.collectives.async_calls import allgather_async, broadcast_async_
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set
 from torsh_distributed.migrate.horovod.world_state import world
+
+_PURPOSE = b"horovod object\0"
+_SIGNATURE_BYTES = 32
 
 
 def broadcast_object(
@@ -52,12 +62,30 @@ def packed(obj: Any) -> Tensor:
             type=type(obj).__name__,
             reason=str(error),
         ) from error
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    body = buffer.getvalue()
+    return torch.frombuffer(bytearray(body + _signature(body)), dtype=torch.uint8)
 
 
 def unpacked(data: Tensor) -> Any:
-    """The object in bytes that another rank of this job packed."""
-    return pickle.loads(data.numpy().tobytes())  # noqa: S301 - Horovod's contract: objects of the same script
+    """The object in bytes that another rank of this job packed; raises SerializationError if none did."""
+    message = data.numpy().tobytes()
+    if job_secret() is None:
+        return pickle.loads(message)  # noqa: S301 - Horovod's contract: objects of the same script
+    body, signature = message[:-_SIGNATURE_BYTES], message[-_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, _signature(body)):
+        raise SerializationError(
+            "an object from another rank is not signed with the job's secret, and was not unpickled",
+            hint="all ranks must have the same secret (TORSH_SECRET_FILE, TORSH_JOB_TOKEN); if they do, something on "
+            "the network changes the job's data",
+            num_bytes=len(message),
+        )
+    return pickle.loads(body)  # noqa: S301 - signed by a member of this job
+
+
+def _signature(body: bytes) -> bytes:
+    """What only a member of the job can write; empty in a job without a secret."""
+    secret = job_secret()
+    return b"" if secret is None else hmac.digest(secret, _PURPOSE + body, "sha256")
 
 
 def _pickler() -> Any:
