@@ -36,6 +36,7 @@ _PREFIX = "torsh/0/"
 _RANKS_PER_NODE = 8
 _GREETINGS_AT_ONCE = 128
 _TIMEOUT_S = 240.0
+_WANTED_FILES = 2 * 10_000 + 1_000
 _PAUSES_S = (0.02, 0.5)
 """The real client's first and longest pause between attempts to connect."""
 
@@ -220,13 +221,24 @@ def _peak_bytes(pid: int) -> int:
 
 def most_ranks() -> int:
     """As many ranks as this process and the store may have connections for, two each."""
-    return (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 200) // 2
+    return (_most_files() - 200) // 2
+
+
+def _most_files() -> int:
+    """As many open files as this user can get: root may raise the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < _WANTED_FILES:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _WANTED_FILES))
+        except (ValueError, OSError):
+            return hard
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 @contextmanager
 def _many_files() -> Iterator[None]:
     """Allow this process and its children as many open files as the system lets this user have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _most_files()
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         yield

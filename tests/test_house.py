@@ -44,9 +44,18 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements below a node. Expressions hold most of a tree and no imports, so they are passed over."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, ())
+        for child in inner if isinstance(inner, list) else ():
+            yield child
+            yield from statements(child)
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Every module of ours that `path` imports anywhere: in functions and for type checkers too."""
-    for node in ast.walk(tree_of(path)):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from benchmarks.fault_matrix import BACKENDS, FAULTS, run_fault, why_no_memory_group, why_no_mpi
@@ -18,31 +17,41 @@ _QUICK_FAULTS = 3
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
     num_runs = 1 if budget.is_quick else 20
-    num_jobs = max(1, len(os.sched_getaffinity(0)) // 2)
+    num_jobs = max(1, len(os.sched_getaffinity(0)) * 5 // 8)
     missing = {"mpi4py": why_no_mpi(), "out of memory": why_no_memory_group()}
     for name, reason in missing.items():
         if reason is not None:
             yield Note(text=f"{name} is left out: {reason}")
+    cells = [
+        (fault, backend, num_ranks)
+        for fault in (FAULTS[:_QUICK_FAULTS] if budget.is_quick else FAULTS)
+        for backend in (("torsh",) if budget.is_quick else BACKENDS)
+        for num_ranks in (_NUM_RANKS[:1] if budget.is_quick else _NUM_RANKS)
+        if not (missing.get(backend) or missing.get(fault.name))
+    ]
     num_all = num_right_rank = num_right_cause = 0
     with tempfile.TemporaryDirectory(prefix="torsh-faults-") as root, ThreadPoolExecutor(num_jobs) as pool:
-        for fault in FAULTS[:_QUICK_FAULTS] if budget.is_quick else FAULTS:
-            for backend in ("torsh",) if budget.is_quick else BACKENDS:
-                if missing.get(backend) or missing.get(fault.name):
-                    continue
-                for num_ranks in _NUM_RANKS[:1] if budget.is_quick else _NUM_RANKS:
-                    folders = [Path(root) / f"{fault.name}-{backend}-{num_ranks}-{run}" for run in range(num_runs)]
-                    outcomes = list(pool.map(partial(run_fault, fault, backend, num_ranks), folders))
-                    num_all += len(outcomes)
-                    num_right_rank += sum(outcome.is_right_rank for outcome in outcomes)
-                    num_right_cause += sum(outcome.is_right_cause for outcome in outcomes)
-                    name = f"{fault.name}, {backend}, {num_ranks} ranks"
-                    wrong = [one for one in outcomes if not (one.is_right_rank and one.is_right_cause)]
-                    if wrong:
-                        said = [line for line in wrong[0].output.splitlines() if line.startswith("torsh run: ")]
-                        yield Note(text=f"{name}: wrong in {len(wrong)} of {len(outcomes)}: {' / '.join(said[:2])}")
-                    times = [one.verdict_s for one in outcomes if one.verdict_s is not None]
-                    if times:
-                        yield Row(name=name, unit=Unit.SECONDS, ours=_with_p95(times))
+        # All at once, so that no job waits for the slowest of the cell before.
+        runs = [
+            [
+                pool.submit(run_fault, *cell, Path(root) / "-".join((cell[0].name, *map(str, cell[1:]), str(run))))
+                for run in range(num_runs)
+            ]
+            for cell in cells
+        ]
+        for (fault, backend, num_ranks), started in zip(cells, runs, strict=True):
+            outcomes = [one.result() for one in started]
+            num_all += len(outcomes)
+            num_right_rank += sum(outcome.is_right_rank for outcome in outcomes)
+            num_right_cause += sum(outcome.is_right_cause for outcome in outcomes)
+            name = f"{fault.name}, {backend}, {num_ranks} ranks"
+            wrong = [one for one in outcomes if not (one.is_right_rank and one.is_right_cause)]
+            if wrong:
+                said = [line for line in wrong[0].output.splitlines() if line.startswith("torsh run: ")]
+                yield Note(text=f"{name}: wrong in {len(wrong)} of {len(outcomes)}: {' / '.join(said[:2])}")
+            times = [one.verdict_s for one in outcomes if one.verdict_s is not None]
+            if times:
+                yield Row(name=name, unit=Unit.SECONDS, ours=_with_p95(times))
     yield Note(
         text=f"right rank in {num_right_rank} of {num_all} runs ({100 * num_right_rank / num_all:.1f} %), "
         f"right cause in {num_right_cause} ({100 * num_right_cause / num_all:.1f} %), {num_jobs} jobs at a time; "

@@ -54,6 +54,8 @@ class World:
             ours, theirs = socket.socketpair()
             # Inductor would start a pool of compilers in every rank.
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            # Few and large pages: a fork copies the table of them. The zygote takes both back for what it starts.
+            pages = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
             self._zygote = subprocess.Popen(
                 [
                     sys.executable,
@@ -64,7 +66,7 @@ class World:
                 ],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, **threads},
+                env={**os.environ, **threads, **pages},
             )
             theirs.close()
             self._sock = ours

@@ -330,6 +330,8 @@ def _import_all(names: tuple[str, ...]) -> None:
 def main() -> None:
     """Serve requests until the test process goes away."""
     sock = socket.socket(fileno=int(sys.argv[1]))
+    for name in ("PYTHONMALLOC", "GLIBC_TUNABLES"):  # for this process alone, not for those that ranks start
+        os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process's first optimizer step imports torch._dynamo, which takes over a second. Data-parallel jobs do not
     # import the other strategies, which takes half a second per rank.

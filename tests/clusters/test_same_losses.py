@@ -5,6 +5,8 @@ An engine joins by adding a function to `RUNS`: it runs `SCRIPT` on two ranks wi
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -66,7 +68,7 @@ def by_ssh(out: Path, request: pytest.FixtureRequest) -> None:
     with SshHosts(lab.hosts(2), out.parent) as ssh:
         settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
         command = [*TORSH, "submit", "--to", "ssh", "--nodes", "2", *settings, "--follow", str(SCRIPT), str(out)]
-        done = lab.host(2).run(command, timeout_s=90, check=False)
+        done = lab.host(2).run(command, timeout_s=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[rank 1] rank 1 of 2 ends at" in done.stdout
     assert "succeeded" in done.stderr
@@ -109,11 +111,19 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The losses under `torsh run`."""
-    out = tmp_path_factory.mktemp("reference") / "losses"
-    command = [*TORSH, "run", "--nproc-per-node", "2", str(SCRIPT), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """The losses under `torsh run`, which is run once for all processes of a parallel test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    out = folder / "losses-of-torsh-run"
+    with (folder / "losses-of-torsh-run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            draft = folder / "losses-of-torsh-run.draft"
+            command = [*TORSH, "run", "--nproc-per-node", "2", str(SCRIPT), str(draft)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stdout + done.stderr
+            draft.rename(out)
     losses = out.read_text()
     assert len(losses.splitlines()) == 12
     return losses

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,26 +55,34 @@ def dask_client() -> Iterator[Any]:
 
 
 class DaskProcesses:
-    """A scheduler and workers as a user starts them on machines."""
+    """A scheduler and workers as a user starts them on machines. Each leads a session, and all of it ends with it.
+
+    If the test run is killed, the scheduler ends when it has been idle for a while, and the workers after it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "scheduler.json"
         self._started: list[subprocess.Popen[bytes]] = []
-        self._start("scheduler", "--host", "127.0.0.1", "--port", "0")
-        deadline = time.monotonic() + 60
+        self._start("scheduler", "--host", "127.0.0.1", "--port", "0", "--idle-timeout", "300 s")
+        deadline = time.monotonic() + 120
         while not self._file.exists():
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "the scheduler does not start"
             time.sleep(0.02)
         self.address = str(json.loads(self._file.read_text())["address"])
 
     def _start(self, what: str, *further: str) -> None:
         command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self._file), "--no-dashboard", *further]
         root = Path(__file__).parents[3]
-        self._started.append(subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        self._started.append(
+            subprocess.Popen(
+                command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        )
 
     def add_worker(self, *, has_nanny: bool = True) -> None:
         """One more worker process."""
-        self._start("worker", "--nthreads", "1", "--host", "127.0.0.1", "--nanny" if has_nanny else "--no-nanny")
+        nanny = "--nanny" if has_nanny else "--no-nanny"
+        self._start("worker", "--nthreads", "1", "--host", "127.0.0.1", nanny, "--death-timeout", "60")
 
     def __enter__(self) -> Self:
         return self
@@ -84,8 +93,9 @@ class DaskProcesses:
         for process in reversed(self._started):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)
-                continue
-            process.kill()
+            # A nanny that did not end in time, and workers that outlived theirs.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=20)
 
 
@@ -98,5 +108,5 @@ def dask_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaskPro
         for _ in range(2):
             processes.add_worker()
         with Client(processes.address, set_as_default=False) as client:
-            client.wait_for_workers(2, timeout=60)
+            client.wait_for_workers(2, timeout=120)
             yield processes, client

@@ -123,7 +123,7 @@ def test_after_a_worker_is_killed_all_start_again(dask_set: Any, tmp_path: Path)
 @pytest.mark.matrix
 def test_an_elastic_job_goes_on_in_place_and_takes_the_worker_that_comes_back(dask_set: Any) -> None:
     _, client = dask_set
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=120)
     undisturbed = run_training(client, rank_functions.train, num_workers=2)
     disturbed = run_training(
         client,
@@ -151,6 +151,7 @@ def test_a_job_grows_with_its_cluster(tmp_path: Path) -> None:
             num_workers=2,
             kwargs={"steps": 100_000, "until_size": 3},
             elastic=ElasticSpec(min_workers=1, max_workers=3),
+            start_timeout_s=120.0,
         )
         coming.join()
     assert ended[0]["sizes"][-1] == 3
@@ -183,7 +184,7 @@ def test_a_rank_that_does_not_end_is_ended_with_its_worker(dask_set: Any, tmp_pa
     _, client = dask_set
     with pytest.raises(OperationTimeout, match="did not end within its"):
         run_training(client, rank_functions.wait_forever, num_workers=2, args=(str(tmp_path),), time_limit_s=15.0)
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=120)
     assert len(run_training(client, rank_functions.describe, num_workers=2)) == 2
 
 

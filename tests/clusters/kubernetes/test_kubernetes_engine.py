@@ -21,7 +21,7 @@ from torsh_distributed.errors import (
     InvalidArgument,
 )
 
-pytestmark = pytest.mark.needs_library("kubernetes_validate")
+pytestmark = [pytest.mark.needs_library("kubernetes_validate"), pytest.mark.ranks]  # a server
 
 JOB = "/apis/batch/v1/namespaces/team/jobs/train-1"
 

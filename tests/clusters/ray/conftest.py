@@ -16,6 +16,8 @@ os.environ.setdefault("CRC32C_SW_MODE", "auto")
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # No worker for every core before a test asks for one: each is an interpreter that imports Ray.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",

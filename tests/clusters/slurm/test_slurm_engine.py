@@ -10,8 +10,9 @@ import pytest
 
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.launch.jobs import still_running, wait_for_text
+from torsh_distributed.cli.cluster.following import follow_to_the_end
 from torsh_distributed.clusters import JobState, SubmittedJob, find_job, submit
-from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument, OperationTimeout
 
 pytestmark = pytest.mark.ranks
 
@@ -87,13 +88,19 @@ def test_ranks_save_when_told_and_the_job_goes_back_into_the_queue(slurm: SlurmC
     assert "goes back into the queue" in "\n".join(job.logs())
 
 
-def test_a_cancelled_job_ends_for_good_even_if_its_ranks_save(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_ends_for_good_and_one_that_never_starts_is_given_up(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     script = write(tmp_path, "saving", SAVING)
     job = submit(script, "up", to="slurm", nproc_per_node=2)
     outside = submit(script, "other", to="slurm", nproc_per_node=2)
     for name in ("up", "other"):
         for rank in range(2):
             wait_for_text(tmp_path / f"{name}-{rank}-0", timeout_s=60)
+    waiting = submit(script, "queued", to="slurm", nproc_per_node=8)  # more than is free
+    with pytest.raises(OperationTimeout, match=r"did not start within 0.2 s and was cancelled; it waited for: PENDING"):
+        follow_to_the_end(waiting, queue_limit_s=0.2)
+    assert waiting.status().state is JobState.CANCELLED
     assert slurm.run("scancel", outside.record.job_id).returncode == 0
     job.cancel()
     assert job.status().state is JobState.CANCELLED

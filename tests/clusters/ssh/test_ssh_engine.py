@@ -1,11 +1,15 @@
-"""SSH as an engine: the command it runs, and hosts that are too few. Real jobs: test_same_losses, launch/ssh."""
+"""SSH as an engine: its command, hosts that are too few, a job that is scaled. More: test_same_losses, launch/ssh."""
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.lab.network import Lab
+from tests.lab.ssh_hosts import SshHosts
 from torsh_distributed.clusters.ssh.ssh_engine import SshEngine
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
@@ -44,3 +48,59 @@ def test_what_ssh_cannot_give_is_refused() -> None:
     for changes in ({"memory_per_worker": "1G"}, {"gpus_per_worker": 2}):
         with pytest.raises(InvalidArgument, match="would have no effect"):
             SshEngine({"hosts": "a"}).render(submission(**changes))
+
+
+GROW = """
+import sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import torsh_distributed as td
+td.init()
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+model = torch.nn.Linear(4, 1)
+engine = td.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.01), td.Plan(training={"steps": 100000}),
+                        loss_fn=torch.nn.functional.mse_loss)
+count = 0
+for batch in engine.batches(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)):
+    size = td.world_size()
+    engine.step(batch)
+    if engine.num_steps == 2:
+        print("two steps", flush=True)
+    time.sleep(0.05)
+    count += size == 3
+    if count == 3:
+        break
+print(f"ends with {td.world_size()} workers", flush=True)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.ranks
+@pytest.mark.needs_netns
+@pytest.mark.needs_command("/usr/sbin/sshd")
+@pytest.mark.timeout(300)
+def test_an_elastic_job_grows_when_it_is_told_to(lab: Lab, tmp_path: Path) -> None:
+    """Two hosts with a worker each; the job ends when it has a third."""
+    script = tmp_path / "grow.py"
+    script.write_text(GROW)
+    torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
+    env = {"TORSH_STATE_DIR": str(tmp_path / "state")}
+    with SshHosts(lab.hosts(2), tmp_path) as ssh:
+        here = lab.host(2)
+        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
+        limits = ["--nodes", "2", "--elastic", "--min-workers", "1", "--max-workers", "3"]
+        here.run(
+            [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(script)], env=env, timeout_s=120
+        )
+        log = tmp_path / "state" / "jobs" / "grow" / "output.log"
+        deadline = time.monotonic() + 120
+        while "two steps" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        said = here.run([*torsh, "scale", "grow", "9"], env=env, timeout_s=120, check=False)
+        assert said.returncode != 0, "more than it may have"
+        here.run([*torsh, "scale", "grow", "3"], env=env, timeout_s=120)
+        done = here.run([*torsh, "logs", "-f", "grow"], env=env, timeout_s=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ends with 3 workers") == 3, done.stdout

@@ -78,6 +78,12 @@ def folded(parts: list[Tensor], op: str) -> Tensor:
     return functools.reduce(FOLDS[op], widened).to(dtype)
 
 
+@functools.cache
+def expected_of(num_ranks: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
+    """The same for every algorithm."""
+    return folded([held(rank, numel, dtype) for rank in range(num_ranks)], op)
+
+
 def variants(num_ranks: int) -> list[str | Algorithm]:
     """All names and, of those that take arguments, some arguments. Which nodes there are is not known here."""
     names = [name for name in ALGORITHMS if name != "hierarchical"]
@@ -90,7 +96,7 @@ def check(algorithm: str | Algorithm, numel: int, dtype: torch.dtype, op: str) -
     tensor = held(me, numel, dtype)
     result = all_reduce(tensor, op, algorithm=algorithm)
     assert result is tensor
-    expected = folded([held(rank, numel, dtype) for rank in range(size)], op)
+    expected = expected_of(size, numel, dtype, op)
     message = f"{algorithm} {dtype} {op} {numel} over {size}"
     if dtype in INTEGERS or dtype == torch.bool:
         assert result.tolist() == expected.tolist(), message

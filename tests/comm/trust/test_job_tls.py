@@ -20,7 +20,7 @@ from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret, find_tls,
 from torsh_distributed.comm.trust.tls_channel import TlsChannel
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument, IoError, TorshError
 
-pytestmark = pytest.mark.needs_command("openssl")
+pytestmark = [pytest.mark.needs_command("openssl"), pytest.mark.ranks]  # servers
 
 
 @pytest.fixture

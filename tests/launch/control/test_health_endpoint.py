@@ -15,6 +15,8 @@ from torsh_distributed.launch.control.health_endpoint import HealthEndpoint
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import parse_health
 
+pytestmark = pytest.mark.ranks  # a server is started
+
 RUNNING = [0]
 
 

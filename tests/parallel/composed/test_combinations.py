@@ -77,6 +77,7 @@ def test_each_axis_alone(world: World) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_pairs_of_axes(world: World) -> None:
     check(
         world,

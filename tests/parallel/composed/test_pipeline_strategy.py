@@ -47,6 +47,7 @@ def reference(kind: str = "gpt") -> list[float]:
     return train_alone(kind, num_steps=STEPS, clip=CLIP, num_layers=4)
 
 
+@pytest.mark.matrix
 def test_stages_are_sharded(world: World) -> None:
     sharded = MeshConfig(dp=1, shard=2, pp=2)
     check(
@@ -60,6 +61,7 @@ def test_stages_are_sharded(world: World) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_stages_share_sequences(world: World) -> None:
     shared = MeshConfig(dp=1, pp=2, cp=2)
     check(

@@ -118,6 +118,7 @@ def compressed(method: str, degree: int, strategy: str, *, dp: int = 1, **keys: 
     return {**shard(degree, strategy, dp=dp), "compress": compress}
 
 
+@pytest.mark.matrix
 def test_training_stays_close_to_one_process(world: World) -> None:
     """Bound: losses that fall from 3.7 to 1.5 stay within 0.05 with int8, within 0.3 with a fifth of the elements."""
     cases = [

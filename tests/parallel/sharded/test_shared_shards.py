@@ -160,7 +160,7 @@ def check_trained(pairs: list[tuple[Trained, Trained]]) -> None:
             assert torch.equal(state[name], plain[name]), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_training_is_that_of_one_process_and_bit_for_bit_that_without_sharing(world: World, num_ranks: int) -> None:
     for pairs in world.run(train_both_ways, num_ranks=num_ranks, backend="torsh", timeout_s=60):
         check_trained(pairs)

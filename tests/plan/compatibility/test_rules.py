@@ -317,7 +317,7 @@ def build_schedule(config: PipelineConfig, num_ranks: int) -> None:
 
 
 @given(plan=plans(), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_plan_that_validates_is_not_refused_when_the_strategy_is_chosen(plan: Plan, data: st.DataObject) -> None:
     world_size = data.draw(st.sampled_from([2, 4]))
     try:

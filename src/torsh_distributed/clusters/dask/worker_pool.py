@@ -30,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _FEWER_WAIT_S = 5.0
 """How long an elastic job waits for its full size before it takes fewer."""
+_LOOK_AGAIN_S = 0.5
+"""How often the cluster is asked for its workers while some are missing. Dask's event of a new worker comes before the
+worker takes tasks, and there is none when it does."""
 _END_S = 5.0
 _END_WITHOUT_NANNY_S = 25.0
 _RESTART_S = 30.0
@@ -87,6 +90,8 @@ class DaskPool:
         self._news: queue.SimpleQueue[HostNews | None] = queue.SimpleQueue()
         """None only wakes whoever waits."""
         self._wanted: list[int] = []
+        self._has_starting = False
+        """Whether a worker had registered and did not take tasks yet, when the cluster was last asked."""
         self._is_open = False
 
     # Room for ranks
@@ -135,7 +140,7 @@ class DaskPool:
                     hint=f"workers: {there}; scale the cluster, ask for fewer, or raise start_timeout_s",
                     workers=least,
                 )
-            self._news_or_none(min(left_s, max(0.1, fewer_at_s - time.monotonic())) if len(found) >= least else left_s)
+            self._news_or_none(min(left_s, _LOOK_AGAIN_S))
             found = self._free_workers()
         return found[:most]
 
@@ -143,6 +148,7 @@ class DaskPool:
         """The workers without a rank of this job, those of one node beside each other."""
         known = self._client.scheduler_info(n_workers=-1)["workers"]
         held = self._held()
+        self._has_starting = any(info.get("status") == "init" for info in known.values())
         free = [
             worker
             for worker, info in known.items()
@@ -235,8 +241,8 @@ class DaskPool:
 
     def next_news(self, timeout_s: float) -> HostNews | None:
         """See `HostPool`."""
-        news = self._news_or_none(timeout_s)
-        if isinstance(news, SizeWanted):
+        news = self._news_or_none(min(timeout_s, _LOOK_AGAIN_S) if self._has_starting else timeout_s)
+        if isinstance(news, SizeWanted) or (news is None and self._has_starting):
             if self._wanted:
                 self._fill()
             # Counted now: several workers may have come since.

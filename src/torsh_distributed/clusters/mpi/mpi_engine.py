@@ -22,7 +22,13 @@ from torsh_distributed.clusters.local.background_jobs import (
     cancel_background,
     start_in_background,
 )
-from torsh_distributed.clusters.mpi.mpi_command import find_mpiexec, mpiexec_command, which_launcher, with_rank
+from torsh_distributed.clusters.mpi.mpi_command import (
+    MpiLauncher,
+    find_mpiexec,
+    mpiexec_command,
+    which_launcher,
+    with_rank,
+)
 from torsh_distributed.clusters.ranks.rank_reports import (
     job_variables,
     rank_command,
@@ -31,6 +37,7 @@ from torsh_distributed.clusters.ranks.rank_reports import (
 )
 from torsh_distributed.clusters.run_arguments import refuse_limits
 from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.comm.meeting.between_nodes import LEG_VARIABLE, chosen_leg
 from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.ports import port_variables, require_port_limit
@@ -42,6 +49,7 @@ OPTIONS = {
     "hostfile": "file of hosts, as mpiexec reads it",
     "master_addr": "address of the first host, where rank 0 serves the store",
     "port_range": "FIRST-LAST, the only ports to listen on",
+    "between_nodes": "mpi: data between nodes goes over MPI's fabric; default: gloo over TCP",
     "args": "further options of mpiexec, as they are",
 }
 _GRACE_S = 20.0
@@ -92,14 +100,12 @@ class MpiEngine(ClusterEngine):
                 f"--nodes {submission.nodes} needs hosts", hint="--set hosts=a,b or --set hostfile=FILE"
             )
         program = find_mpiexec(self._options.get("mpiexec"))
-        return mpiexec_command(
-            program,
-            which_launcher(program),
-            submission,
-            self._options,
-            command=rank_command(submission),
-            variables=env,
-        )
+        launcher = which_launcher(program)
+        command = rank_command(submission)
+        if launcher is MpiLauncher.MPICH and self._is_on_hosts:
+            # MPICH 5's -genvlist does not bring this one to other hosts; where to meet is no secret.
+            command = ["env", f"MASTER_PORT={env['MASTER_PORT']}", *command]
+        return mpiexec_command(program, launcher, submission, self._options, command=command, variables=env)
 
     @property
     def _is_on_hosts(self) -> bool:
@@ -114,6 +120,9 @@ class MpiEngine(ClusterEngine):
             require_port_limit()
             env.update(port_variables(ports, {**os.environ, **env}))
             port = ports[0]
+        if "between_nodes" in self._options:
+            env.setdefault(LEG_VARIABLE, self._options["between_nodes"])
+            chosen_leg(None, env)  # what it cannot be is said now
         env.setdefault("MASTER_ADDR", self._master())
         env.setdefault("MASTER_PORT", str(port))
         return env

@@ -1,4 +1,4 @@
-"""`torsh scale` on the host that leads a job, over ssh."""
+"""Another number of workers for a job over SSH, by the launcher on the host that leads it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def scale_on_host(host: RemoteHost, options: Mapping[str, str], job: str, worker
     """What the launcher answers; raises CommunicationError with what it says against it."""
     python = options.get("python", sys.executable)
     client = SshClient(config=Path(options["config"]) if "config" in options else None, python=python)
-    words = [python, "-m", "torsh_distributed.cli.entry_point", "scale", job, str(workers)]
+    words = [python, "-m", "torsh_distributed.launch.ssh.host_scale", job, str(workers)]
     command = [*client.command(host)[:-1], f"exec {shlex.join(words)}"]
     return ask_program(command, timeout_s=_TIMEOUT_S, hint="was the job submitted with --elastic, and does it run?")

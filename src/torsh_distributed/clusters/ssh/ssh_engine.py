@@ -12,6 +12,7 @@ from typing_extensions import override
 from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobStatus
 from torsh_distributed.clusters.engine_options import require_known_options
 from torsh_distributed.clusters.engine_programs import required_program
+from torsh_distributed.clusters.job_records import find_record
 from torsh_distributed.clusters.local.background_jobs import (
     background_logs,
     background_status,
@@ -72,9 +73,7 @@ class SshEngine(ClusterEngine):
 
     def _chosen(self, submission: Submission) -> list[RemoteHost]:
         """The first hosts that are needed; raises CommunicationError with what there is if that is not enough."""
-        fitting = [
-            host for host in self._hosts if host.num_workers is None or host.num_workers >= submission.workers_per_node
-        ]
+        fitting = self._fitting(submission.workers_per_node)
         if len(fitting) < submission.nodes:
             there = ", ".join(
                 f"{host.target} ({host.num_workers} slots)" if host.num_workers else host.target for host in self._hosts
@@ -85,6 +84,10 @@ class SshEngine(ClusterEngine):
                 hint="lower --nodes or --nproc-per-node, or name more hosts: --set hosts=…",
             )
         return fitting[: submission.nodes]
+
+    def _fitting(self, workers_per_node: int) -> list[RemoteHost]:
+        """The hosts that take so many ranks, in order; a job's first one leads it."""
+        return [host for host in self._hosts if host.num_workers is None or host.num_workers >= workers_per_node]
 
     @override
     def status(self, job_id: str) -> JobStatus:
@@ -100,7 +103,9 @@ class SshEngine(ClusterEngine):
 
     @override
     def scale(self, job_id: str, workers: int) -> None:
-        """Ask the launcher on the first host; raises with its answer if the job is not elastic."""
+        """Ask the launcher on the host that leads; raises with its answer if the job is not elastic."""
         from torsh_distributed.clusters.ssh.remote_scale import scale_on_host
 
-        scale_on_host(self._hosts[0], self._options, job_id, workers)
+        record = find_record(job_id)
+        leader = self._fitting(record.workers // record.nodes)[0]
+        scale_on_host(leader, self._options, job_id, workers)

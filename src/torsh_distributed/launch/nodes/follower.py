@@ -24,7 +24,6 @@ from torsh_distributed.launch.nodes.records import (
     End,
     ForgetWorkers,
     FromNode,
-    Heartbeat,
     Interrupted,
     JoinAccepted,
     JoinRefused,
@@ -32,6 +31,7 @@ from torsh_distributed.launch.nodes.records import (
     Message,
     Start,
     Stop,
+    prepare_records,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
 from torsh_distributed.launch.spec import JobSpec
@@ -59,10 +59,15 @@ class Follower:
         self._connect_timer: Timer | None = None
         self._last_problem = "no answer yet"
         self._has_warned = False
-        self._heartbeat = HeartbeatSender(loop, spec.heartbeat_timeout_s, self._beat)
+        self._heartbeat = HeartbeatSender(
+            loop, spec.heartbeat_timeout_s, send=self._send_heartbeat, check=self._check_leader
+        )
         node.report = self._report
         self._join_timer = loop.call_later(spec.join_timeout_s, self._give_up)
         loop.call_later(_FIRST_NOTICE_S, self._notice_waiting)
+        # Before it joins: from then on the leader waits for this loop.
+        prepare_records()
+        own_software()
         self._connect()
 
     # Connecting to the leader
@@ -179,15 +184,18 @@ class Follower:
             delay_s = self._spec.heartbeat_timeout_s if self._is_member else 0.0
             self._loop.call_later(delay_s, lambda: self._node.handle(end))
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
+        connection = self._connection  # the loop may drop it meanwhile
+        if connection is not None and self._is_member:
+            connection.beat()
+
+    def _check_leader(self) -> None:
         if self._connection is None or not self._is_member:
             return
         silent_s = time.monotonic() - self._connection.last_heard_s
         if silent_s > self._spec.heartbeat_timeout_s:
             self._connection.close()
             self._lose(f"no sign of life for {silent_s:.1f} s")
-        else:
-            self._connection.send(Heartbeat())
 
     def _lose(self, reason: str) -> None:
         self._connection = None

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
+from torsh_distributed.launch.control.worker_health import Health, HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -21,7 +22,6 @@ from torsh_distributed.launch.nodes.records import (
     Ended,
     Failed,
     Finished,
-    Heartbeat,
     Interrupted,
     JoinAccepted,
     JoinRefused,
@@ -31,6 +31,7 @@ from torsh_distributed.launch.nodes.records import (
     Message,
     Said,
     Stopped,
+    prepare_records,
 )
 from torsh_distributed.launch.nodes.signed_connection import Connection
 from torsh_distributed.launch.spec import JobSpec
@@ -81,14 +82,20 @@ class LauncherListener:
         self._deadlines: dict[Connection, Timer] = {}
         self._summary_timer: Timer | None = None
         self._members: dict[int, Connection] = {}
+        self._silent: set[int] = set()
         self._names = {0: socket.gethostname()}
         self._refusals: list[str] = []
+        # Before the first node comes: from then on others wait for this loop.
+        prepare_records()
+        own_software()
         self._listener = listen_on(spec.master_addr, spec.meeting_port)
         self._listener.setblocking(False)
         loop.watch(self._listener.fileno(), self._accept)
         loop.call_later(_FIRST_NOTICE_S, self._notice_absent)
         loop.call_later(spec.join_timeout_s, self._end_if_absent)
-        self._heartbeat = HeartbeatSender(loop, spec.heartbeat_timeout_s, self._beat)
+        self._heartbeat = HeartbeatSender(
+            loop, spec.heartbeat_timeout_s, send=self._send_heartbeats, check=self._check_members
+        )
 
     def _accept(self) -> None:
         try:
@@ -163,13 +170,27 @@ class LauncherListener:
         cause = f"its launcher is gone: {reason}"
         self._leader.lose(JobFailure(node_rank=node_rank, node_name=self._names[node_rank], cause=cause))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
+        for member in list(self._members.values()):
+            member.beat()
+
+    def _check_members(self) -> None:
         for node_rank, member in list(self._members.items()):
             silent_s = time.monotonic() - member.last_heard_s
             if silent_s > self._spec.heartbeat_timeout_s:
                 self._lose(node_rank, f"no sign of life for {silent_s:.1f} s")
             else:
-                member.send(Heartbeat())
+                self._note_silence(node_rank, silent_s)
+
+    def _note_silence(self, node_rank: int, silent_s: float) -> None:
+        """Tell when a node falls silent, and when it is heard again."""
+        is_silent = silent_s > self._heartbeat.notice_s
+        if is_silent and node_rank not in self._silent:
+            self._silent.add(node_rank)
+            self._leader.note_health(node_rank, Health(HealthState.CRITICAL, f"no sign of life for {silent_s:.1f} s"))
+        elif not is_silent and node_rank in self._silent:
+            self._silent.discard(node_rank)
+            self._leader.note_health(node_rank, Health(HealthState.HEALTHY, "it is heard again"))
 
     def _notice_absent(self) -> None:
         absent = self._leader.coordinator.absent

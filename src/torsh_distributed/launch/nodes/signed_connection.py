@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from torsh_distributed.comm.trust.handshake import MAC_BYTES, Handshake, NotAMem
 from torsh_distributed.comm.trust.job_tls import JobTls, bound_secret
 from torsh_distributed.errors import SerializationError
 from torsh_distributed.launch.local.loop import Loop
-from torsh_distributed.launch.nodes.records import Message, decode, encode
+from torsh_distributed.launch.nodes.records import Heartbeat, Message, decode, encode
 
 if TYPE_CHECKING:
     from torsh_distributed.comm.trust.tls_channel import TlsChannel
@@ -98,7 +99,7 @@ class RecordCodec:
 
 
 class Connection:
-    """One end of a connection, driven by the loop.
+    """One end of a connection, driven by the loop; only `beat` may be called from another thread.
 
     `on_message` is called with every genuine record; `on_close` once, with the reason, when the other end is gone
     or sends something else, but not after `close`. Set both before the loop runs again.
@@ -115,6 +116,8 @@ class Connection:
         self._waiting: list[Message] = []
         self._outgoing = bytearray()
         self._is_open = True
+        self._lock = threading.Lock()
+        """Held while the socket and what is to be sent are touched; never while `on_message` or `on_close` runs."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._secret = token.encode()
@@ -139,9 +142,22 @@ class Connection:
         """Queue a record, to be sent as fast as the other end reads. Dropped if the connection is closed."""
         if not self._is_open:
             return
-        self._waiting.append(message)
-        self._seal_waiting()
+        with self._lock:
+            self._waiting.append(message)
+            self._seal_waiting()
         self._loop.watch(self._sock.fileno(), self._serve, writable=True)
+
+    def beat(self) -> None:
+        """Send a sign of life at once, from any thread. Nothing is sent before the other end has proved the secret."""
+        with self._lock:
+            if not self._is_open or self._codec is None or not self._codec.is_ready:
+                return
+            self._outgoing += self._codec.seal(Heartbeat())
+            try:
+                del self._outgoing[: self._sock.send(self._outgoing)]
+            except OSError:
+                # Full: the next beat sends it too. Broken: the loop notices, and says so.
+                return
 
     def _seal_waiting(self) -> None:
         if self._codec is None:
@@ -161,6 +177,16 @@ class Connection:
         self._begin(bound_secret(self._secret, self._sock.peer_digest()), is_server=False)
 
     def _serve(self) -> None:
+        with self._lock:
+            found = self._exchange()
+        if isinstance(found, str):
+            self._fail(found)
+            return
+        for message in found:
+            self.on_message(message)
+
+    def _exchange(self) -> list[Message] | str:
+        """Write what can be written and read what has come: the records, or why the connection cannot go on."""
         try:
             if self._codec is None:
                 self._meet_server()
@@ -168,24 +194,20 @@ class Connection:
             self._write()
             data = self._sock.recv(_READ_BYTES)
         except BlockingIOError:
-            return
+            return []
         except OSError as error:
-            self._fail(error.strerror or str(error))
-            return
+            return error.strerror or str(error)
         if not data:
-            self._fail("it closed the connection")
-            return
+            return "it closed the connection"
         self.last_heard_s = time.monotonic()
         try:
             messages = self._codec.feed(data)
         except BadRecord as error:
-            self._fail(str(error))
-            return
+            return str(error)
         self._seal_waiting()
         if self._outgoing:
             self._loop.watch(self._sock.fileno(), self._serve, writable=True)
-        for message in messages:
-            self.on_message(message)
+        return messages
 
     def _write(self) -> None:
         if self._outgoing:
@@ -204,12 +226,16 @@ class Connection:
     def finish(self, *, timeout_s: float) -> None:
         """Send what is queued, waiting at most `timeout_s`, then close."""
         deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        if self._is_open:
+            poller.register(self._sock.fileno(), select.POLLOUT)
         while self._is_open and self._outgoing:
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not select.select([], [self._sock], [], remaining_s)[1]:
+            if remaining_s <= 0 or not poller.poll(remaining_s * 1e3):
                 break
             try:
-                self._write()
+                with self._lock:
+                    self._write()
             except OSError:
                 break
         self.close()
@@ -217,6 +243,7 @@ class Connection:
     def close(self) -> None:
         """Close at once; what is queued is dropped."""
         if self._is_open:
-            self._is_open = False
-            self._loop.unwatch(self._sock.fileno())
-            self._sock.close()
+            with self._lock:
+                self._is_open = False
+                self._loop.unwatch(self._sock.fileno())
+                self._sock.close()

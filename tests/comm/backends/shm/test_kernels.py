@@ -12,6 +12,8 @@ import torch
 
 from torsh_distributed.native import SHM_CORE, build, fingerprint
 
+pytestmark = pytest.mark.ranks  # a compiler is started
+
 SOURCES = SHM_CORE.sources
 
 PROBE = """

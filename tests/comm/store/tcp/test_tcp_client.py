@@ -28,6 +28,8 @@ from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Hands
 from torsh_distributed.errors import CommunicationError, InvalidArgument, IoError, OperationTimeout
 from torsh_distributed.plan import RetryConfig
 
+pytestmark = pytest.mark.ranks  # a server is started
+
 
 def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])

@@ -14,7 +14,7 @@ from torsh_distributed.compress.codecs.sparse.draws import acceptance, draw_each
 from torsh_distributed.errors import InvalidArgument
 
 CPU = torch.device("cpu")
-NUM_DRAWS = 600
+NUM_DRAWS = 300
 
 
 @examples
@@ -38,7 +38,7 @@ def chi_squared(counts: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize(("num_elements", "count"), [(2, 1), (3, 1), (5, 2), (6, 3)])
+@pytest.mark.parametrize(("num_elements", "count"), [(3, 1), (5, 2), (6, 3)])
 def test_every_set_is_equally_likely(num_elements: int, count: int) -> None:
     sets = {chosen: i for i, chosen in enumerate(itertools.combinations(range(num_elements), count))}
     counts = torch.zeros(len(sets))
@@ -50,10 +50,10 @@ def test_every_set_is_equally_likely(num_elements: int, count: int) -> None:
 
 
 def test_neighbouring_seeds_draw_differently() -> None:
-    draws = torch.stack([draw_without_replacement(seed, 1000, 100, CPU) for seed in range(300)])
+    draws = torch.stack([draw_without_replacement(seed, 1000, 100, CPU) for seed in range(150)])
     counts = draws.flatten().bincount(minlength=1000)
     assert chi_squared(counts) < 999 + 5 * (2 * 999) ** 0.5
-    common = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in itertools.pairwise(draws)) / 299
+    common = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in itertools.pairwise(draws)) / 149
     assert common == pytest.approx(10, abs=1)
 
 

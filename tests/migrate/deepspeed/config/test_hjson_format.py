@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torsh_distributed.migrate.deepspeed.config.hjson_format import parse_hjson
@@ -18,6 +18,7 @@ _DOCUMENTS = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(_DOCUMENTS, st.sampled_from([None, 2]))
 def test_json_is_hjson(document: Any, indent: int | None) -> None:
     assert parse_hjson(json.dumps(document, indent=indent)) == document

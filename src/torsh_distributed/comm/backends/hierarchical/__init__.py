@@ -1,4 +1,4 @@
-"""The `torsh` backend: shared memory inside each node, gloo between nodes.
+"""The `torsh` backend: shared memory inside each node, gloo between nodes, or MPI or TLS if asked.
 
 Read `nodes`, `wire`, `inter_node`, `packing`, then `group`, which puts them together.
 """

@@ -1,7 +1,8 @@
-"""Making a torsh group: find the nodes, share memory on each, connect them with gloo, or under TLS if asked."""
+"""Making a torsh group: find the nodes, share memory on each, connect them with gloo, or with MPI or TLS if asked."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torsh_distributed.comm.backends.hierarchical.wire import BetweenNodes, Hier
 from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.backends.shm.group import ShmOptions, create_shm_wire
 from torsh_distributed.comm.backends.wire import Wire
+from torsh_distributed.comm.meeting.between_nodes import Leg, chosen_leg
 from torsh_distributed.comm.trust.job_tls import find_tls
 
 
@@ -29,6 +31,10 @@ class TorshOptions:
     shm: ShmOptions = field(default_factory=ShmOptions)
     """How memory is shared on a node."""
 
+    between: Leg | None = None
+    """What carries data between nodes: gloo over TCP, or MPI over the fabric that it was built for, which needs ranks
+    that an MPI launcher started together. None: as TORSH_BETWEEN_NODES says, else gloo."""
+
 
 def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGroup:
     """c10d's hook for the backend; every rank of the group calls it. On one node it is shared memory alone.
@@ -37,12 +43,14 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
     """
     chosen = backend_options if isinstance(backend_options, TorshOptions) else TorshOptions()
     store, rank, timeout = options.store, options.group_rank, options.timeout
+    leg = chosen_leg(chosen.between, os.environ)
     layout = find_layout(
         store,
         rank=rank,
         num_ranks=options.group_size,
         timeout_s=timeout.total_seconds(),
         node=chosen.node,
+        between=leg,
     )
     local = layout.local_ranks
     wire: Wire = create_shm_wire(
@@ -54,19 +62,37 @@ def create_torsh_group(options: Any, backend_options: object) -> TorshProcessGro
     )
     if len(layout.nodes) > 1:
         tls = find_tls()
+        world_ranks = list(range(options.group_size))
+        if dist.is_initialized():
+            world_ranks = list(options.global_ranks_in_group) or world_ranks
+        world_size = dist.get_world_size() if dist.is_initialized() else options.group_size
 
         def between(name: str, members: Sequence[int], *, native: Any | None = None) -> BetweenNodes:
             its_store = dist.PrefixStore(name, store)
             if tls is not None:
                 return TlsInterNodeGroup(its_store, members, rank, timeout, tls=tls)
+            if leg == "mpi":
+                from torsh_distributed.comm.backends.hierarchical.mpi_inter_node import MpiInterNodeGroup
+
+                return MpiInterNodeGroup(
+                    its_store,
+                    members,
+                    rank,
+                    timeout,
+                    world_ranks=[world_ranks[member] for member in members],
+                    world_size=world_size,
+                    name=f"{options.group_id}/{name}",
+                )
             return InterNodeGroup(its_store, members, rank, timeout, native)
 
+        # First: every rank takes part, and MPI starts when all do.
+        all_ranks = between("all", range(options.group_size))
         shard_group = None
         if layout.position < layout.num_shards:
             members = [ranks[layout.position] for ranks in layout.nodes]
             native = load_native() if chosen.shm.core != "portable" else None
             shard_group = between(f"shard/{layout.position}", members, native=native)
-        wire = HierarchicalWire(layout, wire, shard_group, between("all", range(options.group_size)))
+        wire = HierarchicalWire(layout, wire, shard_group, all_ranks)
     group = TorshProcessGroup(store, wire, timeout)
     group.title = "torsh"  # on one node the wire is shm's
     return group

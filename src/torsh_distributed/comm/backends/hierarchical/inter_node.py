@@ -18,6 +18,7 @@ from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
+from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call
 from torsh_distributed.comm.folding import fold_into
 from torsh_distributed.comm.meeting.network_interface import gloo_address
@@ -68,6 +69,10 @@ class InterNodeGroup:
         # One at a time in a process: connections that come up meanwhile are counted as this group's.
         with _making, patient_threads(), new_connections() as self._connections:
             self._group: Any = _gloo_group(store, self.index, len(self.ranks), timeout)
+
+    def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether gloo can fold these."""
+        return (op, dtype) in gloo_reductions()
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> PendingAllReduce:
         """Start folding `buffer` over the group, in place; `finish` waits for it. `is_alone`: no other one is pending.
@@ -167,6 +172,9 @@ class InterNodeGroup:
         """Cut the connections: every call blocked on them raises an error with the first reason."""
         self._reason = self._reason or reason
         self._connections.cut()
+
+    def close(self) -> None:
+        """Nothing is left to do: gloo's threads end with the group."""
 
     def _complete_later(self, pending: dist.Work, work: PendingWork, call: Call) -> None:
         def complete() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torsh_distributed.comm.meeting.node_identity import node_identity
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
+from torsh_distributed.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,26 @@ class NodeLayout:
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
 
-def find_layout(store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float, node: str | None) -> NodeLayout:
+def find_layout(
+    store: dist.Store, *, rank: int, num_ranks: int, timeout_s: float, node: str | None, between: str = "gloo"
+) -> NodeLayout:
     """Publish where this rank is and learn where the others are; every rank of the group calls it.
 
-    Ranks are on one node if they give the same name and can share memory.
+    Ranks are on one node if they give the same name and can share memory. `between`: what carries data between nodes;
+    raises ConfigurationError on every rank if they do not all say the same.
     """
     meeting = StoreMeeting(
         store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, operation="create the torsh group"
     )
     members: dict[tuple[str | None, str], list[int]] = {}
-    for other, (name, identity) in enumerate(meeting.exchange("node", (node, node_identity()))):
+    wanted: dict[str, list[int]] = {}
+    for other, (name, identity, leg) in enumerate(meeting.exchange("node", (node, node_identity(), between))):
         members.setdefault((name, identity), []).append(other)
+        wanted.setdefault(leg, []).append(other)
+    if len(wanted) > 1:
+        said = ", ".join(f"{leg} on ranks {ranks}" for leg, ranks in sorted(wanted.items()))
+        raise ConfigurationError(
+            f"the ranks do not agree on what carries data between nodes: {said}",
+            hint="give all of them the same TORSH_BETWEEN_NODES, or the same TorshOptions(between=…)",
+        )
     return NodeLayout(tuple(tuple(ranks) for ranks in members.values()), rank)

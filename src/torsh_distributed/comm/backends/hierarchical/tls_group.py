@@ -68,6 +68,10 @@ class TlsInterNodeGroup:
     def _others(self) -> list[int]:
         return [other for other in range(len(self.ranks)) if other != self.index]
 
+    def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether these can be folded: the ranks fold themselves what they can on a node."""
+        return True
+
     # Collectives: each has a number, the same on all ranks, since all call them in one order
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp, call: Call, *, is_alone: bool) -> Future[object]:

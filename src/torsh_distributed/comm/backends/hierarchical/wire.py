@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from torsh_distributed.comm.backends.handles import PendingWork
 from torsh_distributed.comm.backends.hierarchical.inter_node import InterNodeGroup
 from torsh_distributed.comm.backends.hierarchical.nodes import NodeLayout
 from torsh_distributed.comm.backends.hierarchical.tls_group import TlsInterNodeGroup
-from torsh_distributed.comm.backends.reduction_probe import gloo_reductions
 from torsh_distributed.comm.backends.wire import Call, Wire
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.errors import FeatureNotAvailable
+
+if TYPE_CHECKING:
+    from torsh_distributed.comm.backends.hierarchical.mpi_inter_node import MpiInterNodeGroup
 
 # Below this, one message of the leader is faster than several shards.
 _SMALL_BYTES = 32 * 1024
@@ -34,8 +36,8 @@ _EDGE_BYTES = 256 * 1024
 _ALONE_BYTES = 1024 * 1024
 
 
-BetweenNodes = InterNodeGroup | TlsInterNodeGroup
-"""Ranks of several nodes: over gloo, or encrypted."""
+BetweenNodes = Union[InterNodeGroup, TlsInterNodeGroup, "MpiInterNodeGroup"]  # MPI's is not imported until it is used
+"""Ranks of several nodes: over gloo, encrypted, or over MPI."""
 
 
 class HierarchicalWire(Wire):
@@ -60,9 +62,7 @@ class HierarchicalWire(Wire):
     @override
     def supports(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         folded = _without_mean(op)
-        # Under TLS the ranks fold themselves what they can on a node.
-        is_ours = isinstance(self._all_ranks, TlsInterNodeGroup)
-        return self._node.supports(folded, dtype) and (is_ours or (folded, dtype) in gloo_reductions())
+        return self._node.supports(folded, dtype) and self._all_ranks.supports(folded, dtype)
 
     @override
     def barrier(self, call: Call) -> None:
@@ -242,7 +242,7 @@ class HierarchicalWire(Wire):
     def close(self) -> None:
         self._node.close()
         for group in (self._shard_group, self._all_ranks):
-            if isinstance(group, TlsInterNodeGroup):
+            if group is not None:
                 group.close()
 
     def _led(self, act: Callable[[BetweenNodes], None]) -> None:
