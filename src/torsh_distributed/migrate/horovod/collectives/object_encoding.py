@@ -182,7 +182,8 @@ def _decoded(value: Any, tensors: list[Tensor] | None) -> Any:
     if tag in _BY_TEXT:
         return _BY_TEXT[tag][2](parts[0])
     if tag == "tensor":
-        return _decoded_tensor(*parts, tensors)
+        held, requires_grad, is_param = parts
+        return _decoded_tensor(held, requires_grad, is_param, tensors)
     if tag in ("array", "scalar"):
         dtype, shape, data = parts
         array = np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
@@ -196,7 +197,8 @@ def _decoded(value: Any, tensors: list[Tensor] | None) -> Any:
     if tag == "default":
         factory = {kind.__name__: kind for kind in _FACTORIES}[parts[1]]
         return collections.defaultdict(factory, _decoded_pairs(parts[0], tensors))
-    return _of_class(tag, *parts, tensors)
+    name, held = parts
+    return _of_class(tag, name, held, tensors)
 
 
 def _of_class(tag: str, name: str, held: Any, tensors: list[Tensor] | None) -> Any:
@@ -255,7 +257,7 @@ def _filled_dataclass(name: str, values: dict[str, Any]) -> Any:
     kind: Any = _found(name, object)
     if not dataclasses.is_dataclass(kind) or {field.name for field in dataclasses.fields(kind)} != values.keys():
         raise SerializationError(f"another rank sent a {name}, which has other fields here", fields=sorted(values))
-    filled = object.__new__(kind)
+    filled: Any = object.__new__(_found(name, object))
     for key, value in values.items():
         object.__setattr__(filled, key, value)
     return filled
@@ -268,7 +270,7 @@ def _allowed_object(name: str, state: Any) -> Any:
             f"another rank sent a {name}, which this rank does not allow",
             hint="call torsh_distributed.migrate.horovod.allow_objects(…) with the class on every rank",
         )
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     if hasattr(kind, "__setstate__"):
         made.__setstate__(state)
     else:

@@ -20,7 +20,7 @@ class PackedStep(list[ReadyOp]):
     """Whether the same object comes again when ranks repeat the operations."""
     buffer: Tensor | None = None
     """Where a repeated step packs its tensors, once it has run."""
-    views: Sequence[Tensor] = ()
+    views: tuple[Tensor, ...] = ()
     """The tensors in the buffer."""
 
     @functools.cached_property
