@@ -1,10 +1,11 @@
-"""`python -m benchmarks [case …] [--json DIR] [--quick]`."""
+"""`python -m benchmarks [case …] [--only PART] [--json DIR] [--quick]`."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,10 @@ import typer
 from rich.console import Console
 
 from benchmarks.cases import case_names, load_case
-from benchmarks.harness import FULL, QUICK
+from benchmarks.harness import FULL, QUICK, Case
 from benchmarks.page import write_page
 from benchmarks.plot import save_plot
-from benchmarks.result import RESULTS, run_case, save_result
+from benchmarks.result import RESULTS, beside_earlier, run_case, save_result
 from benchmarks.table import table_of
 
 
@@ -25,6 +26,10 @@ def main(
         Path | None, typer.Option(help="Folder for results and plots. Default: benchmarks/results; none with --quick.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only check that the cases work.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Parts of one long case, by name or its beginning; the others stay as they were measured."),
+    ] = None,
     page: Annotated[bool, typer.Option("--page", help="Only rewrite docs/benchmarks.md and the plots.")] = False,
 ) -> None:
     """Measure our code and its rivals side by side."""
@@ -43,7 +48,11 @@ def main(
     folder = json if json is not None else None if quick else RESULTS
     for name in names:
         start = time.monotonic()
-        result = run_case(name, load_case(name), QUICK if quick else FULL)
+        case = load_case(name)
+        parts = tuple(part_named(case, name, wanted) for wanted in only or ())
+        result = run_case(name, case, replace(QUICK if quick else FULL, parts=parts))
+        if parts and folder is not None:
+            result = beside_earlier(result, folder, parts)
         console.print(table_of(result))
         if not result.rows:
             # Keep what a machine that could measure it has found.
@@ -55,6 +64,17 @@ def main(
         console.print(f"{name}: {time.monotonic() - start:.1f} s" + (f", kept in {folder}" if folder else ""))
     if folder == RESULTS:
         write_page()
+
+
+def part_named(case: Case, name: str, wanted: str) -> str:
+    """The part of a case that is called so, or the only one whose name begins so."""
+    found = [part for part in case.parts if part == wanted] or [
+        part for part in case.parts if part.casefold().startswith(wanted.casefold())
+    ]
+    if len(found) != 1:
+        known = ", ".join(case.parts) or "none"
+        raise typer.BadParameter(f"{wanted!r} names no one part of the case {name}; there are: {known}")
+    return found[0]
 
 
 if __name__ == "__main__":

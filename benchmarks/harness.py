@@ -40,6 +40,12 @@ class Budget:
     """Samples of each contestant; their median and spread are reported."""
     sample_s: float
     """A sample repeats a short workload until it lasts about this long, to be above the clock's noise."""
+    parts: tuple[str, ...] = ()
+    """Parts of the case to measure; all of them if none is named."""
+
+    def wants(self, part: str) -> bool:
+        """Whether to measure this part of the case."""
+        return not self.parts or part in self.parts
 
     @property
     def is_quick(self) -> bool:
@@ -59,6 +65,8 @@ class Measurement:
     low: float
     high: float
     num_samples: int
+    samples: tuple[float, ...] = ()
+    """All of them, where their distribution is to be kept and drawn."""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Measurement:
@@ -112,6 +120,8 @@ class Case:
     rows: Callable[[Budget], Iterator[Row | Note]]
     x_label: str = ""
     """Name and unit of `Row.x`, if the case is drawn as curves."""
+    parts: tuple[str, ...] = ()
+    """Parts of a long case that can be measured by themselves (`--only`); notes on one begin with its name."""
 
 
 def compare(

@@ -33,6 +33,11 @@ class Machine:
     commit: str
     """The commit measured, with `+changes` if files were modified."""
 
+    def is_like(self, other: Machine) -> bool:
+        """Whether numbers from here and there belong into one table."""
+        names = ("cpu", "num_cores", "memory_gb", "gpus", "kernel", "python", "torch")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
 
 def describe_machine() -> Machine:
     """Describe this machine."""

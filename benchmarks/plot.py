@@ -6,12 +6,11 @@ import hashlib
 import json
 import math
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import OURS, Measurement, Row, Unit
-from benchmarks.result import Result
+from benchmarks.result import Result, record_of
 from benchmarks.wording import quantity, ratio, tick
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _LOG_SPREAD = 25
 
 def fingerprint(result: Result) -> str:
     """A digest of the numbers, kept inside the plot to check that the two belong together."""
-    return hashlib.sha256(json.dumps(asdict(result), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record_of(result), sort_keys=True).encode()).hexdigest()
 
 
 def save_plot(result: Result, folder: Path) -> Path:
@@ -93,15 +92,17 @@ def _bars_inches(rows: list[Row]) -> float:
 
 def _draw_bars(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
     """Horizontal bars, one group per row, with the number at the end of each bar."""
-    medians = [each.median for row in rows for each in (row.ours, *row.rivals.values())]
+    measured = [each for row in rows for each in (row.ours, *row.rivals.values())]
+    medians = [each.median for each in measured]
+    farthest = max([*medians, *(value for each in measured for value in each.samples)])
     is_log = max(medians) / min(medians) > _LOG_SPREAD
     if is_log:
         axes.set_xscale("log")
         start = 10 ** math.floor(math.log10(min(medians)) - 0.3)
-        axes.set_xlim(start, max(medians) * 1.1)
+        axes.set_xlim(start, farthest * 1.1)
     else:
         start = 0.0
-        axes.set_xlim(0, max(medians) * 1.02)
+        axes.set_xlim(0, farthest * 1.02)
     position, ticks = 0.0, []
     for row in rows:
         first = position
@@ -110,9 +111,11 @@ def _draw_bars(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
             colour = _OURS_COLOUR if is_ours else colours[name]
             axes.barh(position, each.median - start, left=start, height=0.82, color=colour)
             axes.plot([each.low, each.high], [position, position], color=_INK, alpha=0.35, linewidth=1.2)
+            _draw_samples(axes, each, position)
             label = quantity(each.median, row.unit) + ("" if is_ours else f"   {ratio(row, name)}")
+            end = max(each.median, each.high, *each.samples)
             axes.annotate(
-                label, (max(each.median, each.high), position), xytext=(5, 0), textcoords="offset points",
+                label, (end, position), xytext=(5, 0), textcoords="offset points",
                 va="center", fontsize=8.5, color=_OURS_COLOUR if is_ours else _INK,
                 fontweight="bold" if is_ours else "normal", annotation_clip=False,
             )  # fmt: skip
@@ -122,6 +125,12 @@ def _draw_bars(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
     axes.set_yticks(ticks, [textwrap.fill(row.name, 34) for row in rows])
     axes.set_ylim(position - 0.7, -0.7)
     _value_axis(axes.xaxis, rows[0].unit, axes.get_xlim(), is_log=is_log)
+
+
+def _draw_samples(axes: Axes, each: Measurement, position: float) -> None:
+    """The distribution: a dot for every sample, spread over the bar's height so equal ones can be told apart."""
+    heights = [position - 0.3 + 0.6 * (number * 0.618 % 1) for number in range(len(each.samples))]
+    axes.scatter(each.samples, heights, s=5, color=_INK, alpha=0.35, linewidths=0, zorder=3)
 
 
 def _draw_curves(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:

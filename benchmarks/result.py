@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,34 @@ def run_case(name: str, case: Case, budget: Budget) -> Result:
     )
 
 
+def beside_earlier(result: Result, folder: Path, parts: Sequence[str]) -> Result:
+    """A result of some parts of its case, with the other parts as they were measured earlier on the same machine."""
+    path = folder / f"{result.case}.json"
+    earlier = load_result(path) if path.exists() else None
+    if earlier is None or earlier.budget != result.budget or not earlier.machine.is_like(result.machine):
+        return result
+    names = {row.name for row in result.rows}
+    kept = [text for text in earlier.notes if text not in result.notes and not text.startswith(tuple(parts))]
+    return replace(
+        result,
+        rows=(*(row for row in earlier.rows if row.name not in names), *result.rows),
+        notes=(*kept, *result.notes),
+    )
+
+
+def record_of(result: Result) -> dict[str, Any]:
+    """The result as it is written; samples only where they are kept."""
+    record = asdict(result)
+    for row in record["rows"]:
+        for measured in (row["ours"], *row["rivals"].values()):
+            if not measured["samples"]:
+                del measured["samples"]
+    return record
+
+
 def save_result(result: Result, folder: Path) -> Path:
     """Write `<case>.json` atomically; ratios are in it for readers, and recomputed on loading."""
-    record = asdict(result)
+    record = record_of(result)
     for row, written in zip(result.rows, record["rows"], strict=True):
         written["ratios"] = {name: round(ratio, 3) for name, ratio in row.ratios.items()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +106,11 @@ def _row(written: Mapping[str, Any]) -> Row:
     return Row(
         name=written["name"],
         unit=Unit(written["unit"]),
-        ours=Measurement(**written["ours"]),
-        rivals={name: Measurement(**rival) for name, rival in written["rivals"].items()},
+        ours=_measurement(written["ours"]),
+        rivals={name: _measurement(rival) for name, rival in written["rivals"].items()},
         x=written["x"],
     )
+
+
+def _measurement(written: Mapping[str, Any]) -> Measurement:
+    return Measurement(**{**written, "samples": tuple(written.get("samples", ()))})

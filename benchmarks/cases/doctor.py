@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.hang_matrix import BACKENDS, DEADLINE_S, HANGS, HangOutcome, run_hang
+from benchmarks.hang_matrix import BACKENDS, DEADLINE_S, HANGS, Hang, HangOutcome, run_hang
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 
 _NUM_RANKS = (2, 4)
@@ -14,15 +16,23 @@ _QUICK_HANGS = ("loader waits", "stopped")
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
-    for backend in ("shm",) if budget.is_quick else BACKENDS:
-        for num_ranks in _NUM_RANKS[:1] if budget.is_quick else _NUM_RANKS:
-            outcomes: dict[str, HangOutcome] = {}
-            for hang in HANGS:
-                if budget.is_quick and hang.name not in _QUICK_HANGS:
-                    continue
-                with tempfile.TemporaryDirectory(prefix="torsh-hangs-") as folder:
-                    outcomes[hang.name] = run_hang(hang, backend, num_ranks, Path(folder))
+    backends = ("shm",) if budget.is_quick else BACKENDS
+    sizes = _NUM_RANKS[:1] if budget.is_quick else _NUM_RANKS
+    hangs = [hang for hang in HANGS if not budget.is_quick or hang.name in _QUICK_HANGS]
+    num_jobs = max(1, len(os.sched_getaffinity(0)) // 2)
+    with tempfile.TemporaryDirectory(prefix="torsh-hangs-") as root, ThreadPoolExecutor(num_jobs) as pool:
+        cells = [(backend, num_ranks) for backend in backends for num_ranks in sizes]
+        running = {(*cell, hang.name): pool.submit(_run, hang, *cell, Path(root)) for cell in cells for hang in hangs}
+        for backend, num_ranks in cells:
+            outcomes = {hang.name: running[backend, num_ranks, hang.name].result() for hang in hangs}
             yield from _told(f"{backend}, {num_ranks} ranks", outcomes)
+    yield Note(text=f"{num_jobs} jobs at a time")
+
+
+def _run(hang: Hang, backend: str, num_ranks: int, root: Path) -> HangOutcome:
+    folder = root / f"{hang.name}-{backend}-{num_ranks}"
+    folder.mkdir()
+    return run_hang(hang, backend, num_ranks, folder)
 
 
 def _told(name: str, outcomes: dict[str, HangOutcome]) -> Iterator[Row | Note]:

@@ -36,14 +36,23 @@ class Size:
     vocab_size: int
 
 
-FULL_SIZE = Size(
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=19,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    vocab_size=32000,
-)
+FULL_GB = 8
+_LAYER_GB, _TABLES_GB = 0.405, 0.524  # of the sizes below
+
+
+def full_size() -> Size:
+    """A model of about TORSH_BENCH_GB: the layers of Llama 7B, as many as fit."""
+    wanted = float(os.environ.get("TORSH_BENCH_GB", FULL_GB))
+    return Size(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=max(1, round((wanted - _TABLES_GB) / _LAYER_GB)),
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+    )
+
+
 QUICK_SIZE = Size(
     hidden_size=256,
     intermediate_size=512,
@@ -66,8 +75,10 @@ def _write_checkpoint(folder: Path, size: Size) -> int:
     partial = folder / "partial"
     partial.mkdir()
     files = TensorFiles(partial, list(model.state_dict()), max_bytes=2 * GB)
+    drawn = torch.randn(2**22, dtype=torch.bfloat16)  # repeated: it is their bytes that count
     for name, value in model.state_dict().items():
-        files.write(name, torch.randn(value.shape, dtype=torch.bfloat16))
+        times = -(-value.numel() // drawn.numel())
+        files.write(name, drawn.repeat(times)[: value.numel()].view(value.shape))
     files.finish(folder)
     partial.rmdir()
     config.architectures = ["LlamaForCausalLM"]
@@ -166,15 +177,18 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     if lacking is not None:
         yield Note(text=f"not measured: {lacking}")
         return
-    size = QUICK_SIZE if budget.is_quick else FULL_SIZE
+    size = QUICK_SIZE if budget.is_quick else full_size()
     num_samples = 1 if budget.is_quick else 3
     launch = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--nproc-per-node", str(NUM_RANKS)]
     with tempfile.TemporaryDirectory(dir=os.environ.get("TORSH_BENCH_DIR")) as place:
         folder = Path(place) / "llama"
         folder.mkdir()
         free = shutil.disk_usage(folder).free
-        if not budget.is_quick and free < 12 * GB:
-            yield Note(text=f"not measured: the checkpoint needs 12 GB of disk, and {free / GB:.0f} are free")
+        needed = 0 if budget.is_quick else 1.5 * GB * (size.num_hidden_layers * _LAYER_GB + _TABLES_GB)
+        if free < needed:
+            yield Note(
+                text=f"not measured: the checkpoint needs {needed / GB:.0f} GB of disk, {free / GB:.0f} are free"
+            )
             return
         total = _write_checkpoint(folder, size)
         samples: dict[str, list[float]] = {"ours": [], "disk": [], "theirs": []}
@@ -213,6 +227,7 @@ CASE = Case(
     about="""A Llama-shaped checkpoint in bf16, in several safetensors files, which the page cache has let go. Ours
     builds the model on the meta device and reads each rank's shard; time is from parallelize() to the last barrier.
     The disk is what as many processes reach that only read; transformers' from_pretrained loads the whole model in one
-    process, and its tensors are touched, as a step would. Memory is the growth of the peak resident set.""",
+    process, and its tensors are touched, as a step would. Memory is the growth of the peak resident set.
+    TORSH_BENCH_GB is the size, TORSH_BENCH_DIR the disk.""",
     rows=_rows,
 )

@@ -6,20 +6,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from PIL import Image
 from rich.console import Console
 
+from benchmarks.__main__ import part_named
 from benchmarks.cases import case_names, load_case
 from benchmarks.harness import QUICK, Budget, Case, Measurement, Note, Row, Unit
 from benchmarks.machine import ROOT, describe_machine
 from benchmarks.page import PAGE, page_text, write_page
 from benchmarks.plot import fingerprint, save_plot
-from benchmarks.result import RESULTS, Result, load_result, load_results, run_case, save_result
+from benchmarks.result import RESULTS, Result, beside_earlier, load_result, load_results, run_case, save_result
 from benchmarks.table import table_of
 
 pytestmark = pytest.mark.ranks
@@ -45,6 +48,28 @@ def test_a_result_survives_the_file(result: Result, tmp_path: Path) -> None:
     assert load_result(path) == result
     assert load_results(tmp_path / "new") == [result]
     assert json.loads(path.read_text())["rows"][0]["ratios"] == {"theirs": 3.0}
+
+
+def test_samples_are_kept_where_their_distribution_matters(result: Result, tmp_path: Path) -> None:
+    samples = (1e-3, 2e-3, 5e-3)
+    spread = Row(name="three", unit=Unit.SECONDS, ours=replace(Measurement.of(samples), samples=samples))
+    with_spread = replace(result, rows=(*result.rows, spread))
+    path = save_result(with_spread, tmp_path)
+    assert load_result(path) == with_spread
+    assert ["samples" in row["ours"] for row in json.loads(path.read_text())["rows"]] == [False, False, True]
+    assert save_plot(with_spread, tmp_path).exists()
+
+
+def test_a_part_that_is_measured_alone_keeps_the_others_of_the_same_machine(result: Result, tmp_path: Path) -> None:
+    earlier = replace(result, notes=("one: was slow", "two: was fast"))
+    save_result(earlier, tmp_path)
+    again = replace(result, rows=(replace(result.rows[0], ours=measured(9e-6)),), notes=("one: is slow",))
+    merged = beside_earlier(again, tmp_path, ["one"])
+    assert [(row.name, row.ours.median) for row in merged.rows] == [("two", 2e3), ("one", 9e-6)]
+    assert merged.notes == ("two: was fast", "one: is slow")
+    elsewhere = replace(again, machine=replace(again.machine, num_cores=999))
+    assert beside_earlier(elsewhere, tmp_path, ["one"]) == elsewhere
+    assert beside_earlier(again, tmp_path / "empty", ["one"]) == again
 
 
 def test_the_machine_is_described() -> None:
@@ -129,6 +154,17 @@ def test_an_unknown_case_proposes_the_nearest() -> None:
     done = run("evnts")
     assert done.returncode == 2
     assert "did you mean events?" in " ".join(done.stderr.split())
+
+
+def test_a_part_goes_by_its_beginning() -> None:
+    case = load_case("chaos")
+    assert part_named(case, "chaos", "storm") == "storm"
+    assert part_named(case, "chaos", "sigkill in b") == "SIGKILL in backward"
+    for wanted in ("SIGKILL", "flood"):
+        with pytest.raises(
+            typer.BadParameter, match="names no one part of the case chaos; there are: SIGKILL in backward"
+        ):
+            part_named(case, "chaos", wanted)
 
 
 @pytest.mark.parametrize("name", [pytest.param("events", marks=pytest.mark.matrix), "codecs_cuda"])

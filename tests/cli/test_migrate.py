@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from torsh_distributed.cli.app import app
@@ -90,3 +91,23 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
         run("checkpoint", tmp_path, tmp_path / "out")
     with pytest.raises(TorshError, match="is not a format"):
         run("checkpoint", tmp_path, tmp_path / "out", "--weights", "gguf")
+
+
+def test_a_checkpoint_of_torch_becomes_one_of_ours_or_weights(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    named = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": named, "optimizer": optimizer.state_dict(), "epoch": 2}, tmp_path / "ddp.pt")
+    output = run("checkpoint", tmp_path / "ddp.pt", tmp_path / "ours")
+    assert "wrote" in output
+    assert any((tmp_path / "ours").iterdir())
+    run("checkpoint", tmp_path / "ddp.pt", tmp_path / "weights", "--weights", "bin", "--dtype", "bf16")
+    found = torch.load(tmp_path / "weights" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(found["weight"], model.weight.detach().bfloat16())
+    with pytest.raises(TorshError, match="have no tags"):
+        run("checkpoint", tmp_path / "ddp.pt", tmp_path / "out", "--tag", "x")
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(TorshError, match="has no optimizer state"):
+        run("checkpoint", tmp_path / "bare.pt", tmp_path / "out")

@@ -111,6 +111,17 @@ def wait_for_joined(folder: Path, *, member: int, within_s: float = 60.0) -> Non
         time.sleep(0.01)
 
 
+def wait_for_spare(launcher: int, *, within_s: float = 60.0) -> int:
+    """The process id of a launcher's warm spare, once it has one."""
+    deadline = time.monotonic() + within_s
+    while True:
+        for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+            if b"worker/spare.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        assert time.monotonic() < deadline, "there is no spare"
+        time.sleep(0.01)
+
+
 def undisturbed(num_steps: int = NUM_STEPS) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and final weights of one process that trains on the same batches alone."""
     from torsh_distributed.train.batches import DataOrder, sharded

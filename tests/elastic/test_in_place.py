@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chaos.faults import process_state, stop, wait_for_mark
-from tests.elastic.jobs import ElasticOutcome, run_job, undisturbed, wait_for_joined
+from tests.chaos.faults import kill, process_state, stop, wait_for_mark
+from tests.elastic.jobs import ROOT, ElasticOutcome, run_job, start_job, undisturbed, wait_for_joined, wait_for_spare
 from tests.elastic.training_script import NUM_STEPS
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
+from torsh_distributed.checkpoint.files.manifest import read_manifest
+from torsh_distributed.checkpoint.files.verification import find_damage
+from torsh_distributed.errors import ProcessGroupNotFound
 from torsh_distributed.launch.control.job_commands import ask_launcher, find_job
 
 pytestmark = pytest.mark.ranks
@@ -86,6 +90,8 @@ def test_every_backend_every_phase(tmp_path: Path, backend: str, point: str, vic
         ("kill rank 1 at step 6 in gradient", "kill rank 3 at step 6 in gradient"),
         ("kill rank 0 at step 6 in updated", "kill rank 2 at step 7 in layer"),
         ("kill rank 0 at step 6", "kill rank 1 at step 6", "kill rank 2 at step 6 in gradient"),
+        ("kill rank 1 at step 6 in gradient", "kill rank 2 at step 6 in regroup"),
+        ("kill rank 1 at step 6", "kill rank 0 at step 6 in regroup", "kill rank 3 at step 6 in regroup"),
     ],
 )
 def test_several_failures_within_one_recovery(tmp_path: Path, faults: tuple[str, ...]) -> None:
@@ -115,8 +121,9 @@ def test_fewer_than_the_least_number_waits_for_a_replacement(tmp_path: Path) -> 
 
 
 @pytest.mark.matrix
-def test_a_joiner_that_dies_while_it_starts_is_replaced_in_turn(tmp_path: Path) -> None:
-    faults = ("kill rank 1 at step 20", "kill rank 3 at step 0 in start")
+@pytest.mark.parametrize("point", ["start", "regroup"])
+def test_a_joiner_that_dies_while_it_starts_or_enters_is_replaced_in_turn(tmp_path: Path, point: str) -> None:
+    faults = ("kill rank 1 at step 20", f"kill rank 3 at step 0 in {point}")
     outcome = run_job(
         tmp_path,
         faults=faults,
@@ -126,8 +133,140 @@ def test_a_joiner_that_dies_while_it_starts_is_replaced_in_turn(tmp_path: Path) 
     )
     check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
     assert "worker 3" in outcome.output
-    assert "it had not joined" in outcome.output
+    assert ("it had not joined" in outcome.output) == (point == "start")
     assert "worker 4 joined" in outcome.output
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_dies_in_a_save_spoils_neither_training_nor_the_checkpoints(tmp_path: Path, victim: int) -> None:
+    outcome = run_job(
+        tmp_path, "--on-loss", "shrink", faults=(f"kill rank {victim} at step 14 in save",), checkpoints=True
+    )
+    check_as_undisturbed(outcome)
+    assert "is lost: signal 9" in outcome.output
+    kept = CheckpointDirectory(tmp_path / "checkpoints")
+    assert NUM_STEPS in kept.complete_steps()
+    for step in kept.complete_steps():
+        assert not find_damage(kept.step_path(step), read_manifest(kept.step_path(step)))
+
+
+@pytest.mark.matrix
+def test_a_worker_that_dies_while_it_leaves_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    def meanwhile(folder: Path) -> None:
+        pid = wait_for_mark(folder, rank=2, step=5, within_s=60)
+        launcher = find_job("leaving").pid
+        stop(pid)  # so it cannot get to the end of its step
+        assert ask_launcher(launcher, "scale", workers=2)["is_done"]
+        kill(pid)
+        wait_for_mark(folder, rank=0, step=NUM_LONG_STEPS, within_s=60)
+
+    outcome = run_job(tmp_path, "--rdzv-id", "leaving", num_steps=NUM_LONG_STEPS, is_slow=True, meanwhile=meanwhile)
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    assert "worker 2 leaves after this step" in outcome.output
+    assert "it was about to leave" in outcome.output
+    assert sorted(outcome.weights()) == [0, 1]
+
+
+@pytest.mark.matrix
+def test_a_worker_that_was_to_leave_leaves_although_another_is_lost_meanwhile(tmp_path: Path) -> None:
+    def meanwhile(folder: Path) -> None:
+        pid = wait_for_mark(folder, rank=0, step=5, within_s=60)
+        launcher = find_job("both").pid
+        stop(pid)
+        assert ask_launcher(launcher, "scale", workers=2)["is_done"]
+        kill(pid)
+        wait_for_mark(folder, rank=1, step=NUM_LONG_STEPS, within_s=60)
+
+    outcome = run_job(
+        tmp_path,
+        *("--rdzv-id", "both", "--on-loss", "shrink"),
+        num_steps=NUM_LONG_STEPS,
+        is_slow=True,
+        meanwhile=meanwhile,
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    assert list(outcome.weights()) == [1]
+
+
+@pytest.mark.matrix
+def test_a_spare_that_dies_is_no_loss(tmp_path: Path) -> None:
+    def meanwhile(folder: Path) -> None:
+        pid = wait_for_mark(folder, rank=1, step=5, within_s=60)
+        launcher = find_job("spare").pid
+        kill(wait_for_spare(launcher))
+        kill(pid)
+        wait_for_joined(folder, member=3)
+        kill(wait_for_spare(launcher))
+        wait_for_mark(folder, rank=0, step=NUM_LONG_STEPS, within_s=60)
+
+    outcome = run_job(tmp_path, "--rdzv-id", "spare", num_steps=NUM_LONG_STEPS, is_slow=True, meanwhile=meanwhile)
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    assert "worker 3 joined" in outcome.output
+    assert outcome.output.count("is lost") == 1
+
+
+@pytest.mark.matrix
+def test_two_jobs_with_one_name_do_not_meet(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "slow").touch()
+    jobs = {
+        name: start_job(tmp_path / name, "--rdzv-id", "twins", num_workers=2, faults=("kill rank 1 at step 8",))
+        for name in ("one", "other")
+    }
+    try:
+        for name in jobs:
+            wait_for_mark(tmp_path / name, rank=0, step=10, within_s=60)
+        with pytest.raises(ProcessGroupNotFound, match="several jobs are named 'twins'"):
+            find_job("twins")
+        for name, job in jobs.items():
+            (tmp_path / name / "slow").unlink()
+            output, _ = job.communicate(timeout=60)
+            check_as_undisturbed(ElasticOutcome(job.returncode, output, tmp_path / name, 0.0))
+    finally:
+        for job in jobs.values():
+            if job.poll() is None:
+                job.kill()
+                job.communicate()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_a_clock_that_jumps_loses_nobody(tmp_path: Path, jump_s: int) -> None:
+    """Launcher and workers see the jump at once, in the middle of training, beside a loss."""
+
+    def meanwhile(folder: Path) -> None:
+        wait_for_mark(folder, rank=0, step=5, within_s=60)
+        (folder / "jumped").touch()
+        kill(wait_for_mark(folder, rank=1, step=20, within_s=60))
+        wait_for_joined(folder, member=3)
+
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(
+        "import os, time\nreal = time.time\n"
+        f"time.time = lambda: real() + {jump_s} * os.path.exists({str(tmp_path / 'jumped')!r})\n"
+    )
+    outcome = run_job(
+        tmp_path,
+        num_steps=NUM_LONG_STEPS,
+        is_slow=True,
+        meanwhile=meanwhile,
+        checkpoints=True,
+        env={"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{ROOT}"},
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    assert "worker 3 joined" in outcome.output
+    assert outcome.output.count("is lost") == 1
+
+
+@pytest.mark.matrix
+def test_fewer_than_the_least_number_ends_a_job_that_shrinks_with_the_cause(tmp_path: Path) -> None:
+    faults = ("kill rank 1 at step 8 in layer",)
+    options = ("--on-loss", "shrink", "--min-workers", "3", "--max-restarts", "0")
+    outcome = run_job(tmp_path, *options, faults=faults)
+    assert outcome.code == 137, outcome.output
+    assert "not in place: 2 of at least 3 workers are left" in outcome.output
 
 
 @pytest.mark.matrix
@@ -153,3 +292,43 @@ def test_scaling_up_and_down_lets_workers_in_and_out_between_two_steps(tmp_path:
     check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
     assert list(outcome.weights()) == [0]
     assert "lost" not in outcome.output
+
+
+@pytest.mark.matrix
+def test_a_users_function_decides_on_the_number_of_workers_within_the_limits(tmp_path: Path) -> None:
+    (tmp_path / "wanted").write_text("99")
+
+    def meanwhile(folder: Path) -> None:
+        wait_for_joined(folder, member=2)
+        (folder / "fewer").write_text("1")
+        (folder / "fewer").replace(folder / "wanted")
+        wait_for_mark(folder, rank=0, step=NUM_LONG_STEPS, within_s=60)
+
+    outcome = run_job(
+        tmp_path, "--max-workers", "3", num_workers=2, num_steps=NUM_LONG_STEPS, is_slow=True, meanwhile=meanwhile
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS)
+    assert "3 workers are wanted now: load" in outcome.output
+    assert "worker 2 joined: 3 workers" in outcome.output
+    assert "1 workers are wanted now" in outcome.output
+    assert list(outcome.weights()) == [0]
+    for member in (1, 2):  # both finished their step before they left
+        assert outcome.steps(member)[-1]["world"] == 3
+
+
+@pytest.mark.matrix
+def test_a_plan_scales_a_job_down_that_waits_for_data(tmp_path: Path) -> None:
+    def wait_to_the_end(folder: Path) -> None:
+        wait_for_mark(folder, rank=0, step=NUM_STEPS, within_s=60)
+
+    (tmp_path / "pause").write_text("0.2")
+    (tmp_path / "plan.json").write_text('{"elastic": {"scaling": "aggressive", "scaling_interval_s": 1.0}}')
+    outcome = run_job(
+        tmp_path,
+        num_workers=2,
+        is_slow=True,
+        meanwhile=wait_to_the_end,
+    )
+    check_as_undisturbed(outcome)
+    assert "1 workers are wanted now: load 0." in outcome.output
+    assert list(outcome.weights()) == [0]

@@ -30,9 +30,11 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[torch.Te
     return model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True)
 
 
-def plan_of(num_steps: int, checkpoints: str | None) -> td.Plan:
-    """The plan of the job."""
+def plan_of(folder: Path, num_steps: int, checkpoints: str | None) -> td.Plan:
+    """The plan of the job; the test may have put some of it into a file."""
     values: dict[str, object] = {"training": {"steps": num_steps, "batch_size": BATCH}}
+    if (folder / "plan.json").exists():
+        values |= json.loads((folder / "plan.json").read_text())
     if checkpoints:
         values["checkpoint"] = {"enabled": True, "dir": checkpoints, "every_steps": 5}
     return td.Plan.model_validate(values)
@@ -44,7 +46,7 @@ def main() -> None:
     num_steps = int(sys.argv[2])
     backend = sys.argv[3]
     checkpoints = sys.argv[4] if len(sys.argv) > 4 else None
-    plan = plan_of(num_steps, checkpoints)
+    plan = plan_of(folder, num_steps, checkpoints)
     with td.distributed(plan, backend=backend):
         model, optimizer, loader = build()
         reached("step", 0)
@@ -52,7 +54,10 @@ def main() -> None:
         engine = td.parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
         if checkpoints:
             engine.resume()
+        if (folder / "wanted").exists():
+            td.elastic.scale_by(engine, lambda _: int((folder / "wanted").read_text()), every_s=0.05)
         member = os.environ["RANK"]
+        pause_s = float((folder / "pause").read_text()) if (folder / "pause").exists() else 0.02
         # In the middle of forward, backward and update, beside the points that the Engine passes itself.
         engine.unwrapped[2].register_forward_pre_hook(lambda *_: reached("layer"))
         engine.unwrapped[2].weight.register_hook(lambda _: reached("gradient"))
@@ -61,7 +66,7 @@ def main() -> None:
         with (folder / f"steps-{member}.jsonl").open("a", buffering=1) as log:
             for batch in engine.batches(loader):
                 if (folder / "slow").exists():
-                    time.sleep(0.02)  # a longer step, while a worker is being started
+                    time.sleep(pause_s)  # a longer step, while a worker is being started
                 loss = engine.step(batch)
                 record = {
                     "step": engine.num_steps,

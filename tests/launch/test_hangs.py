@@ -79,3 +79,47 @@ def test_the_command_and_the_signal_ask_the_same_and_the_job_goes_on(tmp_path: P
             process.kill()
         process.stdout.close()
         process.wait()
+
+
+SILENT = """
+import os, signal, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("begun", flush=True)
+if dist.get_rank() == 1:
+    time.sleep(1.5)  # some beats
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_a_rank_that_stops_beating_is_told_before_anybody_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SILENT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        line = ""
+        while "rank 1 gives no sign of life" not in line:
+            line = process.stdout.readline()
+            assert line, "the launcher ended"
+        assert "stopped" in line
+        while "kill -CONT" not in line:
+            line = process.stdout.readline()
+            assert line, "the launcher ended"
+        (tmp_path / "go").touch()
+        os.kill(int(re.search(r"kill -CONT (\d+)", line).group(1)), signal.SIGCONT)  # type: ignore[union-attr]
+        assert process.wait(timeout=30) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.stdout.close()
+        process.wait()

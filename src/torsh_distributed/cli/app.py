@@ -40,6 +40,10 @@ COMMANDS = {
     ),
     "top": ("torsh_distributed.cli.observe.top", "Show a job at the terminal: its event files, or a page's address."),
     "compare": ("torsh_distributed.cli.observe.compare", "Compare two runs by their event files."),
+    "forecast": (
+        "torsh_distributed.cli.observe.forecast",
+        "Say how a run converges, how calmly and how efficiently, and when its loss will reach a target.",
+    ),
     "metrics": ("torsh_distributed.cli.observe.metrics", "Say what is measured; make a Grafana dashboard."),
     "doctor": (
         "torsh_distributed.cli.doctor.doctor_command",

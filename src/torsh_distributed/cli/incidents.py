@@ -1,4 +1,4 @@
-"""`torsh incidents`: what failed in a run, what was done about it, and how often and how long."""
+"""`torsh incidents`: what failed in a run, what was done about it, how often and how long; and what may fail next."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @app.command()
 def incidents(directory: EventsDir, json: Json = False) -> None:
-    """Show the incidents of a run: failures, actions, times to failure and to recovery."""
+    """Show the incidents of a run: failures, actions, times to failure and to recovery; and ranks at risk."""
     from torsh_distributed.elastic.incidents.incident_history import (
         failure_statistics,
         observed_seconds,
         read_incidents,
     )
+    from torsh_distributed.elastic.incidents.risk import recorded_alarms
 
     found = read_incidents(directory)
+    risks = recorded_alarms(directory)
     numbers = failure_statistics(found, observed_s=observed_seconds(directory))
     if json:
         record = {
             "incidents": [dataclasses.asdict(one) for one in found],
             "statistics": {kind: dataclasses.asdict(one) for kind, one in numbers.items()},
+            "risks": [dataclasses.asdict(one) for one in risks],
         }
         typer.echo(json_format.dumps(record, indent=1))
         return
+    for risk in risks:
+        typer.echo(f"{_clock(risk.time)} rank {risk.rank}: risk {risk.score:.2f}, {risk.detail}")
     if not found:
         typer.echo("no incidents")
         return
@@ -42,10 +47,17 @@ def incidents(directory: EventsDir, json: Json = False) -> None:
 
     table = Table("when", "failure", "ranks", "step", "action", "status", "took")
     for one in found:
-        when = datetime.fromtimestamp(one.opened_at).strftime("%H:%M:%S")
         took = "" if one.duration_s is None else f"{one.duration_s:.2f} s"
         ranks = ", ".join(map(str, one.ranks))
-        table.add_row(when, one.failure, ranks, "" if one.step is None else str(one.step), one.action, one.status, took)
+        table.add_row(
+            _clock(one.opened_at),
+            one.failure,
+            ranks,
+            "" if one.step is None else str(one.step),
+            one.action,
+            one.status,
+            took,
+        )
     summary = Table("failure", "incidents", "resolved", "mean time to failure", "mean time to recovery")
     for kind, stats in numbers.items():
         summary.add_row(
@@ -58,6 +70,10 @@ def incidents(directory: EventsDir, json: Json = False) -> None:
     console = Console()
     console.print(table)
     console.print(summary)
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time).strftime("%H:%M:%S")
 
 
 def _seconds(value: float | None) -> str:

@@ -110,7 +110,12 @@ def command(
 
 @app.command()
 def checkpoint(
-    source: Annotated[Path, typer.Argument(help="What DeepSpeed's save_checkpoint was given, or one of its tags.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="DeepSpeed's directory or one of its tags, a file of torch.save, a directory of torch's checkpoints."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write to.")],
     tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="A tag; else the newest.")] = None,
     weights: Annotated[
@@ -122,20 +127,26 @@ def checkpoint(
         list[str] | None,
         typer.Option("--inert", metavar="CLASS", help="A class that the files may name; read as a record. Repeatable."),
     ] = None,
+    model_key: Annotated[
+        str | None,
+        typer.Option("--model-key", metavar="KEY", help="torch: where the model is in a file that has several."),
+    ] = None,
 ) -> None:
-    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) without DeepSpeed, and write it as one of ours.
+    """Read a checkpoint of DeepSpeed (ZeRO 0 to 3, universal) or of plain torch, and write it as one of ours.
 
     What is written loads under any plan and at any world size, with the optimizer's state. With --weights, the model
     alone, as DeepSpeed's zero_to_fp32.py writes it. Files are read without pickle's code: nothing in them is run.
     """
-    from torsh_distributed.migrate.deepspeed.checkpoints.conversion import convert_checkpoint, write_weights
+    from torsh_distributed.migrate import foreign_state
+    from torsh_distributed.migrate.checkpoint_kinds import open_any_checkpoint
 
-    if weights is None:
-        typer.echo(f"wrote {convert_checkpoint(source, out, tag, inert=inert or ())}")
-        return
-    if weights not in ("safetensors", "bin"):
+    if weights not in (None, "safetensors", "bin"):
         raise InvalidArgument(f"--weights {weights} is not a format", hint="write safetensors or bin")
-    for path in write_weights(source, out, tag, file_format=weights, dtype=dtype, inert=inert or ()):
+    saved = open_any_checkpoint(source, tag, weights_only=weights is not None, model_key=model_key, inert=inert or ())
+    if weights is None:
+        typer.echo(f"wrote {foreign_state.keep_foreign(saved, out)}")
+        return
+    for path in foreign_state.write_foreign_weights(saved, out, file_format=weights, dtype=dtype):
         typer.echo(f"wrote {path}")
 
 

@@ -1,4 +1,5 @@
-"""From one world to the next: wait for the newest view that takes this worker in, and enter it, or the one after."""
+"""From one world to the next: wait for the newest view that takes this worker in, and enter it, or the one after; or
+leave, if it says so."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView
 from torsh_distributed.errors import OperationTimeout, TorshError
@@ -30,13 +32,16 @@ def news_timeout_s() -> float:
 
 
 def enter_newest(client: MembershipClient, enter: Callable[[WorldView], None], *, timeout_s: float) -> None:
-    """Enter the newest view by `enter`; the next one if that one fails. Raises OperationTimeout if none comes."""
+    """Enter the newest view by `enter`; the next one if that one fails. Raises OperationTimeout if none comes.
+
+    A worker that is told to leave ends here, with exit code 0.
+    """
     failed_epoch = client.current.epoch
     started_s = time.monotonic()
     while True:
         view = client.await_view(
             max(0.0, started_s + timeout_s - time.monotonic()),
-            is_wanted=partial(_takes_in, client.member, failed_epoch),
+            is_wanted=partial(_concerns, client.member, failed_epoch),
         )
         if view is None:
             raise OperationTimeout(
@@ -45,6 +50,8 @@ def enter_newest(client: MembershipClient, enter: Callable[[WorldView], None], *
                 operation="regroup",
                 member=client.member,
             )
+        if client.member in view.leaving:
+            leave(client)
         try:
             enter(view)
             break
@@ -58,5 +65,11 @@ def enter_newest(client: MembershipClient, enter: Callable[[WorldView], None], *
     _log.info("in epoch %d after %.0f ms", view.epoch, (time.monotonic() - started_s) * 1e3)
 
 
-def _takes_in(member: int, after_epoch: int, view: WorldView) -> bool:
-    return view.epoch > after_epoch and member in view.members
+def leave(client: MembershipClient) -> NoReturn:
+    """Tell the launcher, and end."""
+    client.tell("leaving", epoch=client.current.epoch)
+    raise SystemExit(0)
+
+
+def _concerns(member: int, after_epoch: int, view: WorldView) -> bool:
+    return view.epoch > after_epoch and member in (*view.members, *view.leaving)

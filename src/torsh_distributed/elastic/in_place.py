@@ -13,6 +13,7 @@ So parameters of two steps never mix, and no rank has to keep a copy of anything
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
@@ -28,6 +30,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
+from torsh_distributed.elastic.scaling import JobScaler, policy_named
 from torsh_distributed.elastic.state_transfer import RankProgress, send_state, source_of
 from torsh_distributed.errors import CommunicationError, TorshError
 from torsh_distributed.launch.worker.raised_error import is_transport_text
@@ -54,6 +57,9 @@ def attach(engine: Engine) -> InPlaceRecovery | None:
         return None
     recovery = InPlaceRecovery(engine, client)
     client.tell("ready")
+    elastic = engine.plan.elastic
+    if elastic.scaling != "reactive":
+        JobScaler(recovery, policy_named(elastic.scaling)).start(every_s=elastic.scaling_interval_s)
     return recovery
 
 
@@ -83,6 +89,8 @@ class InPlaceRecovery:
         self._loss = 0.0
         self._agreed_epoch = 0
         self._told_epoch = client.current.epoch
+        self.busy_s = 0.0
+        """Time that this rank has spent in steps."""
 
     # What the Engine calls
 
@@ -100,6 +108,7 @@ class InPlaceRecovery:
     def step(self, batch: Any) -> float:
         """One update, done exactly once."""
         self.join()
+        started_s = time.monotonic()
         engine, before = self._engine, self._num_updates
         while True:
             try:
@@ -117,6 +126,7 @@ class InPlaceRecovery:
                 batch = engine.divide_again(batch, is_done=is_done)
                 if is_done:
                     break
+        self.busy_s += time.monotonic() - started_s
         self._after_step()
         return self._loss
 
@@ -136,6 +146,27 @@ class InPlaceRecovery:
         epoch = 0 if pending is None else pending.epoch
         sent = torch.stack([loss.detach().float() / process_group.world_size(), loss.new_tensor(epoch).float()])
         return _MeanAndEpoch(sent, self._note_votes)
+
+    # What decides on the number of workers
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this worker is rank 0 of the present world."""
+        return not self._client.joins and self._client.current.members[:1] == (self._client.member,)
+
+    @property
+    def num_workers(self) -> int:
+        """Members of the present world."""
+        return len(self._client.current.members)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates done."""
+        return self._engine.num_steps
+
+    def ask_for(self, num_workers: int, reason: str) -> None:
+        """Ask the launcher for that many workers, within the job's limits."""
+        self._client.tell("scale", workers=num_workers, detail=reason)
 
     # Between two steps
 
@@ -157,17 +188,11 @@ class InPlaceRecovery:
         self._agreed_epoch = 0
         try:
             self._engine.finish_saves()
-            if self._client.member in pending.leaving:
-                self._leave()
         except TorshError as error:
             self._recover(error)
         else:
             self._enter_newest()
         self._engine.divide_again(None, is_done=True)
-
-    def _leave(self) -> None:
-        self._client.tell("leaving", epoch=self._client.current.epoch, step=self._engine.num_steps)
-        raise SystemExit(0)
 
     # From one world to the next
 
@@ -190,6 +215,7 @@ class InPlaceRecovery:
         if client.newest.epoch != view.epoch:
             raise WorldChanged
         self._world.enter(view, timeout_s=self._timeout_s)
+        events.reached("regroup")
         is_new = client.joins
         mine = -1 if is_new else self._num_updates
         everyone = [RankProgress(num_updates=one) for one in all_gather_object(mine)]

@@ -11,10 +11,8 @@ from torch import nn
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.data.data_strategy import DataParallel, gradient_options
-from torsh_distributed.parallel.expert import moe_layers
 from torsh_distributed.parallel.expert.choose import expert_strategy
 from torsh_distributed.parallel.expert.expert_weights import load_spread
-from torsh_distributed.parallel.expert.placed_experts import spread_names
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit, is_on_meta
 from torsh_distributed.parallel.models.wrapping import matching
@@ -23,7 +21,8 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.sharded.zero1 import ShardedOptimizer
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
-from torsh_distributed.parallel.weights.stored_weights import StoredWeights
+from torsh_distributed.parallel.weights.drawn_weights import DrawnWeights
+from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import shards_params, splits_model
 from torsh_distributed.plan.compatibility.offload_rules import pages_model
@@ -36,7 +35,7 @@ def strategy_for(
     plan: Plan,
     *,
     param_init_fn: ParamInit | None = None,
-    weights: StoredWeights | None = None,
+    weights: ModelWeights | None = None,
     example: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> Strategy:
     """Spread `model` over the world as the plan says; every rank calls this, with a plan resolved for the world.
@@ -46,6 +45,8 @@ def strategy_for(
     of it; `example` is a microbatch of inputs, for `pipeline.balance = "time"`.
     """
     kind = strategy_kind(plan)
+    if weights is None and (kind == "composed" or plan.mesh.ep > 1):
+        weights = _drawn(model, plan, param_init_fn)
     if kind == "composed":
         # Here, not above: it takes a second to import, and most plans do not ask for it.
         from torsh_distributed.parallel.composed import composed_strategy
@@ -54,11 +55,10 @@ def strategy_for(
             Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed).make(model)
         return composed_strategy(model, plan, example=example, weights=weights)
     _prepare_layers(model, plan)
-    has_experts = plan.mesh.ep > 1 or bool(moe_layers(model))
-    if weights is not None and plan.mesh.ep > 1 and spread_names(model, plan.mesh.ep):
+    if weights is not None and plan.mesh.ep > 1:
         load_spread(model, plan, weights)
-    elif weights is not None and (kind != "sharded" or has_experts):
-        _load_whole(model, weights, is_reader=has_experts or process_group.rank() == 0)
+    elif weights is not None and kind != "sharded":
+        _load_whole(model, weights)
     elif is_on_meta(model) and kind != "sharded":
         materializer = Materializer(model, process_group.device(), init_fn=param_init_fn, seed=plan.training.seed)
         materializer.make(model)
@@ -90,13 +90,18 @@ def strategy_for(
     return Sharded(wrapped)
 
 
-def _load_whole(model: nn.Module, weights: StoredWeights, *, is_reader: bool) -> None:
-    """For strategies whose ranks begin with the whole model: the first rank reads it and replicas take it from there.
+def _drawn(model: nn.Module, plan: Plan, init_fn: ParamInit | None) -> DrawnWeights | None:
+    """Initial values for a model that is split before it has any; None if it has some, or must be run to be split."""
+    must_run = plan.mesh.pp > 1 and plan.pipeline.balance == "time"
+    if must_run or not all(param.is_meta for param in model.parameters()):
+        return None
+    return DrawnWeights(model, init_fn=init_fn, seed=plan.training.seed)
 
-    Experts are spread without being sent, so then every rank reads.
-    """
+
+def _load_whole(model: nn.Module, weights: ModelWeights) -> None:
+    """For ranks that begin with the whole model: the first one reads it and replicas take it from there."""
     weights.allocate(model)
-    weights.load(model, names=None if is_reader else ())
+    weights.load(model, names=None if process_group.rank() == 0 else ())
 
 
 def strategy_kind(plan: Plan) -> StrategyKind:

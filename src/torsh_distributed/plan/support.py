@@ -36,6 +36,7 @@ KEY_GATES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "fsdp.backward_prefetch": ("fsdp.strategy", ("shard_optimizer",)),
     "fsdp.max_gathered_ahead": ("fsdp.strategy", ("shard_optimizer",)),
     "fsdp.gather_codec": ("fsdp.strategy", ("shard_optimizer",)),
+    "elastic.scaling_interval_s": ("elastic.scaling", ("reactive",)),
     "activation.every_n_layers": ("activation.strategy", ("none", "by_size", "selective")),
     "activation.threshold_mb": ("activation.strategy", ("none", "uniform", "selective")),
     "compress.error_feedback_momentum": ("compress.error_feedback", ("none", "ef21")),

@@ -18,6 +18,7 @@ from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
 from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
+from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.offload.choose import offloaded_optimizer
@@ -71,6 +72,7 @@ def parallelize(
     optimizer_for = prepare_optimizer(model, optimizer)
     check_same_model(model)
     stored = _stored_weights(model, weights, param_init_fn)
+    keep_no_cache_in_training(model)
     cast_buffers(model, chosen.precision)
     if chosen.precision.dtype == "fp8":
         use_float8(model, chosen.precision, _device_of(model))

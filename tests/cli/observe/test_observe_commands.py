@@ -12,9 +12,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.cli.test_app import torsh
 from tests.observe.job.test_run_files import write_run
+from torsh_distributed.cli.observe import forecast
 
 pytestmark = pytest.mark.ranks
 
@@ -80,3 +82,24 @@ def test_mistakes_are_told_before_a_job_starts(tmp_path: Path) -> None:
     assert "started" not in wrong.stdout + missing.stdout
     absent = torsh("dashboard", str(tmp_path / "none"))
     assert "there is no such directory of event files" in absent.stderr
+
+
+def test_forecast_says_how_training_goes_and_when_it_arrives(tmp_path: Path) -> None:
+    with (tmp_path / "rank-0.jsonl").open("w") as file:
+        for step in range(1, 301):
+            event = {"type": "step", "rank": 0, "time": 1000.0 + step, "step": step, "duration_s": 1.0}
+            file.write(json.dumps({**event, "loss": 1.5 + 4 * step**-0.4, "num_samples": 8}) + "\n")
+    runner = CliRunner()
+    told = runner.invoke(forecast.app, [str(tmp_path), "--target-loss", "1.8", "--cost-per-hour", "3.6"])
+    assert told.exit_code == 0, told.output
+    assert "convergence: improving" in told.output
+    assert "8 ± 0 samples/s" in told.output
+    assert "loss 1.8: at step 6" in told.output
+    assert "cost until then: 0.3" in told.output
+    report = json.loads(runner.invoke(forecast.app, [str(tmp_path), "--json"]).output)
+    assert report["forecast"] is None
+    assert report["course"]["stability"]["num_spikes"] == 0
+    reached = runner.invoke(forecast.app, [str(tmp_path), "--target-loss", "2.5"])
+    assert "reached at step" in reached.output
+    absent = runner.invoke(forecast.app, [str(tmp_path), "--target-loss", "0.1"])
+    assert "no forecast, the target is below the floor" in absent.output

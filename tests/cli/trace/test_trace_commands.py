@@ -84,3 +84,38 @@ def test_the_verdict_is_the_measured_difference(after: float, words: str) -> Non
     lines = tune_command._verdict(steps, [after * one for one in steps], 0.004, "a change")
     assert words in lines[1]
     assert "4.00 ms predicted" in lines[0]
+
+
+PLAIN_SCRIPT = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("shm")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+criterion = torch.nn.MSELoss()
+for number in range(12):
+    time.sleep(0.05 if dist.get_rank() == 1 else 0.0)
+    criterion(model(torch.ones(8, 64)), torch.zeros(8, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_without_a_word_of_this_library_is_recorded_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_SCRIPT)
+    subprocess.run(
+        [sys.executable, "-m", "torsh_distributed.run", "--nproc-per-node", "2", "--trace", "out", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = CliRunner().invoke(why_command.app, [str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    assert "rank 1 comes last" in told.output
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    drawn = {(one["pid"], one["name"]) for one in trace["traceEvents"] if one["ph"] == "X"}
+    assert {(rank, name) for rank in (0, 1) for name in ("step 5", "forward", "backward", "optimizer")} <= drawn

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from torsh_distributed.elastic.incidents.risk import ALARM, RiskMonitor, alarms
+from torsh_distributed.elastic.incidents.risk import ALARM, RiskMonitor, alarms, recorded_alarms
 from torsh_distributed.events import MemoryEvent, StepEvent
+from torsh_distributed.events.jsonl import to_record
 
 
 def test_memory_that_grows_scores_by_the_time_that_is_left() -> None:
@@ -34,7 +38,7 @@ def test_steps_without_a_measured_wait_say_nothing() -> None:
     assert all(monitor.observe(StepEvent(step=step, duration_s=step)) is None for step in range(100))
 
 
-def test_a_rank_that_gets_slower_is_named_and_its_peer_is_not() -> None:
+def test_a_rank_that_gets_slower_is_named_and_its_peer_is_not(tmp_path: Path) -> None:
     steps = [
         StepEvent(
             time=float(step), rank=rank, step=step, duration_s=0.1 + slower, comm_s=0.02 + (slower if rank else 0.0)
@@ -45,4 +49,8 @@ def test_a_rank_that_gets_slower_is_named_and_its_peer_is_not() -> None:
     ]
     (found,) = alarms(steps)
     assert (found.rank, found.reason) == (0, "slowing")
+    for rank in (0, 1):
+        records = [json.dumps(to_record(event)) for event in steps if event.rank == rank]
+        (tmp_path / f"rank-{rank}.jsonl").write_text("\n".join(records) + "\n")
+    assert recorded_alarms(tmp_path) == [found]
     assert alarms([event for event in steps if event.step < 40]) == []

@@ -112,3 +112,24 @@ def test_nothing_is_said_after_the_end() -> None:
     case.inquiry.failed(own_failure(1, at_s=1))
     case.run(limit_s=0.3)
     assert case.verdicts == []
+
+
+def test_a_rank_that_stops_beating_is_told_though_nobody_waits_for_it() -> None:
+    silent = RankStatus(rank=1, silence="it does not answer: it is stopped (SIGSTOP or Ctrl-Z)", groups={"0": steps(8)})
+    case = Case(busy(0), busy(2), silent)
+    for _ in range(2):
+        case.loop.call_later(0.05, lambda: case.inquiry.said(silent, is_asked=False))
+    case.run(limit_s=0.5)
+    (notice,) = case.notices
+    assert notice.rank == 1
+    assert notice.text.startswith("rank 1 gives no sign of life: it does not answer: it is stopped")
+    assert "kill -CONT" in (notice.likely or "")
+    assert case.verdicts == []
+
+
+def test_a_rank_that_stopped_beating_and_answers_again_is_no_news() -> None:
+    case = Case(busy(0), busy(2), busy(1))
+    case.inquiry.said(RankStatus(rank=1, silence="it does not answer"), is_asked=False)
+    case.run(limit_s=0.5)
+    assert case.num_asked == 1
+    assert case.notices == []

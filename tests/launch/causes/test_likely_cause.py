@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from torsh_distributed.launch.causes.diagnosis import diagnose
@@ -121,3 +123,16 @@ def test_a_stopped_rank_is_told_although_nobody_waits_yet() -> None:
     assert found.is_stuck
     assert found.rank == 1
     assert "kill -CONT 42" in found.text
+
+
+def test_what_no_machine_acknowledges_is_a_dead_link() -> None:
+    cut = dataclasses.replace(waiting(0), native="sleeps in epoll_wait; no answer from 10.0.0.2:4711")
+    said = diagnose({0: cut, 1: waiting(1)}, set(), num_ranks=2)
+    assert said.cause is not None
+    assert (said.cause.kind, said.is_stuck) == ("link", True)
+    assert "what rank 0 sent to 10.0.0.2:4711 is not acknowledged" in said.text
+    alive = diagnose({0: waiting(0), 1: waiting(1)}, set(), num_ranks=2)
+    assert not alive.is_stuck
+    # A rank that goes another way is the cause, whatever the network does.
+    odd = dataclasses.replace(late(), groups=history(*STEP, *STEP, ("barrier", 0, "train.py:30")))
+    assert cause_of(dataclasses.replace(odd, native="runs; no answer from 10.0.0.2:4711")) != "link"

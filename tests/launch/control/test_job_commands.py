@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def test_a_job_is_found_by_name_and_by_pid(loop: Loop) -> None:
     assert find_job(JOB.run_id) == find_job(str(JOB.pid)) == JOB
     with pytest.raises(ProcessGroupNotFound, match=r"(?s)no job named 'another'.*a-job-of-this-test"):
         find_job("another")
+
+
+def test_of_two_jobs_with_one_name_the_pid_tells_which(loop: Loop) -> None:
+    other = replace(JOB, pid=1 << 30)
+    with JobCommands(loop, other, {}):
+        with pytest.raises(ProcessGroupNotFound, match=r"(?s)several jobs are named.*give the pid"):
+            find_job(JOB.run_id)
+        assert find_job(str(other.pid)) == other
 
 
 def test_what_is_not_known_is_not_answered(loop: Loop) -> None:

@@ -103,6 +103,24 @@ def test_scaling_starts_workers_or_lets_the_last_ones_leave() -> None:
     assert enter(membership) == []
 
 
+def test_one_that_dies_before_it_has_left_makes_the_view_urgent() -> None:
+    membership = trained(3)
+    membership.scale(2)
+    assert membership.lost([2]) == [NewView(epoch=2, members=(0, 1), is_urgent=True)]
+    assert enter(membership) == []
+    membership.scale(1)
+    enter(membership)
+    assert membership.lost([1]) == []  # the other has entered without it
+
+
+def test_one_that_was_to_leave_is_told_again_if_another_is_lost_meanwhile() -> None:
+    membership = trained(3, on_loss="shrink")
+    membership.scale(2)
+    assert membership.lost([0]) == [NewView(epoch=2, members=(1,), is_urgent=True, lost=(0,), leaving=(2,))]
+    membership.finished(2)
+    assert membership.stuck(2) == [NewView(epoch=3, members=(1,), is_urgent=True)]
+
+
 def test_who_comes_too_late_is_a_stray() -> None:
     membership = trained(1)
     membership.scale(2)
@@ -116,27 +134,42 @@ def test_any_order_of_events_keeps_the_rules() -> None:
         source = random.Random(seed)
         membership = trained(4, on_loss=source.choice(["replace", "shrink", "wait"]), max_workers=6)
         started: list[int] = []
+        alive = set(membership.members)
+        told: dict[int, NewView] = {}
         epoch = 0
         for _ in range(60):
-            known = [*membership.members, *started]
-            event = source.choice(["lost", "join", "enter", "scale", "stuck"])
-            if event == "lost" and known:
-                decisions = membership.lost([source.choice(known)])
+            event = source.choice(["lost", "join", "enter", "scale", "stuck", "leave"])
+            leaving = [member for member in alive if member in told and member in told[member].leaving]
+            decisions: list[object] = []
+            if event == "lost" and alive:
+                victim = source.choice(sorted(alive))
+                alive.discard(victim)
+                started = [member for member in started if member != victim]
+                decisions += membership.lost([victim])
+            elif event == "leave" and leaving:
+                alive.discard(leaving[0])
+                membership.finished(leaving[0])
             elif event == "join" and started:
-                decisions = membership.wants_in(started.pop())
+                decisions += membership.wants_in(started.pop())
             elif event == "enter" and membership.members:
-                decisions = membership.entered(source.choice(membership.members), membership.epoch)
+                decisions += membership.entered(source.choice(membership.members), membership.epoch)
             elif event == "stuck":
-                decisions = membership.stuck(membership.epoch)
+                decisions += membership.stuck(membership.epoch)
             else:
-                decisions = membership.scale(source.randint(1, 6))
+                decisions += membership.scale(source.randint(1, 6))
             for decision in decisions:
                 if isinstance(decision, NewView):
                     assert decision.epoch == epoch + 1
                     epoch = decision.epoch
                     assert len(set(decision.members)) == len(decision.members)
                     assert not set(decision.lost) & set(decision.members)
+                    told |= dict.fromkeys(alive, decision)
                 elif isinstance(decision, StartMembers):
                     started += decision.members
+                    alive |= set(decision.members)
             if any(isinstance(decision, CannotContinue) for decision in decisions):
                 break
+            # Nobody is forgotten: who has heard of a world is in it, waits to be let in, or was told to leave.
+            for member, view in told.items():
+                if member in alive and view.epoch == membership.epoch and member < 4:
+                    assert member in (*view.members, *view.leaving), (seed, member, view)

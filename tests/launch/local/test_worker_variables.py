@@ -53,6 +53,7 @@ def test_a_worker_finds_the_variables_of_torchrun_and_ours() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_FR_BUFFER_SIZE": "256",
         "OMP_NUM_THREADS": "1",
+        "TORSH_BEAT_S": "1.0",
         "TORSH_LAUNCHER": "run",
         "TORSH_PROGRESS_FILE": "/p",
         "TORSH_SECRET_FILE": "/s",

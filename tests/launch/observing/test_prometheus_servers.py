@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.launch.observing.test_job_observer import PLAIN_LOOP, free_port, get, start
+from tests.observe.export.test_exports import receiver
+from torsh_distributed.observe.alerts.alert_rules import AlertRule, AlertSeverity
+from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules
 
 pytestmark = pytest.mark.ranks
 
@@ -28,6 +31,32 @@ scrape_configs:
     honor_labels: true
     static_configs:
       - targets: ["127.0.0.1:{gateway}"]
+"""
+
+
+ALERTING = """
+global:
+  scrape_interval: 1s
+  evaluation_interval: 1s
+rule_files: [rules.yml]
+alerting:
+  alertmanagers:
+    - static_configs:
+        - targets: ["127.0.0.1:{manager}"]
+scrape_configs:
+  - job_name: torsh
+    static_configs:
+      - targets: ["127.0.0.1:{job}"]
+"""
+ROUTE = """
+route:
+  receiver: hook
+  group_by: [alertname]
+  group_wait: 1s
+receivers:
+  - name: hook
+    webhook_configs:
+      - url: "{address}/hook"
 """
 
 
@@ -89,3 +118,42 @@ def test_prometheus_scrapes_a_running_job_and_what_it_pushes(tmp_path: Path) -> 
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
         assert "torsh_steps" not in get(f"http://127.0.0.1:{gateway}/metrics"), "a job that succeeded is removed"
+
+
+@pytest.mark.matrix
+@pytest.mark.needs_command("prometheus")
+@pytest.mark.needs_command("prometheus-alertmanager")
+def test_our_rules_fire_in_prometheus_and_alertmanager_tells_a_receiver(tmp_path: Path) -> None:
+    job, prometheus, manager = free_port(), free_port(), free_port()
+    rules = [AlertRule(name="TorshTrains", metric="torsh_steps", operator=">", value=0, severity=AlertSeverity.ERROR)]
+    (tmp_path / "rules.yml").write_text(prometheus_rules(rules))
+    with receiver() as (address, taken):
+        (tmp_path / "prometheus.yml").write_text(ALERTING.format(job=job, manager=manager))
+        (tmp_path / "alertmanager.yml").write_text(ROUTE.format(address=address))
+        alerting = server(
+            "prometheus-alertmanager",
+            f"--config.file={tmp_path / 'alertmanager.yml'}",
+            f"--storage.path={tmp_path / 'alerts'}",
+            f"--web.listen-address=127.0.0.1:{manager}",
+            "--cluster.listen-address=",
+        )
+        scrape = server(
+            "prometheus",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--web.listen-address=127.0.0.1:{prometheus}",
+        )
+        with alerting, scrape:
+            process = start(tmp_path, PLAIN_LOOP, "--prometheus-port", str(job))
+            try:
+                (_, path, body), *_ = until(lambda: list(taken))
+            finally:
+                (tmp_path / "stop").touch()
+                output, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, output
+    assert path == "/hook"
+    told = json.loads(body)
+    assert told["status"] == "firing"
+    assert told["groupLabels"] == {"alertname": "TorshTrains"}
+    assert {alert["labels"]["severity"] for alert in told["alerts"]} == {"error"}
+    assert {alert["labels"]["rank"] for alert in told["alerts"]} <= {"0", "1"}

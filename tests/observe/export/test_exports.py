@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import os
@@ -271,3 +272,88 @@ def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
     assert known - named == {"torsh_last_step_timestamp_seconds"}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     json.dumps(dashboard)
+
+
+def spans_of(bodies: list[tuple[str, str, bytes]]) -> list[dict[str, Any]]:
+    return [
+        span
+        for _, _, body in bodies
+        for resource in json.loads(body)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+@pytest.mark.needs_library("opentelemetry.proto")
+def test_otlp_spans_reach_a_receiver_as_one_trace() -> None:
+    from google.protobuf.json_format import ParseDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    view = job_of_two(5)
+    view.take({"type": "membership", "action": "lost", "detail": "worker 1"})
+    rank = FakeRank(0)
+    with receiver() as (address, taken):
+        exporter = make_exporter(f"otlp-traces:{address}")
+        exporter.export(view)
+        for _ in range(2):
+            rank.step()
+        packet = rank.packet()
+        packet["marks"] = [{"type": "checkpoint", "time": 1_700_000_100.0, "action": "saved", "duration_s": 2.0}]
+        view.take(packet)
+        exporter.export(view)
+        view.take({"type": "membership", "action": "ended", "exit_code": 1})
+        exporter.close(view)
+    assert {(method, path) for method, path, _ in taken} == {("POST", "/v1/traces")}
+    for _, _, body in taken:  # as a collector reads it; ids are hexadecimal in OTLP's JSON, base64 in protobuf's
+        record = json.loads(body)
+        for span in record["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+            for name in ("traceId", "spanId", "parentSpanId"):
+                if name in span:
+                    span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+        ParseDict(record, ExportTraceServiceRequest())
+    spans = spans_of(taken)
+    assert len({span["traceId"] for span in spans}) == 1
+    by_id = {span["spanId"]: span for span in spans}
+    steps = [span for span in spans if span["name"].startswith("step ")]
+    assert len(steps) == 12, "five of two ranks, then two of one"
+    (job,) = [span for span in spans if "parentSpanId" not in span]
+    assert (job["name"], job["status"]) == ("job test", {"code": 2})
+    assert {span["parentSpanId"] for span in steps} == {job["spanId"]}
+    forward = next(span for span in spans if span["name"] == "forward")
+    assert by_id[forward["parentSpanId"]]["name"] == "step 5"
+    saved = next(span for span in spans if span["name"] == "checkpoint saved")
+    assert int(saved["endTimeUnixNano"]) - int(saved["startTimeUnixNano"]) == 2_000_000_000
+    assert {"membership lost", "membership ended"} <= {span["name"] for span in spans}
+    first = next(span for span in steps if span["name"] == "step 3")
+    told = {one["key"]: next(iter(one["value"].values())) for one in first["attributes"]}
+    assert told["torsh.wait_s"] == pytest.approx(0.01)
+
+
+def test_buckets_have_the_step_that_fell_into_them_as_exemplar() -> None:
+    view = job_of_two(5)
+    slow = FakeRank(1)
+    slow.step()
+    slow.step(compute_s=2.0)
+    slow.step()
+    view.take(slow.packet())
+    accept = "application/openmetrics-text; version=1.0.0"
+    body, _ = render(job_registry(view), accept)
+
+    def found(text: str) -> dict[str, Any]:
+        families = {family.name: family for family in parse_open_metrics(text)}
+        return {
+            sample.labels["le"]: sample.exemplar
+            for sample in families["torsh_step_seconds"].samples
+            if sample.exemplar is not None and sample.labels["rank"] == "1"
+        }
+
+    exemplars = found(body.decode())
+    assert {bound: one.labels["step"] for bound, one in exemplars.items()} == {"0.05": "3", "2.5": "2"}
+    assert exemplars["2.5"].value == pytest.approx(2.01)
+    with receiver() as (address, taken):
+        make_exporter(f"otlp-traces:{address}").export(view)
+    traced = found(render(job_registry(view), accept)[0].decode())["2.5"].labels
+    assert (traced["trace_id"], traced["span_id"]) in {
+        (span["traceId"], span["spanId"]) for span in spans_of(taken) if span["name"] == "step 2"
+    }
+    assert b"trace_id" not in render(job_registry(view), "*/*")[0], "the older format has none"

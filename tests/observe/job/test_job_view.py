@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 
 import pytest
 
@@ -90,3 +91,54 @@ def test_a_slow_rank_is_named_from_what_ranks_report() -> None:
     assert page_state(job_of_two(10))["stragglers"] == []
     (found,) = page_state(job_of_two(10, slowdown=1.5))["stragglers"]
     assert (found["rank"], found["slowdown"]) == (1, pytest.approx(0.5, abs=0.01))
+
+
+def test_ranks_of_an_elastic_world_come_and_go() -> None:
+    view = JobView()
+    view.take({"type": "job", "run_id": "elastic", "world_size": None})
+    view.take({"type": "membership", "action": "started", "attempt": 0, "world_size": 3})
+    ranks = [FakeRank(number) for number in range(3)]
+    for rank in ranks:
+        rank.step()
+        packet = rank.packet()
+        packet["facts"]["world_size"] = 3
+        view.take(packet)
+    assert sorted(view.ranks) == [0, 1, 2]
+    view.take({"type": "membership", "action": "lost", "world_size": 2, "detail": "worker 1: signal 9"})
+    assert sorted(view.ranks) == [0, 1], "the numbers of the rest"
+    view.take({"type": "membership", "action": "recovered", "world_size": 2, "detail": "regrouped"})
+    values = view.job_values()
+    assert values["torsh_world_size", ()] == 2
+    assert values["torsh_ranks", ()] == 2
+    assert values["torsh_failures", ()] == 1
+    assert values["torsh_regroupings", ()] == 1
+    assert view.header.attempt == 0
+    for rank in ranks:
+        rank.step()
+        packet = rank.packet()
+        packet["facts"]["world_size"] = 3
+        view.take({"type": "membership", "action": "recovered", "world_size": 3})
+        view.take(packet)
+    assert sorted(view.ranks) == [0, 1, 2]
+    assert page_state(view)["job"]["world_size"] == 3
+
+
+def test_a_rank_that_fell_silent_is_shown_as_such() -> None:
+    view = job_of_two(3)
+    now_s = time.monotonic()
+    assert [rank["is_silent"] for rank in page_state(view, now_s=now_s)["ranks"]] == [False, False]
+    assert [rank["is_silent"] for rank in page_state(view, now_s=now_s + 11)["ranks"]] == [True, True]
+    view.take({"type": "membership", "action": "ended", "exit_code": 0})
+    assert [rank["is_silent"] for rank in page_state(view, now_s=now_s + 11)["ranks"]] == [False, False]
+
+
+def test_a_running_job_is_judged_by_its_newest_steps() -> None:
+    found = page_state(job_of_two(20, slowdown=1.5))
+    imbalance = next(one for one in found["bottlenecks"] if one["kind"] == "load imbalance")
+    assert imbalance["ranks"] == [1]
+    assert "rank 1 comes last to 100%" in imbalance["evidence"]
+    assert found["recommendations"][0]["title"].startswith("make rank 1 as fast")
+    assert found["recommendations"][0]["gain_s"] == pytest.approx(0.01)
+    assert [row["rank"] for row in found["waits"]] == [1, 0]
+    assert found["waits"][0]["delays_s"] == pytest.approx(0.01)
+    assert page_state(job_of_two(3))["recommendations"] == [], "three steps say little"

@@ -21,6 +21,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert (step.forward_s, step.backward_s, step.optimizer_s) == pytest.approx((0.006, 0.01, 0.004))
     assert (step.wait_s, step.data_s, step.other_s) == pytest.approx((0.01, 0.005, 0.0))
     assert step.busy_s == pytest.approx(0.02)
+    rank.collector.settle()
     metrics = rank.collector.metrics
     assert metrics("torsh_wait_ratio").value == pytest.approx(0.01 / 0.035)
     assert metrics("torsh_samples_per_second").value == pytest.approx(32 / 0.035, rel=0.2)

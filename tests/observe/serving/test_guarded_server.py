@@ -147,7 +147,15 @@ def test_acknowledging_takes_our_own_page_only(page: Page) -> None:
 def test_huge_and_broken_requests_are_cut_off(page: Page) -> None:
     assert b" 414 " in page.raw(b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
     assert b" 431 " in page.raw(b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n").split(b"\r\n")[0]
-    assert b" 400 " in page.raw(b"nonsense\r\n\r\n").split(b"\r\n")[0] + b" 400 "
+    assert b" 431 " in page.raw(b"GET / HTTP/1.1\r\nX: " + b"y" * 70_000 + b"\r\n\r\n").split(b"\r\n")[0]
+    assert b"Bad Request" in page.raw(b"nonsense\r\n\r\n")
+    own = f"Host: 127.0.0.1\r\nOrigin: http://127.0.0.1:{page.port}\r\nX-Torsh: 1\r\n".encode()
+    for length in (b"-1", b"1e9", b"99999999999999999999", b"0x10", b"\xc2\xb2"):
+        head = page.raw(b"POST /acknowledge HTTP/1.1\r\n" + own + b"Content-Length: " + length + b"\r\n\r\n")
+        assert head.split(b" ")[1] in (b"403", b"413"), head
+    chunked = page.raw(b"POST /acknowledge HTTP/1.1\r\n" + own + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+    assert b" 200 " not in chunked.split(b"\r\n")[0]
+    assert page.acknowledged == []
     assert page.ask("GET", "/")[0] == 200
 
 
@@ -158,6 +166,53 @@ def test_a_client_that_sends_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
             client.sendall(b"GET / HT")
             assert client.recv(100) == b"", "closed, though bytes might still come"
         assert page.ask("GET", "/")[0] == 200
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte in time, but never the whole: a limit on each read alone would keep it connected for ever."""
+    monkeypatch.setattr(guarded_server, "REQUEST_TIMEOUT_S", 0.5)
+    for page in serve(token=None):
+        with socket.create_connection(("127.0.0.1", page.port), timeout=20) as client:
+            assert answer_to_drops(client) == b""
+        assert page.ask("GET", "/")[0] == 200
+
+
+def answer_to_drops(client: socket.socket) -> bytes:
+    """What comes back while a byte is sent twenty times a second."""
+    is_cut = threading.Event()
+
+    def drip() -> None:
+        while not is_cut.wait(0.05):
+            try:
+                client.sendall(b"x")
+            except OSError:
+                return
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        return client.recv(100)
+    except ConnectionResetError:
+        return b""
+    finally:
+        is_cut.set()
+        dripping.join()
+
+
+def test_requests_from_other_sites_read_and_change_nothing(page: Page) -> None:
+    """What a page elsewhere can make a browser send: its answer may not be read there, nor shown in a frame."""
+    foreign = {"Origin": "http://evil.example", "Sec_Fetch_Site": "cross-site"}
+    status, headers, _ = page.ask("GET", "/state.json", **foreign)
+    assert "access-control-allow-origin" not in headers
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert status in (200, 403)
+    asked = {**foreign, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-torsh"}
+    status, headers, _ = page.ask("OPTIONS", "/acknowledge", **asked)
+    assert status == 501
+    assert not [name for name in headers if name.startswith("access-control")]
+    for origin in ("null", "http://127.0.0.1", f"https://127.0.0.1:{page.port}.evil.example", ""):
+        assert page.ask("POST", "/acknowledge", b'{"alert": "a-1"}', Origin=origin, X_Torsh="1")[0] == 403
+    assert page.acknowledged == []
 
 
 def test_too_many_connections_are_turned_away_and_the_rest_served(monkeypatch: pytest.MonkeyPatch) -> None:

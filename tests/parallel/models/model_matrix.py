@@ -1,13 +1,14 @@
 """Trains a model of the zoo on an axis and compares its losses with one process; makes the table of the guide.
 
-`python -m tests.parallel.models --write` runs every cell and writes the table. A further axis is one entry in AXES.
+`python -m tests.parallel.models --keep --write` runs every cell and writes the table. A further axis is one entry in
+AXES.
 """
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
+from tests.parallel.models.verdict_record import Found, LibraryRecord, found_in, origin
 from tests.parallel.models.zoo import BATCH, SPECIMENS, Batch, Specimen
 from torsh_distributed.errors import TorshError
 from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan, TrainingConfig
@@ -151,7 +153,12 @@ def verdicts(
     }
 
 
-def table(found: dict[int, dict[tuple[str, str], str]], names: Sequence[str], axes: Sequence[str]) -> str:
+def page_of(record: Mapping[str, LibraryRecord]) -> str:
+    """What the guide says: the table of the whole record, and what it was run with."""
+    return f"{table(found_in(record), tuple(SPECIMENS), tuple(AXES))}\n{origin(record)}\n"
+
+
+def table(found: Found, names: Sequence[str], axes: Sequence[str]) -> str:
     """Markdown: a row for each model, a column for each axis, and the reasons of refusals below."""
     reasons: list[str] = []
     lines = ["| | " + " | ".join(axes) + " |", "|---" * (len(axes) + 1) + "|"]
@@ -159,7 +166,7 @@ def table(found: dict[int, dict[tuple[str, str], str]], names: Sequence[str], ax
         row = []
         for axis in axes:
             said = {ranks: cells[name, axis] for ranks, cells in found.items() if (name, axis) in cells}
-            row.append(_cell(said, reasons))
+            row.append(_cell(said, reasons) if said or not AXES[axis].applies(SPECIMENS[name]) else "not run")
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"

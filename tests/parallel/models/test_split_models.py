@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.bed.heavy_imports import TRANSFORMERS
 from tests.bed.world import World
 from tests.parallel.models.model_matrix import all_alone, plan_of, train_on
+from tests.parallel.models.test_bad_models import Doubles, Dynamic, remote_model
 from tests.parallel.models.zoo import BATCH, SPECIMENS, quiet_imports, text_batch
+from tests.parallel.tiny_transformers import tiny
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan import ExpertConfig, MeshConfig, Plan, TensorConfig
 from torsh_distributed.train import parallelize
@@ -118,6 +122,27 @@ def refuse() -> None:
         parallelize(model, torch.optim.SGD(model.parameters()), plan_of(MeshConfig(dp=1, tp=2), tensor=SEQUENCE))
 
 
+def refuse_models() -> None:
+    """Models that cannot be spread as asked are named on every rank, and stay as they are."""
+    split, staged, cut = MeshConfig(dp=1, tp=2), MeshConfig(dp=1, pp=2), MeshConfig(dp=1, cp=2)
+    bad: list[tuple[Callable[[], nn.Module], MeshConfig, str]] = [
+        (Doubles, split, r"blocks\.0\.0: Doubled computes its forward by itself"),
+        (lambda: tiny("llama", num_attention_heads=3, hidden_size=24, num_key_value_heads=3), split, "has 3 heads"),
+        (Dynamic, staged, "could not be traced"),
+        (lambda: tiny("t5"), staged, "is an encoder and a decoder"),
+        (lambda: tiny("bloom"), cut, r"transformer\.h\.0 of BloomForCausalLM mixes positions in another way"),
+        (remote_model, cut, r"blocks\.0 of RemoteForCausalLM mixes positions in another way"),
+    ]
+    for make, mesh, message in bad:
+        model = make()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            parallelize(model, torch.optim.SGD(model.parameters()), plan_of(mesh), loss_fn=nn.functional.mse_loss)
+        assert caught.value.hint
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        torch.distributed.barrier()
+
+
 def compare_losses() -> None:
     """Logits and sequences may stay split where the model computes its loss itself."""
     split = MeshConfig(dp=1, tp=2)
@@ -131,6 +156,7 @@ def look_at_all() -> None:
     compare_states()
     drop()
     refuse()
+    refuse_models()
 
 
 def test_losses_state_dropout_and_refusals(world: World) -> None:

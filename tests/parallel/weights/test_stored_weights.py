@@ -31,6 +31,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+SHARDED: dict[str, dict[str, Any]] = {
+    "cp": {"dp": 1, "shard": 2, "cp": 2},
+    "tp": {"dp": 1, "shard": 2, "tp": 2},
+}
+
+
 def count_reads(counts: list[int]) -> Any:
     read = os.preadv
 
@@ -59,11 +65,11 @@ def losses(engine: Engine) -> list[float]:
     return [engine.step((part[rank::degree, :-1], part[rank::degree, 1:])) for part in ids]
 
 
-def on_every_axis(folder: Path, names: list[str]) -> dict[str, tuple[int, list[float]]]:
+def on_every_axis(folder: Path, plans: dict[str, dict[str, Any]]) -> dict[str, tuple[int, list[float]]]:
     wanted = gpt().state_dict()
     found = {}
-    for name in names:
-        engine, num_bytes = load(PLANS[name], folder)
+    for name, plan in plans.items():
+        engine, num_bytes = load(plan, folder)
         state = engine.state_dict()["model"]
         for key, value in wanted.items():
             torch.testing.assert_close(state[key], value, rtol=0, atol=0, msg=f"{name}: {key}")
@@ -88,7 +94,7 @@ def alone() -> list[float]:
 def test_every_axis_gets_the_stored_values_and_reads_its_part(world: World, tmp_path: Path) -> None:
     write_folder(tmp_path, gpt().state_dict(), num_files=3)
     total = sum(value.nbytes for value in gpt().state_dict().values())
-    results = world.run(on_every_axis, tmp_path, list(PLANS))
+    results = world.run(on_every_axis, tmp_path, PLANS)
     wanted = alone()
     for rank, found in enumerate(results):
         for name, (num_bytes, got) in found.items():
@@ -100,6 +106,18 @@ def test_every_axis_gets_the_stored_values_and_reads_its_part(world: World, tmp_
         assert sum(read) == total, "every byte once"
         assert max(read) < 0.65 * total
     assert max(found["tp"][0] for found in results) < 0.75 * total, "and columns from mapped pages"
+
+
+@pytest.mark.matrix
+def test_shards_of_a_split_model_read_their_part(world: World, tmp_path: Path) -> None:
+    """Beside `cp` every rank needs all of the model, and beside `tp` a piece of it: but as shards."""
+    write_folder(tmp_path, gpt().state_dict(), num_files=3)
+    total = sum(value.nbytes for value in gpt().state_dict().values())
+    wanted = alone()
+    for found in world.run(on_every_axis, tmp_path, SHARDED, num_ranks=4, timeout_s=60):
+        for name, (num_bytes, got) in found.items():
+            assert got == pytest.approx(wanted, abs=1e-4), name
+            assert num_bytes < 0.65 * total, name
 
 
 class Tabled(nn.Module):

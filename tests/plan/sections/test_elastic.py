@@ -18,6 +18,12 @@ from tests.plan.sections.refusals import expect_refusal
             "lower the first or raise the second",
             id="min-above-max",
         ),
+        pytest.param(
+            {"scaling": "aggressive", "mode": "restart"},
+            "elastic.scaling = aggressive changes the ranks while training goes on; elastic.mode is restart",
+            'set elastic.mode = "in_place", or leave scaling out',
+            id="scaling-by-restart",
+        ),
     ],
 )
 def test_values_that_exclude_each_other_are_refused(keys: dict[str, Any], message: str, hint: str) -> None:

@@ -98,8 +98,10 @@ def drawing(state: dict[str, Any]) -> Any:
         "  ".join(f"{part} {_ms(value)}" for part, value in state["parts"].items()),
     ]
     lines += [f"rank {one['rank']} is {one['slowdown']:.0%} slower than the others" for one in state["stragglers"]]
+    lines += [f"{one['share']:.0%} {one['kind']}: {one['evidence']}" for one in state.get("bottlenecks", [])[:2]]
+    lines += [f"try: {one['title']}, {_ms(one['gain_s'])} a step" for one in state.get("recommendations", [])[:1]]
     lines += [f"{alert['severity']}: {alert['name']}: {alert['message']}" for alert in state["alerts"]]
-    table = Table("rank", "node", *("step", "step time", "busy", "waiting", "data", "memory", "device", "cores"))
+    table = Table("rank", "node", *("step", "step time", "busy", "waiting", "data", "memory", "device", "cores", "MFU"))
     for column in table.columns[2:]:
         column.justify = "right"
     slowest = sorted(state["ranks"], key=lambda rank: -(rank["busy_s"] or 0))[:_MOST_RANKS]
@@ -115,6 +117,7 @@ def drawing(state: dict[str, Any]) -> Any:
             _mb(rank["memory"]),
             _mb(rank["device_memory"]),
             _number(rank["cores"]),
+            _share(rank.get("mfu")),
         )
     more = len(state["ranks"]) - len(slowest)
     footer = [Text(f"and {more} ranks that are busy for less time")] if more > 0 else []

@@ -346,6 +346,9 @@ class _Attempt:
                 _log.info("%s: %d workers from step %s", self._spec.name, len(membership.members), message.get("step"))
             case "stuck":
                 self._carry_out(membership.stuck(int(message["epoch"])))
+            case "scale":
+                if member in membership.members[:1]:  # rank 0 speaks for all
+                    self._scale(int(message["workers"]))
 
     def _scale(self, workers: int) -> None:
         membership, elastic = self._membership, self._spec.elastic

@@ -170,6 +170,10 @@ class FlightRecorder:
         """The records, oldest first."""
         return map(_as_record, list(self._ring))
 
+    def timed(self) -> Iterator[OperationRecord]:
+        """The records that have times, newest first."""
+        return (entry for entry in reversed(list(self._ring)) if isinstance(entry, OperationRecord))
+
     @property
     def newest(self) -> OperationRecord | BriefRecord | None:
         """The latest entry as it is kept, to see whether anything happened."""

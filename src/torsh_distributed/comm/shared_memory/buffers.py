@@ -42,10 +42,14 @@ def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, 
     return group.collective_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
 
 
-def allocate_shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
+def allocate_shared_memory(
+    num_bytes: int, group: dist.ProcessGroup, *, takes_pages_when_written: bool = False
+) -> memoryview | None:
     """Memory that all ranks of the group have mapped, as long as something points into it; None if they cannot.
 
     Every rank calls this with the same size, and all get it or none does. Callers synchronise their writes themselves.
+    One rank takes all pages here, so a lack of memory shows now; `takes_pages_when_written` leaves that to the writers,
+    who do it at the same time, and while they wait for a disk.
     """
     if num_bytes == 0 or not shares_memory(group):
         return None
@@ -53,7 +57,8 @@ def allocate_shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryvi
     try:
         if group.rank() == 0:
             size_bytes = PREAMBLE_BYTES + num_bytes
-            segment, address = SharedSegment.create(size_bytes, backed_bytes=size_bytes)
+            backed_bytes = PREAMBLE_BYTES if takes_pages_when_written else size_bytes
+            segment, address = SharedSegment.create(size_bytes, backed_bytes=backed_bytes)
     except (TorshError, OSError) as error:  # the others wait to learn of any error
         problem = str(error)
     offered = all_gather_object(asdict(address) if address else None, group=group)[0]

@@ -23,6 +23,8 @@ class FaultOutcome:
     """Seconds until a step was done again, by any rank: one that goes on, or one that was started since."""
     caught_up_s: float | None
     """Seconds until the step it happened in was done; more than the former where steps had to be repeated."""
+    replaced_s: float | None
+    """Seconds until a process that was started since had done a step."""
 
 
 def read_fault_log(path: Path) -> list[dict[str, Any]]:
@@ -49,12 +51,12 @@ def fault_outcomes(records: Sequence[dict[str, Any]]) -> list[FaultOutcome]:
         at, step = float(one["time"]), int(one["step"])
         after = [other for other in steps if other["time"] > at]
         caught_up = [other["time"] for other in after if other["step"] > step]
-        went_on = [
+        replaced = [
             other["time"]
             for other in after
-            if (other["step"] > step)
-            or (first_step[other["pid"]][0] > at and other["step"] > first_step[other["pid"]][1])
+            if first_step[other["pid"]][0] > at and other["step"] > first_step[other["pid"]][1]
         ]
+        went_on = [*caught_up, *replaced]
         found.append(
             FaultOutcome(
                 fault=Fault.parse(one["fault"]),
@@ -62,6 +64,7 @@ def fault_outcomes(records: Sequence[dict[str, Any]]) -> list[FaultOutcome]:
                 step=step,
                 next_step_s=min(went_on) - at if went_on else None,
                 caught_up_s=min(caught_up) - at if caught_up else None,
+                replaced_s=min(replaced) - at if replaced else None,
             )
         )
     return found

@@ -6,11 +6,13 @@ A score is not a probability: 0.7 and more is worth a look. How often that is ri
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torsh_distributed.events import Event, MemoryEvent, StepEvent
 
@@ -107,6 +109,19 @@ class RiskMonitor:
         score = min(1.0, max(0.0, growth)) if is_rising or growth > 1 else 0.0
         detail = f"a step takes {recent * 1e3:.1f} ms of its own, {recent / usual:.1f} times as long as at first"
         return RiskScore(time=event.time, rank=event.rank, score=score, reason="slowing", detail=detail)
+
+
+def recorded_alarms(directory: Path, *, horizon_s: float = 60.0) -> list[RiskScore]:
+    """The alarms that the events of a run, recorded in `directory`, give."""
+    kinds: dict[str, type[MemoryEvent | StepEvent]] = {kind.kind: kind for kind in (MemoryEvent, StepEvent)}
+    found: list[Event] = []
+    for path in directory.glob("rank-*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            kind = kinds.get(record.pop("type"))
+            if kind is not None:
+                found.append(kind(**record))
+    return alarms(found, horizon_s=horizon_s)
 
 
 def alarms(events: Iterable[Event], *, horizon_s: float = 60.0) -> list[RiskScore]:

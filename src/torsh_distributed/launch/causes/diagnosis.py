@@ -63,7 +63,7 @@ def diagnose(statuses: Mapping[int, RankStatus], finished: set[int], *, num_rank
     cause = likely_cause(found, statuses, finished)
     call = found.call
     return Diagnosis(
-        is_stuck=found.kind != "together",
+        is_stuck=found.kind != "together" or cause.kind == "link",
         text=_paragraph(found, cause, statuses, finished),
         rank=found.rank,
         waiting=found.waiting,

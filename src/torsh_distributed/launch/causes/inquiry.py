@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torsh_distributed.launch.causes.cause_finder import CauseFinder
 from torsh_distributed.launch.causes.diagnosis import Diagnosis, diagnose
@@ -52,6 +53,7 @@ class Inquiry:
         self._num_questions = 0
         self._num_end_looks = 0
         self._notice_limit_s = _FIRST_NOTICE_S
+        self._silent: set[int] = set()
         self._noticed: set[tuple[str | None, str, int | None]] = set()
 
     def failed(self, failure: JobFailure) -> None:
@@ -92,6 +94,10 @@ class Inquiry:
                 self._answer()
         elif status.waiting is not None and self._failed_s is None:
             self._consider_notice(status)
+        elif status.silence is not None and self._failed_s is None and status.rank not in self._silent:
+            self._silent.add(status.rank)
+            if self._purpose is None:
+                self._question(partial(self._notice_silence, status.rank))
 
     def _question(self, purpose: Callable[[], None]) -> None:
         """Ask every rank what it does; `purpose` is called when all that run have answered, or after a while."""
@@ -182,7 +188,8 @@ class Inquiry:
         found = self._finder.explain()
         if found is None or found.call is None:
             return
-        if found.kind == "together" and found.call.age_s < _TOGETHER_NOTICE_S:
+        cause = likely_cause(found, self._finder.statuses, self._finder.finished)
+        if found.kind == "together" and found.call.age_s < _TOGETHER_NOTICE_S and cause.kind != "link":
             return  # everyone has come: it is slow, or the network is
         key = (found.call.group, found.call.op, found.call.sequence)
         if key in self._noticed:
@@ -192,8 +199,23 @@ class Inquiry:
                 self._noticed.add((status.waiting.group, status.waiting.op, status.waiting.sequence))
         self._noticed.add(key)
         self._notice_limit_s = min(2 * self._notice_limit_s, _LAST_NOTICE_S)
-        cause = likely_cause(found, self._finder.statuses, self._finder.finished)
         self._on_notice(dataclasses.replace(found, likely=cause.line))
+
+    # A rank that gives no sign of life
+
+    def _notice_silence(self, rank: int) -> None:
+        """Nobody may wait for it yet; if somebody does, the wait is explained instead."""
+        status = self._finder.statuses.get(rank)
+        if self._failed_s is not None or status is None or status.silence is None or rank in self._finder.finished:
+            return
+        found = self._finder.explain()
+        if found is not None and found.call is not None and found.call.age_s >= _FIRST_NOTICE_S:
+            self._notice()
+            return
+        text = f"rank {rank} gives no sign of life: {status.silence}" + ("; it is at:" if status.stack else "")
+        silent = WaitFinding(kind="late", rank=rank, waiting=(), call=None, text=text, stack=status.stack)
+        cause = likely_cause(silent, self._finder.statuses, self._finder.finished)
+        self._on_notice(dataclasses.replace(silent, likely=cause.line))
 
     def _later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._timers.append(self._loop.call_later(delay_s, lambda: None if self._is_over else callback()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torsh_distributed.launch.causes.waits import WaitFinding
+from torsh_distributed.launch.worker.native_state import NO_ANSWER
 from torsh_distributed.launch.worker.rank_status import RankStatus, SeenOperation
 
 CauseKind = Literal[
@@ -77,6 +78,9 @@ _NUM_LINES = 6
 
 def likely_cause(found: WaitFinding, statuses: Mapping[int, RankStatus], finished: set[int]) -> LikelyCause:
     """The likely cause of a wait that `explain_waits` has found."""
+    dead = _of_dead_link(found, statuses)
+    if dead is not None:
+        return dead
     match found.kind:
         case "differ":
             return _of_difference(found, statuses)
@@ -245,6 +249,23 @@ def _of_deadlock(found: WaitFinding) -> LikelyCause:
         kind="deadlock",
         text="ranks use two groups in different orders, so each waits for one that waits",
         advice="call the collectives of different groups in the same order on every rank",
+    )
+
+
+def _of_dead_link(found: WaitFinding, statuses: Mapping[int, RankStatus]) -> LikelyCause | None:
+    """Whether ranks sent what no machine acknowledges: that is a link, whoever seems to be late."""
+    cut = {
+        rank: status.native.partition(NO_ANSWER)[2].strip()
+        for rank, status in sorted(statuses.items())
+        if status.native is not None and NO_ANSWER in status.native and status.waiting is not None
+    }
+    if not cut or found.kind == "differ":
+        return None
+    rank, peer = next(iter(cut.items()))
+    return LikelyCause(
+        kind="link",
+        text=f"the link is dead: what rank {rank} sent to {peer} is not acknowledged",
+        advice="look at cable, firewall and machine at that address; `torsh bench network` measures the link",
     )
 
 

@@ -66,6 +66,7 @@ class Membership:
         self._starting: set[int] = set()
         self._waiting: list[int] = []
         self._outside: set[int] = set()
+        self._leaving: set[int] = set()
         self._finished: set[int] = set()
         self._lost: list[int] = []
         self._num_replaced = 0
@@ -80,6 +81,11 @@ class Membership:
     def running(self) -> list[int]:
         """Members that have not finished."""
         return [member for member in self.members if member not in self._finished]
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Workers that were told to leave and still run."""
+        return frozenset(self._leaving)
 
     @property
     def is_short(self) -> bool:
@@ -102,9 +108,13 @@ class Membership:
     def lost(self, members: Sequence[int]) -> list[MembershipDecision]:
         """Workers ended or were given up, at the same time."""
         gone = [member for member in members if member in self.members and member not in self._finished]
+        has_left_early = bool(self._leaving & set(members)) and not self.is_steady
         if self._starting & set(members):
             self._num_failed_starts += 1
         self._forget(members)
+        if not gone and has_left_early and not self._lost:
+            # The world that it was about to leave does not work any more: the others cannot agree there to enter this.
+            return [self._view(self.running, is_urgent=True), *self._replace()]
         if not gone:  # they had not joined yet, or had left
             starts = self._replace()
             if self._lost and not (starts or self._starting or self._waiting):
@@ -198,6 +208,7 @@ class Membership:
     def finished(self, member: int) -> None:
         """A worker ended with exit code 0: its script came to its end, or it left."""
         self._finished.add(member)
+        self._leaving.discard(member)
         self._outside.discard(member)
 
     def _settle(self) -> list[MembershipDecision]:
@@ -221,13 +232,17 @@ class Membership:
     def _view(
         self, members: Sequence[int], *, is_urgent: bool, lost: tuple[int, ...] = (), leaving: tuple[int, ...] = ()
     ) -> NewView:
+        """Who has been told to leave, and has not, is told so again: it may not have come to it."""
         self.epoch += 1
         self.members = list(members)
         self._outside = set(members)
-        return NewView(epoch=self.epoch, members=tuple(members), is_urgent=is_urgent, lost=lost, leaving=leaving)
+        self._leaving |= set(leaving)
+        still = tuple(sorted(self._leaving))
+        return NewView(epoch=self.epoch, members=tuple(members), is_urgent=is_urgent, lost=lost, leaving=still)
 
     def _forget(self, members: Sequence[int]) -> None:
         self._starting -= set(members)
         self._waiting = [member for member in self._waiting if member not in members]
         self._outside -= set(members)
+        self._leaving -= set(members)
         self._with_state -= set(members)

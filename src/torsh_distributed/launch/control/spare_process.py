@@ -61,7 +61,9 @@ class ForkedWorker:
 def _wait_for_exit(pid: int, timeout_s: float) -> None:
     pidfd = os.pidfd_open(pid)
     try:
-        select.select([pidfd], [], [], timeout_s)
+        poller = select.poll()  # select() cannot: many workers make high descriptors
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1e3)
     finally:
         os.close(pidfd)
 
@@ -72,7 +74,6 @@ class SpareProcess:
     def __init__(self, loop: Loop, guardian: Guardian, output: LauncherOutput, *, variables: Mapping[str, str]) -> None:
         """`variables` are those of the workers that libraries read when they are loaded."""
         self._variables = variables
-        self._pids: Sequence[int] = ()
         self._num_revived = 0
         self._loop = loop
         self._guardian = guardian
@@ -96,7 +97,6 @@ class SpareProcess:
 
     def keep_warm_beside(self, pids: Sequence[int]) -> None:
         """Start the spare as soon as these workers have all imported torch: before, it would slow them down."""
-        self._pids = pids
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(_FIRST_LOOK_S, lambda: self._start_if_wanted(pids))
@@ -110,6 +110,8 @@ class SpareProcess:
             self._timer = self._loop.call_later(_LOOK_S, lambda: self._start_if_wanted(pids))
 
     def _start(self) -> None:
+        if self._process is not None:
+            return
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Not marked as the job's: what belongs to an attempt ends with it, and the spare outlives attempts.
         env = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
@@ -148,9 +150,13 @@ class SpareProcess:
             self._is_warm = True
         else:
             self._drop()
-            if self._num_revived < _MAX_REVIVALS:
-                self._num_revived += 1
-                self.keep_warm_beside(self._pids)
+            self._revive()
+
+    def _revive(self) -> None:
+        """Start another one soon, unless that keeps happening; those beside it have imported torch by now, or ended."""
+        if self._num_revived < _MAX_REVIVALS:
+            self._num_revived += 1
+            self._timer = self._loop.call_later(_FIRST_LOOK_S, self._start)
 
     def start(
         self, command: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int, line: int
@@ -169,6 +175,7 @@ class SpareProcess:
             answer = None
         if not isinstance(answer, dict) or not isinstance(answer.get("pid"), int):
             self._drop()
+            self._revive()
             return None
         self.num_started += 1
         return ForkedWorker(answer["pid"])

@@ -7,6 +7,7 @@ for a disk. A long step is none of these: it beats.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from torsh_distributed.launch.local.loop import Loop
-from torsh_distributed.launch.local.worker_variables import BEAT_S
+from torsh_distributed.launch.local.worker_variables import BEAT_S, SLOW_BEAT_S
 
 _LATE_BEATS = 3
 _TICK_S = 0.1
@@ -45,11 +46,17 @@ class HealthLimits:
 
     stopped_s: float = 0.4
     silent_s: float = 10.0
+    beat_s: float = BEAT_S
+    """Seconds between beats."""
+
+
+NOTICED = HealthLimits(stopped_s=math.inf, silent_s=20.0, beat_s=SLOW_BEAT_S)
+"""Where nobody is replaced a silent worker is only told about: at once if it is stopped, else after ten seconds."""
 
 
 def judge(silent_s: float, process_state: str, is_busy: bool, limits: HealthLimits) -> Health:
     """How a worker is that has been silent for `silent_s`; its state is the kernel's letter, `is_busy` uses the CPU."""
-    if silent_s < _LATE_BEATS * BEAT_S:
+    if silent_s < _LATE_BEATS * limits.beat_s:
         return Health(HealthState.HEALTHY)
     if process_state == "T":
         state = HealthState.FAILED if silent_s >= limits.stopped_s else HealthState.CRITICAL
@@ -89,7 +96,8 @@ class HealthWatch:
         self._watched: dict[int, _Watched] = {}
         self._last_tick_s = time.monotonic()
         self._is_closed = False
-        loop.call_later(_TICK_S, self._tick)
+        self._tick_s = max(_TICK_S, limits.beat_s)
+        loop.call_later(self._tick_s, self._tick)
 
     def watch(self, member: int, pid: int) -> None:
         """Watch a worker from now on: once it trains. Before, imports and loading may hold Python's lock for long."""
@@ -118,15 +126,15 @@ class HealthWatch:
         if self._is_closed:
             return
         now_s = time.monotonic()
-        was_suspended = now_s - self._last_tick_s > 2 * _TICK_S + BEAT_S
+        was_suspended = now_s - self._last_tick_s > 2 * self._tick_s + self._limits.beat_s
         self._last_tick_s = now_s
-        self._loop.call_later(_TICK_S, self._tick)
+        self._loop.call_later(self._tick_s, self._tick)
         for member, watched in list(self._watched.items()):
             if was_suspended:
-                watched.beat_s = max(watched.beat_s, now_s - BEAT_S)
+                watched.beat_s = max(watched.beat_s, now_s - self._limits.beat_s)
                 continue
             silent_s = now_s - watched.beat_s
-            if silent_s < _LATE_BEATS * BEAT_S:
+            if silent_s < _LATE_BEATS * self._limits.beat_s:
                 found = Health(HealthState.HEALTHY)
             else:
                 process_state, ticks = _look_at(watched.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -196,8 +197,9 @@ class LocalAttempt:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message to every running worker."""
+        data = json.dumps(message).encode()
         for worker in self._workers.running:
-            worker.line.tell(message)
+            worker.line.tell_encoded(data)
 
     def _hear_raised(self, rank: int, message: dict[str, Any]) -> None:
         raised = raised_from(message)
@@ -255,6 +257,12 @@ class LocalAttempt:
 
     def _tell_silence(self, worker: Worker, reason: str, *, stack: tuple[str, ...] = ()) -> None:
         self._tell_status(RankStatus(rank=worker.place.rank, silence=reason, stack=stack), is_asked=True)
+
+    def tell_silence(self, rank: int) -> None:
+        """A worker has stopped beating: say why, as far as the kernel knows."""
+        worker = self._workers.by_rank(rank)
+        if worker is not None and worker.exit is None:
+            self._tell_status(RankStatus(rank=rank, silence=why_silent(worker.pid)), is_asked=False)
 
     def _tell_status(self, status: RankStatus, *, is_asked: bool) -> None:
         worker = self._workers.by_rank(status.rank)

@@ -37,7 +37,7 @@ class WorkerLine:
         self._is_open = True
         self.is_answered = False
         """Whether the worker has opened its end."""
-        loop.watch(self._ours.fileno(), self.drain)
+        loop.watch(self._ours.fileno(), self._take_one)
 
     @property
     def worker_fd(self) -> int:
@@ -54,28 +54,41 @@ class WorkerLine:
 
     def tell(self, message: dict[str, Any]) -> bool:
         """Send a message to the worker; whether it was sent."""
+        return self.tell_encoded(json.dumps(message).encode())
+
+    def tell_encoded(self, data: bytes) -> bool:
+        """`tell` a message that many workers get."""
         try:
-            self._ours.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._ours.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return False
         return self._is_open
 
     def drain(self) -> None:
-        """Take every message that has arrived; also called before a worker's exit is judged."""
-        while self._is_open:
-            try:
-                data = self._ours.recv(MAX_MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._stop()
-                return
-            message = _parse(data)
-            if message is not None:
-                self.is_answered = True
-                self._on_message(message)
+        """Take every message that has arrived; called before a worker's exit is judged."""
+        while self._is_open and self._take():
+            pass
+
+    def _take_one(self) -> None:
+        """Take one message, no more: one worker must not keep the launcher from the others."""
+        self._take()
+
+    def _take(self) -> bool:
+        """Take the next message; whether there was one."""
+        try:
+            data = self._ours.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._stop()
+            return False
+        message = _parse(data)
+        if message is not None:
+            self.is_answered = True
+            self._on_message(message)
+        return True
 
     def _stop(self) -> None:
         if self._is_open:

@@ -35,6 +35,8 @@ _NEWS_S = 15.0
 
 BEAT_S = 0.1
 """Seconds between beats of a worker, in an elastic job."""
+SLOW_BEAT_S = 1.0
+"""The same in a job whose world is fixed, where nobody is replaced."""
 
 # Overrides for a process started by hand. Inherited, they would give every worker the same rank.
 _PERSONAL = (
@@ -128,6 +130,8 @@ def worker_environment(
         if spec.elastic.on_loss == "wait" or spec.elastic.min_workers > 1:
             # Survivors may hear nothing until a replacement has come up.
             env[NEWS_VARIABLE] = f"{spec.elastic.wait_timeout_s + _NEWS_S:g}"
+    else:
+        env[BEAT_VARIABLE] = str(SLOW_BEAT_S)
     if joins:
         env[JOIN_VARIABLE] = "1"
     if not spec.serves_torch_store:

@@ -102,6 +102,7 @@ class Workers:
         self._mark = mark
         self._on_exit = on_exit
         self.all: list[Worker] = []
+        self._by_rank: dict[int, Worker] = {}
 
     def start(
         self,
@@ -148,6 +149,7 @@ class Workers:
         self._guardian.watch_session(process.pid)
         worker = Worker(place, process, line, progress_file=progress_file)
         self.all.append(worker)
+        self._by_rank[place.rank] = worker
         self._loop.watch(worker.pidfd, lambda: self._note_exit(worker))
         return out_read, err_read
 
@@ -167,7 +169,7 @@ class Workers:
 
     def by_rank(self, rank: int) -> Worker | None:
         """The worker of a rank, if it was started."""
-        return next((worker for worker in self.all if worker.place.rank == rank), None)
+        return self._by_rank.get(rank)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to every running worker."""
@@ -191,4 +193,5 @@ class Workers:
             except subprocess.TimeoutExpired:
                 remaining.setdefault(worker.pid, f"rank {worker.place.rank}")
         self.all = []
+        self._by_rank = {}
         return remaining

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
-from torsh_distributed.launch.control.worker_health import HealthState
+from torsh_distributed.launch.control.worker_health import Health, HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -42,6 +43,7 @@ class ElasticLeader:
         """Whether the job has gone the way of one whose world is fixed."""
         self._changed_s: float | None = None
         self._started: set[int] = set()
+        self._told_to_leave: set[int] = set()
         self._joining: tuple[int, ...] = ()
         self._last_failure: JobFailure | None = None
         self._wait_timer: Timer | None = None
@@ -62,7 +64,9 @@ class ElasticLeader:
             return False
         now_s = time.monotonic()
         lost = [failure.rank for failure in failures if failure.rank is not None]
-        were_members = [member for member in lost if member in self._membership.running]
+        running = set(self._membership.running)
+        were_members = {member for member in lost if member in running}
+        leaving = self._membership.leaving
         self._last_failure = failures[-1]
         decisions = self._membership.lost(lost)
         obstacle = next((one.reason for one in decisions if isinstance(one, CannotContinue)), None)
@@ -74,7 +78,8 @@ class ElasticLeader:
             self._changed_s = now_s
         num_left = len(self._membership.running)
         for failure in failures:
-            rest = f"{num_left} go on" if failure.rank in were_members else "it had not joined"
+            rest = "it was about to leave" if failure.rank in leaving else "it had not joined"
+            rest = f"{num_left} go on" if failure.rank in were_members else rest
             if failure.rank in were_members and self._membership.is_short:
                 rest = f"{num_left} wait for a replacement"
             pid = "" if failure.pid is None else f" (pid {failure.pid})"
@@ -110,8 +115,14 @@ class ElasticLeader:
                     self._note_step(message)
             case "stuck":
                 self._carry_out(membership.stuck(message.epoch))
+            case "scale":
+                self._follow_policy(message)
             case "health":
                 self._emit("health", detail=f"worker {message.member} is {message.detail}")
+
+    def note_health(self, who: str, health: Health) -> None:
+        """How a worker or node is, if that has changed."""
+        self._emit("health", detail=f"{who} is {health.state}: {health.reason}")
 
     def scale(self, target: int) -> str | None:
         """The user wants that many workers; why not, if it cannot be."""
@@ -122,6 +133,17 @@ class ElasticLeader:
             return "the job is about to end"
         self._carry_out(self._membership.scale(target))
         return None
+
+    def _follow_policy(self, message: MemberSaid) -> None:
+        """Rank 0's policy wants so many workers: as many of them as the job allows."""
+        membership = self._membership
+        if message.member not in membership.members[:1]:  # a rank 0 of an older world
+            return
+        target = max(self._elastic.min_workers, min(message.workers, self._elastic.max_workers))
+        if target != membership.target:
+            self._output.say(f"{target} workers are wanted now: {message.detail}")
+            self._emit("scaling", detail=f"{membership.target} to {target} workers: {message.detail}")
+            self._carry_out(membership.scale(target))
 
     def _note_step(self, message: MemberSaid) -> None:
         """The first step of a new world: only now the change is done."""
@@ -157,8 +179,10 @@ class ElasticLeader:
             self._changed_s = time.monotonic()
         entering = f"worker {join_numbers(view.members)}: epoch {view.epoch}"
         self._emit("health", detail=f"{HealthState.RECOVERING}: {entering}")
-        if view.leaving:
-            self._output.say(f"worker {join_numbers(view.leaving)} leaves after this step")
+        leaving = [member for member in view.leaving if member not in self._told_to_leave]
+        if leaving:
+            self._told_to_leave.update(leaving)
+            self._output.say(f"worker {join_numbers(leaving)} leaves after this step")
         self._tell_all(
             ChangeMembers(
                 attempt=self._attempt,
@@ -171,9 +195,8 @@ class ElasticLeader:
 
     def _start(self, member: int) -> None:
         """Start a worker on the node with the fewest."""
-        running = self._membership.running
-        nodes = list(self._nodes())
-        node = min(nodes, key=lambda one: sum(self._node_of[other] == one for other in running))
+        num_on = Counter(self._node_of[member] for member in self._membership.running)
+        node = min(self._nodes(), key=lambda one: num_on[one])
         self._node_of[member] = node
         self._started.add(member)
         self._tell_all(AddWorker(attempt=self._attempt, member=member, node_rank=node))

@@ -7,7 +7,8 @@ import time
 
 from torsh_distributed.launch.local.loop import Callback, Loop
 
-_BEATS_PER_TIMEOUT = 5
+_BEATS_PER_TIMEOUT = 10
+_LATE_BEATS = 3.5
 _MAX_INTERVAL_S = 1.0
 _STUCK_S = 30.0
 """A loop that does not turn for so long hangs; any shorter, it is busy with an import or waits for processes to end."""
@@ -25,6 +26,8 @@ class HeartbeatSender:
         """`send` must be safe to call beside the loop."""
         self._loop = loop
         self._interval_s = min(_MAX_INTERVAL_S, timeout_s / _BEATS_PER_TIMEOUT)
+        self.notice_s = _LATE_BEATS * self._interval_s
+        """Silence after which something seems to be wrong with the other end, long before it counts as lost."""
         self._late_s = timeout_s / 2
         self._send = send
         self._check = check

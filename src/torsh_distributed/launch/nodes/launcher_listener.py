@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
+from torsh_distributed.launch.control.worker_health import Health, HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.loop import Loop, Timer
@@ -81,6 +82,7 @@ class LauncherListener:
         self._deadlines: dict[Connection, Timer] = {}
         self._summary_timer: Timer | None = None
         self._members: dict[int, Connection] = {}
+        self._silent: set[int] = set()
         self._names = {0: socket.gethostname()}
         self._refusals: list[str] = []
         # Before the first node comes: from then on others wait for this loop.
@@ -177,6 +179,18 @@ class LauncherListener:
             silent_s = time.monotonic() - member.last_heard_s
             if silent_s > self._spec.heartbeat_timeout_s:
                 self._lose(node_rank, f"no sign of life for {silent_s:.1f} s")
+            else:
+                self._note_silence(node_rank, silent_s)
+
+    def _note_silence(self, node_rank: int, silent_s: float) -> None:
+        """Tell when a node falls silent, and when it is heard again."""
+        is_silent = silent_s > self._heartbeat.notice_s
+        if is_silent and node_rank not in self._silent:
+            self._silent.add(node_rank)
+            self._leader.note_health(node_rank, Health(HealthState.CRITICAL, f"no sign of life for {silent_s:.1f} s"))
+        elif not is_silent and node_rank in self._silent:
+            self._silent.discard(node_rank)
+            self._leader.note_health(node_rank, Health(HealthState.HEALTHY, "it is heard again"))
 
     def _notice_absent(self) -> None:
         absent = self._leader.coordinator.absent

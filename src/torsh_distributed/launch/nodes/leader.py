@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
+from torsh_distributed.launch.control.worker_health import Health
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -163,6 +164,11 @@ class Leader:
             if self._outlives(failure):
                 return
         self._carry_out(self.coordinator.lost(failure))
+
+    def note_health(self, node_rank: int, health: Health) -> None:
+        """A node falls silent, or is heard again."""
+        if self._elastic is not None:
+            self._elastic.note_health(f"node {node_rank}", health)
 
     def _outlives(self, failure: JobFailure) -> bool:
         """Whether an elastic job goes on without a node that is lost: its workers are, all at once."""

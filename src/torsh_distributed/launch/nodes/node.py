@@ -18,7 +18,7 @@ from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.comm.trust.job_tls import make_certificate
 from torsh_distributed.launch.control.spare_process import SpareProcess
-from torsh_distributed.launch.control.worker_health import Health, HealthLimits, HealthState, HealthWatch
+from torsh_distributed.launch.control.worker_health import NOTICED, Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
 from torsh_distributed.launch.local.exit_causes import SAVED_EXIT_CODE, find_oom_counter
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -165,6 +165,8 @@ class Node:
                 stopped_s=self._spec.elastic.stop_timeout_s, silent_s=self._spec.elastic.hang_timeout_s
             )
             self._health = HealthWatch(self._loop, limits, partial(self._note_health, number))
+        else:
+            self._health = HealthWatch(self._loop, NOTICED, self._note_silence)
         if self._spare is not None:
             self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
@@ -187,12 +189,15 @@ class Node:
         """A worker's beat, or what it tells about its place in the world."""
         if self._health is None:
             return
+        if self._spec.elastic is None and message["type"] == "beat":
+            self._health.watch(member, pid)  # from its first beat on
+            return
         self._health.beat(member)
         if message["type"] != "elastic":
             return
         if message.get("what") == "ready":
             self._health.watch(member, pid)
-        numbers = {name: message.get(name, 0) for name in ("epoch", "step")}
+        numbers = {name: message.get(name, 0) for name in ("epoch", "step", "workers")}
         if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
             said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
@@ -205,6 +210,11 @@ class Node:
         if health.state is HealthState.FAILED and self._attempt is not None and self._health is not None:
             self._health.forget(member)
             self._attempt.give_up(member, health.reason)
+
+    def _note_silence(self, rank: int, health: Health) -> None:
+        """A worker of a job whose world is fixed stopped beating: the doctor looks at it, nobody is given up."""
+        if health.state is HealthState.CRITICAL and self._attempt is not None:
+            self._attempt.tell_silence(rank)
 
     def _change_members(self, message: ChangeMembers) -> None:
         attempt = self._attempt
@@ -283,9 +293,7 @@ class Node:
 
     def _over(self, exit_code: int) -> None:
         self._close_attempt()
-        self._observer.tell_membership(
-            "ended", attempt=self._attempt_number, detail=f"exit code {exit_code}", exit_code=exit_code
-        )
+        self._observer.tell_end(exit_code, attempt=self._attempt_number)
         self._observer.finish(timeout_s=_REPORT_TIMEOUT_S)
         if self._spec.is_json:
             self._output.finish_json(exit_code, attempts=self._attempt_number + 1)
@@ -343,8 +351,6 @@ class Node:
         # Imported here: it takes a while, and the first worker does not wait for it.
         from torsh_distributed.events import MembershipEvent, emit
 
-        if action != "ended":  # told before its report
-            self._observer.tell_membership(action, attempt=self._attempt_number, detail=detail)
         emit(
             MembershipEvent(
                 action=action, world_size=self._spec.world_size, attempt=self._attempt_number, detail=detail

@@ -106,7 +106,8 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSaid:
-    """A worker of an elastic job tells where it is: ready, join, entered, stepped or leaving; or how it is (health)."""
+    """A worker of an elastic job tells where it is: ready, join, entered, stepped or leaving; how it is (health); how
+    many workers it wants (scale)."""
 
     kind: Literal["member_said"] = "member_said"
     attempt: int
@@ -114,6 +115,7 @@ class MemberSaid:
     what: Text
     epoch: int = 0
     step: int = 0
+    workers: int = 0
     detail: Text = ""
 
 

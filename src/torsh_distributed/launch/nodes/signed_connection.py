@@ -226,9 +226,12 @@ class Connection:
     def finish(self, *, timeout_s: float) -> None:
         """Send what is queued, waiting at most `timeout_s`, then close."""
         deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        if self._is_open:
+            poller.register(self._sock.fileno(), select.POLLOUT)
         while self._is_open and self._outgoing:
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not select.select([], [self._sock], [], remaining_s)[1]:
+            if remaining_s <= 0 or not poller.poll(remaining_s * 1e3):
                 break
             try:
                 with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
@@ -27,6 +28,7 @@ class JobObserver:
         self._loop = loop
         self._output = output
         self._process: ObserverProcess | None = None
+        self._unsubscribe: Callable[[], None] = _nothing
         if spec.observe.is_active:
             self._begin(spec.observe)
 
@@ -43,16 +45,26 @@ class JobObserver:
             # In an elastic job the worker's number stays while its rank changes; only the worker knows its rank.
             self._process.send(message if self._spec.elastic is not None else {**message, "rank": rank})
 
-    def tell_membership(self, action: str, *, attempt: int, detail: str | None, exit_code: int | None = None) -> None:
-        """Workers were started, lost or have ended."""
+    def tell_end(self, exit_code: int, *, attempt: int) -> None:
+        """The job has ended; told before its report is written."""
         if self._process is not None:
-            told = {"action": action, "attempt": attempt, "detail": detail, "exit_code": exit_code}
+            told = {"action": "ended", "attempt": attempt, "detail": f"exit code {exit_code}", "exit_code": exit_code}
+            self._process.send({"type": "membership", **told})
+
+    def _take_membership(self, event: Any) -> None:
+        """Workers were started or lost, or an elastic world has other members: from the bus of this launcher."""
+        if self._process is not None and event.action != "ended":  # which `tell_end` has told
+            told = {"action": event.action, "detail": event.detail, "world_size": event.world_size}
+            # In an elastic world the number is that of its epoch.
+            if event.action in ("started", "restarted"):
+                told["attempt"] = event.attempt
             self._process.send({"type": "membership", **told})
 
     def finish(self, *, timeout_s: float) -> None:
         """The job has ended: wait for the report, and show where it is."""
         process, self._process = self._process, None
         if process is not None:
+            self._unsubscribe()
             self._loop.unwatch(process.reports.fileno())
             process.finish(self._show, timeout_s=timeout_s)
 
@@ -60,6 +72,7 @@ class JobObserver:
         """End the process at once, if it still runs."""
         process, self._process = self._process, None
         if process is not None:
+            self._unsubscribe()
             self._loop.unwatch(process.reports.fileno())
             process.close()
 
@@ -86,6 +99,10 @@ class JobObserver:
             self._output.warn(f"the job is not observed: {error.strerror or error}")
             return
         self._loop.watch(self._process.reports.fileno(), self._hear)
+        # Imported here: it takes a while, and a job that nobody looks at does without.
+        from torsh_distributed.events import MembershipEvent, subscribe
+
+        self._unsubscribe = subscribe(self._take_membership, MembershipEvent)
         entry = self._spec.entry
         self._process.send(
             {
@@ -112,3 +129,7 @@ class JobObserver:
             self._output.warn(text)
         else:
             self._output.say(text)
+
+
+def _nothing() -> None:
+    """Nothing to unsubscribe from."""

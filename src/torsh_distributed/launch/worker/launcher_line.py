@@ -47,6 +47,8 @@ class LauncherLine:
         self._pid = os.getpid()
         self._watch = OperationWatch()
         self._beat_s = float(os.environ.get(BEAT_VARIABLE) or 0)
+        # A worker whose place is fixed beats from its first group on: imports and loading may hold Python's lock.
+        self._beats = MEMBER_VARIABLE in os.environ
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._unhandled: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._serve, name="torsh-line", daemon=True)
@@ -122,7 +124,9 @@ class LauncherLine:
             now_s = time.monotonic()
             if self._beat_s and now_s >= beat_at_s:
                 beat_at_s = now_s + self._beat_s
-                self.send({"type": "beat"})
+                self._beats = self._beats or _has_group()
+                if self._beats:
+                    self.send({"type": "beat"})
             if now_s >= look_at_s:
                 look_at_s = now_s + self._look()
 
@@ -186,6 +190,12 @@ def line_over(sock: socket.socket) -> Iterator[LauncherLine]:
     finally:
         line, (_line, _was_opened) = _line, before
         line.close()
+
+
+def _has_group() -> bool:
+    """Whether this process is in a process group of torch's; never imports it."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return bool(getattr(c10d, "is_initialized", bool)())
 
 
 def _socket_of(text: str) -> socket.socket | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass
 
@@ -51,6 +52,10 @@ _IN_WORDS = {
 }
 
 _SHORTEST_LOOK_S = 0.1
+_OPEN_STATES = ("01", "02")  # established, or connecting
+_MANY_RETRANSMISSIONS = 3
+NO_ANSWER = "no answer from"
+"""How `NativeState.text` names peers behind a dead link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,8 @@ class NativeState:
     """The kernel function it sleeps in (wchan)."""
     cpu_share: float | None = None
     """CPU time over wall time of the whole process; 1.0 is one busy core."""
+    unanswered: tuple[str, ...] = ()
+    """Peers that do not acknowledge what was sent to them: their link is dead, or their machine."""
 
     @property
     def text(self) -> str:
@@ -83,6 +90,8 @@ class NativeState:
             words += f" in {self.place}"
         if self.cpu_share is not None and self.cpu_share >= 0.2:
             words += f", {self.cpu_share:.0%} CPU"
+        if self.unanswered:
+            words += f"; {NO_ANSWER} {' and '.join(self.unanswered)}"
         return words
 
 
@@ -99,7 +108,52 @@ def read_native_state(pid: int, *, since: CpuLook | None = None) -> NativeState 
         target=target,
         place=place if place not in ("", "0") else None,
         cpu_share=None if since is None else since.share_until(look_at_cpu(pid)),
+        unanswered=unanswered_peers(pid),
     )
+
+
+def unanswered_peers(pid: int) -> tuple[str, ...]:
+    """The other ends of the process's TCP connections that have not answered to several retransmissions."""
+    sockets = _sockets(pid)
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in _read(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) < 10 or fields[3] not in _OPEN_STATES or fields[9] not in sockets:
+                continue
+            # 01: the timer that runs is the one for sending again.
+            if fields[5].startswith("01:") and int(fields[6], 16) >= _MANY_RETRANSMISSIONS:
+                found.add(_address(fields[2]))
+    return tuple(sorted(found))
+
+
+def _sockets(pid: int) -> set[str]:
+    """The inodes of a process's sockets, as /proc writes them."""
+    found: set[str] = set()
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - pathlib is slow to import
+    except OSError:
+        return found
+    for number in numbers:
+        try:
+            link = os.readlink(f"/proc/{pid}/fd/{number}")  # noqa: PTH115
+        except OSError:  # closed meanwhile
+            continue
+        if link.startswith("socket:["):
+            found.add(link[8:-1])
+    return found
+
+
+def _address(text: str) -> str:
+    """`10.0.0.2:29501`, from /proc's words of four bytes in the machine's order."""
+    import ipaddress  # only now: a worker starts quicker without
+
+    words, _, port = text.partition(":")
+    raw = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+    address = ipaddress.ip_address(raw)
+    mapped = getattr(address, "ipv4_mapped", None)
+    shown = mapped if mapped is not None else address
+    return f"[{shown}]:{int(port, 16)}" if shown.version == 6 else f"{shown}:{int(port, 16)}"
 
 
 @dataclass(frozen=True)

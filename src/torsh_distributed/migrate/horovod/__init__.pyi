@@ -33,6 +33,7 @@ from torsh_distributed.migrate.horovod.collectives.async_calls import reducescat
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import Compression as Compression
 from torsh_distributed.migrate.horovod.collectives.object_calls import allgather_object as allgather_object
 from torsh_distributed.migrate.horovod.collectives.object_calls import broadcast_object as broadcast_object
+from torsh_distributed.migrate.horovod.collectives.object_encoding import allow_objects as allow_objects
 from torsh_distributed.migrate.horovod.collectives.operation_submission import poll as poll
 from torsh_distributed.migrate.horovod.collectives.operation_submission import synchronize as synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Adasum as Adasum

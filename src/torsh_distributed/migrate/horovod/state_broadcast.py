@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,18 +72,18 @@ def broadcast_optimizer_state(
     _receive(optimizer, state, described, root_rank, process_set)
 
 
+@dataclass(frozen=True)
 class _TensorPlace:
     """Where a tensor was, in a state that travels without its tensors."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.device = tensor.device.type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
 
 
 def _without_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _TensorPlace(value)
+        return _TensorPlace(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
         return {key: _without_tensors(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

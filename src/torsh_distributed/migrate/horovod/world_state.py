@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torsh_distributed.migrate.horovod.horovod_errors import not_initialized
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
+from torsh_distributed.migrate.horovod.negotiation.request import Request
 from torsh_distributed.migrate.horovod.negotiation.set_engine import SetEngine
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 
@@ -27,21 +28,14 @@ class RegisteredSet:
     """Numbers for operations without a name. By set: ranks of other sets do not make these calls."""
     num_joins: int = 0
     """How often all ranks have joined."""
+    repeated: dict[Any, Request] = field(default_factory=dict)
+    """All-reduces that this rank has submitted, by name and everything that was said about them."""
 
 
 class JoinedSet(RegisteredSet):
     """A process set that this process is in."""
 
     engine: SetEngine
-
-
-class HandleEntry(NamedTuple):
-    """An asynchronous operation that was not waited for yet."""
-
-    op: PendingOp
-    engine: SetEngine
-    finish: Callable[[PendingOp], Any]
-    """What `synchronize` returns, from the finished operation."""
 
 
 @dataclass
@@ -61,7 +55,8 @@ class WorldState:
     allows_dynamic_sets: bool
     allows_timeline: bool
     sets: dict[int, RegisteredSet] = field(default_factory=dict)
-    handles: dict[int, HandleEntry] = field(default_factory=dict)
+    handles: dict[int, tuple[PendingOp, SetEngine]] = field(default_factory=dict)
+    """Asynchronous operations that were not waited for yet."""
     counter: Iterator[int] = field(default_factory=itertools.count)
     set_changes: Iterator[int] = field(default_factory=itertools.count)
     """Numbers for sets that are added and removed, equal on all ranks."""

@@ -1,2 +1,5 @@
 from torsh_distributed.migrate.pytorch.pytorch_config import PyTorchConfig as PyTorchConfig
 from torsh_distributed.migrate.pytorch.pytorch_config import from_torch as from_torch
+from torsh_distributed.migrate.pytorch.torch_checkpoint import convert_torch_checkpoint as convert_torch_checkpoint
+from torsh_distributed.migrate.pytorch.torch_checkpoint import load_torch_checkpoint as load_torch_checkpoint
+from torsh_distributed.migrate.pytorch.torch_checkpoint import open_torch_checkpoint as open_torch_checkpoint

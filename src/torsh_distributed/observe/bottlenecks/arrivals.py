@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torsh_distributed.observe.trace.timeline import TraceSlice, links
 
-_CLEARLY_LATE_S = 50e-6
+CLEARLY_LATE_S = 50e-6
+"""Less is chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def arrivals(slices: Iterable[TraceSlice], start_s: float, step_ends_s: list[flo
         # The others would have begun when the last but one came.
         gap_s = last.start_s - others[-1].start_s
         delay[last.rank] += gap_s
-        if gap_s > _CLEARLY_LATE_S:
+        if gap_s > CLEARLY_LATE_S:
             lasts[last.rank] += 1
         at = bisect.bisect_left(step_ends_s, last.start_s)
         if at < len(step_ends_s):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def analyse(folder: Path) -> RunAnalysis:
     if not times:
         raise IoError(
             "the run has no steps to compare",
-            hint="steps are recorded by td.Engine; record at least three of them",
+            hint="record at least three steps, with `torsh run --trace DIR`",
             path=str(folder),
         )
     first = min(times)
@@ -104,13 +104,18 @@ def analyse(folder: Path) -> RunAnalysis:
         bytes_per_step=statistics.fmean(one.num_bytes for one in every),
         operations_per_step=statistics.fmean(one.num_operations for one in every),
     )
-    bottlenecks = sorted(_bottlenecks(analysis, times, run), key=lambda one: -one.share)
-    return RunAnalysis(**{**vars(analysis), "bottlenecks": tuple(bottlenecks)})
+    return with_bottlenecks(analysis, every, _of_memory(run))
 
 
-def _bottlenecks(found: RunAnalysis, times: dict[int, list[RecordedStep]], run: RecordedRun) -> Iterator[Bottleneck]:
-    every = [one for steps in times.values() for one in steps]
+def with_bottlenecks(
+    analysis: RunAnalysis, every: Sequence[RecordedStep], further: Iterable[Bottleneck] = ()
+) -> RunAnalysis:
+    """The analysis with what holds its steps up, the largest share first; `every` are the steps of all ranks."""
+    found = sorted([*_bottlenecks(analysis, every), *further], key=lambda one: -one.share)
+    return replace(analysis, bottlenecks=tuple(found))
 
+
+def _bottlenecks(found: RunAnalysis, every: Sequence[RecordedStep]) -> Iterator[Bottleneck]:
     def confidence(part: str) -> float:
         spread = relative_error([one.parts[part] for one in every])
         return round((1 - spread) * min(1.0, found.num_steps / _ENOUGH_STEPS), 2)
@@ -165,7 +170,6 @@ def _bottlenecks(found: RunAnalysis, times: dict[int, list[RecordedStep]], run: 
             confidence=confidence("other"),
             evidence=f"{found.parts['other'] * 1e3:.1f} ms a step between the phases: logging, evaluation, saving",
         )
-    yield from _of_memory(run)
 
 
 def _of_waits(found: RunAnalysis, confidence: float) -> Iterator[Bottleneck]:

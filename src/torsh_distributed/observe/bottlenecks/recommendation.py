@@ -47,8 +47,8 @@ def _all(found: RunAnalysis) -> Iterator[Recommendation]:
                 (rank,) = bottleneck.ranks
                 late = found.arrivals
                 # Operations that overlap count one delay several times; nobody gains more than it waited.
-                others = [seconds for one, seconds in late.waited_s.items() if one != rank]
-                delay_s = min(late.delay_s[rank], sum(others) / len(others)) / found.num_steps
+                others = [parts["wait"] for one, parts in found.by_rank.items() if one != rank]
+                delay_s = min(late.delay_s[rank] / found.num_steps, sum(others) / len(others))
                 yield Recommendation(
                     title=f"make rank {rank} as fast as the others, or give it less work",
                     gain_s=delay_s,

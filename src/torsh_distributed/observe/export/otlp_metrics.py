@@ -34,12 +34,16 @@ class OtlpMetrics(Exporter):
 
     @override
     def export(self, view: JobView) -> None:
-        body = json.dumps(otlp_request(view, started_ns=self._started_ns)).encode()
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-            self._url, data=body, headers={"Content-Type": "application/json"}, method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            answer.read(1 << 16)
+        post_json(self._url, otlp_request(view, started_ns=self._started_ns))
+
+
+def post_json(url: str, record: Mapping[str, Any]) -> None:
+    """Send a record to an address that `http_url` has checked; raises OSError unless it is taken."""
+    request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+        url, data=json.dumps(record).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+        answer.read(1 << 16)
 
 
 def http_url(text: str) -> str:
@@ -63,7 +67,7 @@ def otlp_request(view: JobView, *, started_ns: int) -> dict[str, Any]:
     return {
         "resourceMetrics": [
             {
-                "resource": {"attributes": _attributes(resource)},
+                "resource": {"attributes": otlp_attributes(resource)},
                 "scopeMetrics": [{"scope": scope, "metrics": metrics}],
             }
         ]
@@ -75,7 +79,7 @@ def _metric(values: list[ExportedValue], *, started_ns: int, now_ns: int) -> dic
     times = {"startTimeUnixNano": str(started_ns), "timeUnixNano": str(now_ns)}
     points: list[dict[str, Any]] = []
     for one in values:
-        point: dict[str, Any] = {"attributes": _attributes(one.labels), **times}
+        point: dict[str, Any] = {"attributes": otlp_attributes(one.labels), **times}
         if isinstance(one.value, DistributionSummary):
             point.update(
                 count=str(one.value.count),
@@ -99,5 +103,16 @@ def _metric(values: list[ExportedValue], *, started_ns: int, now_ns: int) -> dic
     return {**described, "gauge": {"dataPoints": points}}
 
 
-def _attributes(pairs: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": {"stringValue": value}} for key, value in pairs.items()]
+def otlp_attributes(pairs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Attributes as OTLP writes them; numbers stay numbers."""
+    return [{"key": key, "value": _attribute_value(value)} for key, value in pairs.items()]
+
+
+def _attribute_value(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    return {"stringValue": str(value)}

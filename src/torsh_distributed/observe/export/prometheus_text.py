@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torsh_distributed.errors import FeatureNotAvailable
-from torsh_distributed.observe.job.job_view import JobView, is_of_node
+from torsh_distributed.observe.export.otlp_traces import step_span_id, trace_id
+from torsh_distributed.observe.job.job_view import JobHeader, JobView, is_of_node
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, Value
 from torsh_distributed.observe.metrics.catalogue import BUCKETS_S, MetricDefinition, MetricKind
+from torsh_distributed.observe.metrics.step_record import PARTS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as MetricFamily
+    from prometheus_client.samples import Exemplar
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+_PART_OF = {f"torsh_{part}_seconds": f"{part}_s" for part in (*PARTS, "step", "busy")}
 _BOUNDS = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
 
 
@@ -40,14 +45,16 @@ class JobFamilies:
             found.setdefault(name, []).append((None, labels, number))
         for name, rows in sorted(found.items()):
             if name in definitions:
-                yield _family(definitions[name], rows)
+                yield _family(definitions[name], rows, self._view.header if self._view.is_traced else None)
 
     def describe(self) -> Iterable[MetricFamily]:
         """Nothing: prometheus-client would else collect to see the names."""
         return ()
 
 
-def _family(definition: MetricDefinition, rows: list[tuple[RankView | None, tuple[str, ...], Value]]) -> MetricFamily:
+def _family(
+    definition: MetricDefinition, rows: list[tuple[RankView | None, tuple[str, ...], Value]], traced: JobHeader | None
+) -> MetricFamily:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     place = "node" if is_of_node(definition) else "rank"
@@ -57,7 +64,11 @@ def _family(definition: MetricDefinition, rows: list[tuple[RankView | None, tupl
         histogram = HistogramMetricFamily(definition.name, definition.help, labels=labels)
         for view, values, value in rows:
             assert isinstance(value, DistributionSummary), "checked when it arrived"
-            buckets = list(zip(_BOUNDS, map(float, accumulate(value.buckets)), strict=True))
+            found = {} if view is None else exemplars(view, definition.name, traced)
+            buckets = [
+                (bound, float(count), found[number]) if number in found else (bound, float(count))
+                for number, (bound, count) in enumerate(zip(_BOUNDS, accumulate(value.buckets), strict=True))
+            ]
             histogram.add_metric(_labels(view, place, values), buckets=buckets, sum_value=value.total)
         return histogram
     kind = CounterMetricFamily if definition.kind is MetricKind.COUNTER else GaugeMetricFamily
@@ -66,6 +77,24 @@ def _family(definition: MetricDefinition, rows: list[tuple[RankView | None, tupl
         number = value.last if isinstance(value, DistributionSummary) else value
         family.add_metric(_labels(view, place, values), number)
     return family
+
+
+def exemplars(view: RankView, name: str, traced: JobHeader | None) -> dict[int, Exemplar]:
+    """By bucket, the newest step of a rank that fell into it: which one it was, and its span if steps are traced."""
+    from prometheus_client.samples import Exemplar
+
+    part = _PART_OF.get(name)
+    found: dict[int, Exemplar] = {}
+    for step in reversed(view.steps) if part is not None else ():
+        seconds = getattr(step, part or "")
+        bucket = None if seconds is None else bisect_left(BUCKETS_S, seconds)
+        if bucket is None or bucket in found:
+            continue
+        labels = {"step": str(step.step)}
+        if traced is not None:
+            labels |= {"trace_id": trace_id(traced), "span_id": step_span_id(traced, view.rank, step.step)}
+        found[bucket] = Exemplar(labels, seconds, round(step.time, 3))
+    return found
 
 
 def _labels(view: RankView | None, place: str, values: tuple[str, ...]) -> list[str]:

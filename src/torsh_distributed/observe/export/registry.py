@@ -9,6 +9,7 @@ from torsh_distributed.observe.export.base import Exporter
 from torsh_distributed.observe.export.experiment_trackers import MlflowTracker, WandbTracker
 from torsh_distributed.observe.export.metric_files import CsvMetrics, JsonlMetrics
 from torsh_distributed.observe.export.otlp_metrics import OtlpMetrics
+from torsh_distributed.observe.export.otlp_traces import OtlpTraces
 from torsh_distributed.observe.export.pushgateway import Pushgateway
 from torsh_distributed.observe.export.tensorboard_events import TensorBoardEvents
 
@@ -17,6 +18,7 @@ EXPORTERS: Mapping[str, Callable[[str], Exporter]] = {
     "csv": CsvMetrics,
     "tensorboard": TensorBoardEvents,
     "otlp": OtlpMetrics,
+    "otlp-traces": OtlpTraces,
     "pushgateway": Pushgateway,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
@@ -23,6 +23,7 @@ MAX_INCIDENTS = 500
 STALE_S = 30.0
 """A rank that has been silent for so long has no values any more: old ones would be shown as new."""
 _MAX_TEXT_CHARS = 400
+Derived = TypeVar("Derived")
 
 
 @dataclass
@@ -32,6 +33,8 @@ class JobHeader:
     run_id: str = ""
     command: str = ""
     world_size: int | None = None
+    num_workers: int | None = None
+    """Ranks of an elastic job now, as its launcher last said; its world has no fixed size."""
     num_nodes: int = 1
     started: float = field(default_factory=time.time)
     ended: float | None = None
@@ -64,8 +67,12 @@ class JobView:
         """Rare events, as JSON records with `time`, `type` and `rank`, oldest first."""
         self.stragglers = StragglerFinder()
         self.num_failures = 0
+        self.num_regroupings = 0
         self._first_rank = MAX_RANKS
+        self.is_traced = False
+        """Whether steps are exported as spans, so that others may point to them."""
         self.num_dropped = 0
+        self._derived: dict[str, tuple[float, float | None, Any]] = {}
         self.num_taken = 0
         """Messages so far, to see whether anything is new."""
         self.step_listeners: list[Callable[[int, StepRecord], None]] = []
@@ -100,7 +107,8 @@ class JobView:
         if self.header.state in ("starting", "restarting"):
             self.header.state = "running"
         told = view.facts.get("world_size")
-        num_ranks = self.header.world_size or (told if isinstance(told, int) else len(self.ranks))
+        known = self.header.world_size or self.header.num_workers
+        num_ranks = known or (told if isinstance(told, int) else len(self.ranks))
         if self.header.world_size is None and len(self.ranks) > num_ranks > 0:
             # An elastic world became smaller: its last ranks are gone.
             self.ranks = {number: one for number, one in self.ranks.items() if number < num_ranks}
@@ -149,6 +157,9 @@ class JobView:
         header = self.header
         if isinstance(message.get("attempt"), int):
             header.attempt = message["attempt"]
+        if header.world_size is None and isinstance(message.get("world_size"), int):
+            self._take_size(message["world_size"])
+        self.num_regroupings += action == "recovered"
         if action in ("started", "restarted"):
             header.state = "starting" if action == "started" else "restarting"
             for view in self.ranks.values():
@@ -171,7 +182,21 @@ class JobView:
             }
         )
 
+    def _take_size(self, num_workers: int) -> None:
+        """An elastic world has so many ranks now: the numbers above it are nobody's."""
+        self.header.num_workers = num_workers
+        self.ranks = {number: one for number, one in self.ranks.items() if number < num_workers}
+
     # Looking
+
+    def derived(self, name: str, make: Callable[[JobView], Derived], *, max_age_s: float) -> Derived:
+        """What `make` computes from the view, at most that old: for what is dear, and shown every second."""
+        known = self._derived.get(name)
+        # A view that has ended, or is read from files, does not wait for the next look.
+        if known is None or time.monotonic() - known[0] >= max_age_s or self.header.ended != known[1]:
+            self._derived[name] = known = (time.monotonic(), self.header.ended, make(self))
+        made: Derived = known[2]
+        return made
 
     def definitions(self) -> dict[str, MetricDefinition]:
         """Every metric that a value may have, custom ones too."""
@@ -193,6 +218,10 @@ class JobView:
             for key, value in view.values(names):
                 yield view, key, value
 
+    def _num_reporting(self) -> int:
+        now_s = time.monotonic()
+        return sum(self.header.ended is not None or now_s - one.heard_s <= STALE_S for one in self.ranks.values())
+
     def series(self, name: str, *labels: str) -> dict[int, float]:
         """The newest value of a metric by rank, of those that have one."""
         with self.lock:
@@ -203,13 +232,15 @@ class JobView:
         """The metrics of the job as a whole."""
         with self.lock:
             values: dict[ValueKey, float] = {
-                ("torsh_ranks", ()): len(self.ranks),
+                ("torsh_ranks", ()): self._num_reporting(),
                 ("torsh_restarts", ()): self.header.attempt,
                 ("torsh_failures", ()): self.num_failures,
+                ("torsh_regroupings", ()): self.num_regroupings,
                 ("torsh_packets_dropped", ()): self.num_dropped,
             }
-            if self.header.world_size is not None:
-                values["torsh_world_size", ()] = self.header.world_size
+            size = self.header.world_size or self.header.num_workers
+            if size is not None:
+                values["torsh_world_size", ()] = size
             for found in self.stragglers.stragglers:
                 values["torsh_straggler", (str(found.rank),)] = 1
         for source in self.job_value_sources:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torsh_distributed.observe.analytics.training_course import training_course
+from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
@@ -14,6 +16,8 @@ from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
 
 MAX_TIMELINE_RANKS = 16
 _NEWEST_STEPS = 20
+_ADVICE_AGE_S = 5.0
+_SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
 _PART_FIELDS = tuple((part, f"{part}_s") for part in PARTS)
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
@@ -32,7 +36,10 @@ def page_state(
         now_s = time.monotonic() if now_s is None else now_s
         # Of many ranks fewer steps each: the mean over all of them needs no more.
         window = max(5, min(_NEWEST_STEPS, 2560 // max(1, len(view.ranks))))
-        ranks = [_rank_row(rank, now_s, window) for _, rank in sorted(view.ranks.items())]
+        ranks = [
+            _rank_row(rank, now_s, window, has_ended=view.header.ended is not None)
+            for _, rank in sorted(view.ranks.items())
+        ]
         return {
             "time": time.time(),
             "job": _job_row(view),
@@ -50,6 +57,8 @@ def page_state(
             ],
             "incidents": list(view.incidents)[-_SHOWN_INCIDENTS:],
             "checkpoints": [one for one in view.incidents if one["type"] == "checkpoint"][-20:],
+            **view.derived("advice", advice_rows, max_age_s=_ADVICE_AGE_S),
+            "course": view.derived("course", lambda one: training_course(one).to_dict(), max_age_s=_ADVICE_AGE_S),
             "alerts": list(alerts),
             "anomalies": list(anomalies),
             "dropped": view.num_dropped,
@@ -65,7 +74,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
         "run_id": header.run_id,
         "command": header.command,
         "state": header.state,
-        "world_size": header.world_size or facts.get("world_size") or len(view.ranks),
+        "world_size": header.world_size or header.num_workers or facts.get("world_size") or len(view.ranks),
         "num_nodes": header.num_nodes,
         "attempt": header.attempt,
         "exit_code": header.exit_code,
@@ -79,7 +88,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
     }
 
 
-def _rank_row(rank: RankView, now_s: float, window: int) -> dict[str, Any]:
+def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> dict[str, Any]:
     steps = list(rank.steps)[-window:]
     return {
         "rank": rank.rank,
@@ -93,6 +102,9 @@ def _rank_row(rank: RankView, now_s: float, window: int) -> dict[str, Any]:
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
         "cores": rank.number("torsh_process_cpu_cores"),
+        "flops": rank.number("torsh_flops_per_second"),
+        "mfu": rank.number("torsh_mfu_ratio"),
+        "is_silent": not has_ended and now_s - rank.heard_s > _SILENT_S,
         "silent_s": max(0.0, now_s - rank.heard_s),
         "parts": _mean_parts(steps),
     }

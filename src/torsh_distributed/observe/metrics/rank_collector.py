@@ -25,6 +25,7 @@ MAX_MARKS_A_SUMMARY = 40
 MAX_TIMELINE_SPANS = 80
 _MAX_TEXT_CHARS = 400
 _LONG_S = 1e6
+_OLD_S = 10.0
 _POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
 _MARKS = (
     events.CheckpointEvent,
@@ -74,6 +75,11 @@ class RankCollector:
         self._groups_with_waits: set[str] = set()
         self._looked_s = time.monotonic()
         self._waited_s = 0.0
+        self._has_data = False
+        self._new: list[tuple[events.StepEvent, StepRecord]] = []
+        self._started: dict[str, list[int]] = {}
+        self._flops_per_step: int | None = None
+        self._peak_flops: float | None = None
         self._window: deque[tuple[StepRecord, int | None]] = deque(maxlen=20)
 
     def attach(self) -> Self:
@@ -94,6 +100,10 @@ class RankCollector:
         else:
             self._num_dropped += 1
 
+    def take_later(self, event: events.Event, *, now_s: float) -> None:
+        """As if the training thread had emitted it at `now_s`; the next `fold` adds it up."""
+        self._pending.append((event, self._thread, now_s))
+
     def take(self, event: events.Event, *, now_s: float) -> None:
         """Add an event of a finished run, in order, as if its training thread had emitted it at `now_s`."""
         if isinstance(event, events.CollectiveEvent) or (isinstance(event, events.WaitEvent) and event.num_started):
@@ -105,6 +115,10 @@ class RankCollector:
             self._is_replay = True
         self._add(event, self._thread, now_s)
 
+    def note_operations(self, num_flops: int, peak_flops: float | None) -> None:
+        """A step takes so many operations on this rank, whose device does at most `peak_flops` a second."""
+        self._flops_per_step, self._peak_flops = num_flops, peak_flops
+
     def fold(self) -> None:
         """Add up everything that has happened since the last call."""
         for _ in range(len(self._pending)):
@@ -112,6 +126,7 @@ class RankCollector:
         dropped, self._num_dropped = self._num_dropped, 0
         if dropped:
             self.metrics("torsh_observe_dropped").record(dropped)
+        self.settle()
         self._look_at_recorder()
 
     def _add(self, event: events.Event, thread: int, now_s: float) -> None:
@@ -120,6 +135,7 @@ class RankCollector:
                 self._add_step(event, thread, now_s)
             case events.PhaseEvent():
                 if thread == self._thread:
+                    self._has_data = self._has_data or event.phase == "data"
                     self._account.add_phase(event.phase, event.start_s, event.duration_s)
                     self._note_span(event.phase, event.start_s, event.duration_s)
             case events.WaitEvent():
@@ -157,7 +173,7 @@ class RankCollector:
         record = self._record_of(event, spans)
         self.steps.append(record)
         self._window.append((record, event.num_tokens))
-        self._measure_step(event, record)
+        self._new.append((event, record))
 
     def _record_of(self, event: events.StepEvent, spans: StepSpans) -> StepRecord:
         phases = spans.phases
@@ -171,39 +187,48 @@ class RankCollector:
             optimizer_s=phases.get("optimizer"),
             wait_s=sum(spans.waits.values()) if self._has_waits else None,
             bubble_s=phases.get("schedule"),
-            data_s=phases["data"] if has_phases or "data" in phases else None,
+            data_s=phases["data"] if self._has_data else None,
             other_s=phases["other"],
             loss=event.loss if event.loss is not None and math.isfinite(event.loss) else None,
             num_samples=event.num_samples,
             is_skipped=event.is_skipped,
         )
 
-    def _measure_step(self, event: events.StepEvent, record: StepRecord) -> None:
-        metrics = self.metrics
-        metrics("torsh_step").record(event.step)
-        metrics("torsh_skipped_steps" if event.is_skipped else "torsh_steps").record(1)
-        metrics("torsh_last_step_timestamp_seconds").record(event.time)
-        for name, value in (
-            ("torsh_loss", event.loss),
-            ("torsh_learning_rate", event.learning_rate),
-            ("torsh_gradient_norm", event.grad_norm),
-            ("torsh_loss_scale", event.loss_scale),
-            ("torsh_samples", event.num_samples),
-            ("torsh_tokens", event.num_tokens),
-            ("torsh_step_seconds", record.step_s),
-            ("torsh_busy_seconds", record.busy_s),
-            ("torsh_forward_seconds", record.forward_s),
-            ("torsh_backward_seconds", record.backward_s),
-            ("torsh_optimizer_seconds", record.optimizer_s),
-            ("torsh_bubble_seconds", record.bubble_s),
-            ("torsh_wait_seconds", record.wait_s),
-            ("torsh_input_wait_seconds", record.data_s),
+    def settle(self) -> None:
+        """Record the steps and operations that were added since the last time: many at once cost less than each."""
+        started, self._started = self._started, {}
+        for op, (count, num_bytes) in started.items():
+            self.metrics("torsh_collectives", op).record(count)
+            self.metrics("torsh_collective_bytes", op).record(num_bytes)
+        new, self._new = self._new, []
+        if not new:
+            return
+        for name, values in (
+            ("torsh_step", [event.step for event, _ in new]),
+            ("torsh_steps", [1 for event, _ in new if not event.is_skipped]),
+            ("torsh_skipped_steps", [1 for event, _ in new if event.is_skipped]),
+            ("torsh_last_step_timestamp_seconds", [event.time for event, _ in new]),
+            ("torsh_loss", [event.loss for event, _ in new]),
+            ("torsh_learning_rate", [event.learning_rate for event, _ in new]),
+            ("torsh_gradient_norm", [event.grad_norm for event, _ in new]),
+            ("torsh_loss_scale", [event.loss_scale for event, _ in new]),
+            ("torsh_samples", [event.num_samples for event, _ in new]),
+            ("torsh_tokens", [event.num_tokens for event, _ in new]),
+            ("torsh_step_seconds", [record.step_s for _, record in new]),
+            ("torsh_busy_seconds", [record.busy_s for _, record in new]),
+            ("torsh_forward_seconds", [record.forward_s for _, record in new]),
+            ("torsh_backward_seconds", [record.backward_s for _, record in new]),
+            ("torsh_optimizer_seconds", [record.optimizer_s for _, record in new]),
+            ("torsh_bubble_seconds", [record.bubble_s for _, record in new]),
+            ("torsh_wait_seconds", [record.wait_s for _, record in new]),
+            ("torsh_input_wait_seconds", [record.data_s for _, record in new]),
         ):
-            if value is not None:
-                metrics(name).record(value)
-        self._measure_window()
+            known = [value for value in values if value is not None]
+            if known:
+                self.metrics(name).record_all(known)
+        self._measure_rates()
 
-    def _measure_window(self) -> None:
+    def _measure_rates(self) -> None:
         """Rates over the newest steps."""
         total_s = sum(record.step_s for record, _ in self._window)
         if total_s <= 0:
@@ -220,6 +245,11 @@ class RankCollector:
         ):
             if len(values) == len(self._window):
                 self.metrics(name).record(sum(values) / total_s)
+        if self._flops_per_step is not None:
+            rate = self._flops_per_step * len(self._window) / total_s
+            self.metrics("torsh_flops_per_second").record(rate)
+            if self._peak_flops is not None:
+                self.metrics("torsh_mfu_ratio").record(rate / self._peak_flops)
 
     # Communication
 
@@ -227,8 +257,7 @@ class RankCollector:
         self._has_waits = True
         self._groups_with_waits.add(event.group)
         if event.num_started:
-            self.metrics("torsh_collectives", event.op).record(event.num_started)
-            self.metrics("torsh_collective_bytes", event.op).record(event.num_bytes)
+            self._count(event.op, event.num_started, event.num_bytes)
         if thread == self._thread:
             self._waited_s += event.duration_s
             self._account.add_wait(event.op, event.start_s, event.duration_s)
@@ -238,16 +267,24 @@ class RankCollector:
         if event.error is not None:
             self.metrics("torsh_collective_errors", event.op).record(1)
         if event.group not in self._groups_with_waits:  # else its backend has told of it already
-            self.metrics("torsh_collectives", event.op).record(1)
-            self.metrics("torsh_collective_bytes", event.op).record(event.num_bytes)
+            self._count(event.op, 1, event.num_bytes)
+
+    def _count(self, op: str, num_operations: int, num_bytes: int) -> None:
+        sums = self._started.setdefault(op, [0, 0])
+        sums[0] += num_operations
+        sums[1] += num_bytes
 
     def _look_at_recorder(self) -> None:
         """How long operations were under way, from the flight recorder: also those that nobody waited for."""
         since_s, self._looked_s = self._looked_s, time.monotonic()
         intervals = []
         moved: dict[str, list[float]] = {}
-        for record in recorder:
-            if record.is_brief or record.end_s is None or not since_s < record.end_s <= self._looked_s:
+        for record in recorder.timed():
+            if record.end_s is None or record.end_s > self._looked_s:
+                continue
+            if record.end_s <= since_s:
+                if record.end_s < since_s - _OLD_S:
+                    break  # the ring is in the order of beginnings: what is before it ended long ago too
                 continue
             intervals.append((max(record.start_s, since_s), record.end_s))
             took_s = record.end_s - record.start_s
@@ -266,7 +303,7 @@ class RankCollector:
 
     def _note_span(self, name: str, start_s: float, duration_s: float) -> None:
         if len(self._spans) < MAX_TIMELINE_SPANS:
-            self._spans.append([name, round(start_s, 6), round(duration_s, 6)])
+            self._spans.append([name, start_s, duration_s])
 
     # Rare events
 

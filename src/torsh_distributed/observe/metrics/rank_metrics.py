@@ -6,7 +6,7 @@ import math
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torsh_distributed.errors import InvalidArgument
@@ -47,23 +47,26 @@ class Metric:
         if len(self._pending) >= _MAX_PENDING:
             self.fold()
 
+    def record_all(self, values: Iterable[float]) -> None:
+        """The same for several values, from the reporter's thread."""
+        self._pending.extend(values)
+        self.fold()
+
     def fold(self) -> None:
         """Add up what was recorded; the reporter does this before every summary."""
         with self._lock:
             # The deque stays: another thread may be about to append to it.
-            for _ in range(len(self._pending)):
-                given = self._pending.popleft()
-                try:
-                    value = float(given)
-                except (TypeError, ValueError):
-                    value = math.nan
-                if not math.isfinite(value):
-                    self._num_nonfinite += 1
-                elif self.definition.kind is MetricKind.COUNTER:
-                    self._value = (self._value or 0.0) + max(value, 0.0)
-                else:
-                    self._value = value
-                    self._ring.add(value)
+            take = self._pending.popleft
+            given = [_number(take()) for _ in range(len(self._pending))]
+            values = [value for value in given if math.isfinite(value)]
+            self._num_nonfinite += len(given) - len(values)
+            if not values:
+                return
+            if self.definition.kind is MetricKind.COUNTER:
+                self._value = (self._value or 0.0) + sum(value for value in values if value > 0)
+            else:
+                self._value = values[-1]
+                self._ring.extend(values, is_counted=self.definition.kind is MetricKind.DISTRIBUTION)
 
     @property
     def value(self) -> float | None:
@@ -98,6 +101,14 @@ class Metric:
                 "last": self._value,
                 "stats": [float(f"{figure:.6g}") for figure in figures],
             }
+
+
+def _number(given: object) -> float:
+    """What was recorded, as a float; NaN for what is no number."""
+    try:
+        return float(given)  # type: ignore[arg-type]  # whatever the user gave
+    except (TypeError, ValueError):
+        return math.nan
 
 
 class RankMetrics:

@@ -12,14 +12,16 @@ import time
 from typing import Any
 
 from torsh_distributed import events
+from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
-from torsh_distributed.observe.metrics.optimizer_steps import OptimizerSteps
 from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Send
 
 MAX_PACKET_BYTES = 60 * 1024
 """The line to the launcher takes 64 KiB, with what it adds itself."""
+_ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 250, "metrics": 560}
+"""The most that a row of each takes, but for texts of the user's."""
 _C10D = "torch.distributed.distributed_c10d"
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class RankReporter:
         self._sensors = ProcessSensors()
         # One rank of a node reads the node.
         self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        self._optimizer_steps = OptimizerSteps()
+        self._optimizer_steps = OptimizerSteps(collector.note_operations)
         self._sequence = 0
         self._has_failed = False
         self._closing = threading.Event()
@@ -49,11 +51,10 @@ class RankReporter:
 
     def _run(self) -> None:
         while not self._closing.wait(self._interval_s):
-            self._optimizer_steps.install()
             self.report()
 
     def install_hooks(self) -> None:
-        """Count the steps of plain loops, if torch is imported already; else the thread does it later."""
+        """See the steps of plain loops."""
         self._optimizer_steps.install()
 
     def report(self) -> None:
@@ -100,6 +101,7 @@ def summary_packet(
 
     `clock` is the wall clock minus the monotonic clock.
     """
+    collector.settle()
     return _within_limit(
         {
             "type": "metrics",
@@ -111,7 +113,7 @@ def summary_packet(
             "custom": collector.metrics.definitions(),
             "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
             "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
-            "timeline": collector.timeline,
+            "timeline": [[name, round(start, 6), round(took, 6)] for name, start, took in collector.timeline],
             "facts": facts,
         }
     )
@@ -119,6 +121,9 @@ def summary_packet(
 
 def _within_limit(packet: dict[str, Any]) -> dict[str, Any]:
     """The packet in at most MAX_PACKET_BYTES: the timeline goes first, then older steps, then what is left over."""
+    # Encoding it to see its length costs as much as sending it: rows that cannot be too long are only counted.
+    if not packet["marks"] and sum(len(packet[name]) * size for name, size in _ROW_BYTES.items()) < MAX_PACKET_BYTES:
+        return packet
     for name in ("timeline", "marks", "custom", "steps", "metrics"):
         while len(json.dumps(packet, default=str)) > MAX_PACKET_BYTES and packet[name]:
             packet[name] = packet[name][(len(packet[name]) + 1) // 2 :]

@@ -32,11 +32,10 @@ class SampleStatistics:
         if not ordered:
             return None
         mean = math.fsum(ordered) / len(ordered)
-        variance = math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)
         return cls(
             num_samples=len(ordered),
             mean=mean,
-            std=math.sqrt(variance),
+            std=math.dist(ordered, (mean,) * len(ordered)) / math.sqrt(len(ordered)),
             low=ordered[0],
             median=percentile(ordered, 50),
             p95=percentile(ordered, 95),
@@ -65,10 +64,16 @@ class SampleRing:
 
     def add(self, value: float) -> None:
         """Add a finite value."""
-        self._newest.append(value)
-        self.count += 1
-        self.total += value
-        self.bucket_counts[bisect_left(self._bounds, value)] += 1
+        self.extend((value,))
+
+    def extend(self, values: Sequence[float], *, is_counted: bool = True) -> None:
+        """Add finite values; without `is_counted` no buckets are, for what is shown without them."""
+        self._newest.extend(values)
+        self.count += len(values)
+        self.total += sum(values)
+        if is_counted:
+            for value in values:
+                self.bucket_counts[bisect_left(self._bounds, value)] += 1
 
     @property
     def newest(self) -> tuple[float, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torsh_distributed.errors import SerializationError
@@ -38,7 +37,19 @@ class StepRecord:
 
     def to_row(self) -> list[Any]:
         """As a JSON array, in the order of the fields."""
-        return [_shortened(value) for value in astuple(self)]
+        # By hand: `astuple` copies deeply, and this is done for every step.
+        parts = (
+            self.step_s, self.forward_s, self.backward_s, self.optimizer_s, self.wait_s, self.bubble_s, self.data_s,
+            self.other_s,
+        )  # fmt: skip
+        return [
+            self.step,
+            round(self.time, 6),
+            *[None if seconds is None else round(seconds, 8) for seconds in parts],
+            self.loss,
+            self.num_samples,
+            self.is_skipped,
+        ]
 
     @classmethod
     def from_row(cls, row: Any) -> StepRecord:
@@ -57,10 +68,3 @@ class StepRecord:
 
 PARTS: Sequence[str] = ("forward", "backward", "optimizer", "wait", "bubble", "data", "other")
 """The parts of a step, in the order in which they are shown."""
-
-
-def _shortened(value: Any) -> Any:
-    """Numbers with the digits that matter; JSON has no NaN."""
-    if isinstance(value, float):
-        return float(f"{value:.10g}") if math.isfinite(value) else None
-    return value

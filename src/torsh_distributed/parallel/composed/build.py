@@ -43,7 +43,7 @@ from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.strategy import Strategy, check_one_device
 from torsh_distributed.parallel.tensor import find_tensor_plan, tensor_parallel, tensor_parallel_context
-from torsh_distributed.parallel.weights.stored_weights import StoredWeights
+from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -57,14 +57,14 @@ def composed_strategy(
     plan: Plan,
     *,
     example: Example = None,
-    weights: StoredWeights | None = None,
+    weights: ModelWeights | None = None,
 ) -> Strategy:
     """Spread `model` over a mesh with tensor, pipeline or context axes, or shards of experts; every rank calls this.
 
     The plan is valid for the world. What the model alone can show is refused first, equally on every rank, before
     anything is changed or sent.
     `example` is a microbatch of inputs to measure layers on, for `pipeline.balance = "time"`. `weights` fill a model
-    on the meta device: each rank reads its stages and its pieces of split layers, before these are sharded.
+    on the meta device: each rank gets its stages, its pieces of split layers, or its shards of these.
     """
     if weights is not None and plan.mesh.pp > 1 and plan.pipeline.balance == "time":
         raise ConfigurationError(
@@ -90,12 +90,14 @@ def composed_strategy(
     if tensors is not None:
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
-    if weights is not None:
+    if weights is None:
+        spread_experts(model, mesh)
+    else:
         here = None if stages is None else {name for index in _mine(plan, mesh) for name in stages.names(index)}
         spread_on_meta(model, mesh, here)
-        weights.allocate(model, here)
-        weights.load(model, SplitWeights(model, mesh), names=here)
-    spread_experts(model, mesh)
+        if stages is not None or plan.mesh.shard == 1:  # else the shards get them
+            weights.allocate(model, here)
+            weights.load(model, SplitWeights(model, mesh), names=here)
     # Ranks of one stage must recompute the same layers; other stages have other layers.
     peers = mesh.group(*(axis for axis in mesh.layout.order if axis != "pp"))
     compile_and_checkpoint(model, plan.compile, plan.activation, group=peers)
@@ -103,13 +105,13 @@ def composed_strategy(
         return _pipelined(model, plan, mesh, stages, splitting, facts, device)
     context = _context(model, model, plan, mesh, facts)
     contexts = (splitting,) if context is None else (splitting, context.attending)
-    inner = _inner(model, plan, mesh)
+    inner = _inner(model, plan, mesh, weights)
     return Composed(model, mesh, inner=inner, contexts=contexts, context=context, device=device)
 
 
 def _looked_at(
-    model: nn.Module, plan: Plan, example: Example, weights: StoredWeights | None
-) -> tuple[StagePlan | None, AttentionFacts | None, StoredWeights | None]:
+    model: nn.Module, plan: Plan, example: Example, weights: ModelWeights | None
+) -> tuple[StagePlan | None, AttentionFacts | None, ModelWeights | None]:
     """The model's stages, what is known about its attention, and the weights that are still to be read.
 
     Both are found by a run, which needs values: those that pass through a model on meta, or, where its forward reads
@@ -176,7 +178,7 @@ def _mine(plan: Plan, mesh: Mesh) -> tuple[int, ...]:
     )
 
 
-def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
+def _inner(model: nn.Module, plan: Plan, mesh: Mesh, weights: ModelWeights | None) -> Strategy | None:
     """Replicas or shards over the axes along which ranks see different data; None if there is only one such rank."""
     if plan.mesh.shard > 1:
         return Sharded(
@@ -189,6 +191,8 @@ def _inner(model: nn.Module, plan: Plan, mesh: Mesh) -> Strategy | None:
                 broadcast_buffers=plan.ddp.broadcast_buffers,
                 compression=plan.compress,
                 separate=expert_sharding(model, mesh),
+                weights=weights,
+                parts=None if weights is None else SplitWeights(model, mesh),
             )
         )
     if mesh.layout.degree(*GRADIENT_AXES) == 1:

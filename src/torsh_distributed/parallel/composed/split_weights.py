@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from torsh_distributed.parallel.expert.expert_weights import ExpertParts
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.state.whole_state import part_of, plain_name
+from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.tensor import param_cuts
 from torsh_distributed.parallel.tensor.cut import bounds
+from torsh_distributed.parallel.weights.held_parts import Rows
 
 
 class SplitWeights(ExpertParts):
@@ -26,11 +26,11 @@ class SplitWeights(ExpertParts):
         self._cuts = {plain_name(name): cut for name, cut in found.items()}
 
     @override
-    def rows(self, name: str, shape: Sequence[int], held: Tensor) -> list[tuple[int, int]] | None:
+    def runs(self, name: str, shape: Sequence[int]) -> Rows | None:
         cut = self._cuts.get(name)
         if cut is None:
-            return super().rows(name, shape, held)
-        if cut.dim != 0 or isinstance(held, DTensor):
+            return super().runs(name, shape)
+        if cut.dim != 0:
             return None
         found, begin = [], 0
         for length in cut.sections or (shape[0],):
@@ -40,6 +40,8 @@ class SplitWeights(ExpertParts):
         return found
 
     @override
-    def part(self, name: str, whole: Tensor, held: Tensor) -> Tensor:
+    def piece(self, name: str, whole: Tensor) -> Tensor:
         cut = self._cuts.get(name)
-        return part_of(whole if cut is None else cut.part(whole, rank=self._rank, size=self._size), held)
+        if cut is None:
+            return super().piece(name, whole)
+        return cut.part(whole, rank=self._rank, size=self._size)

@@ -153,7 +153,9 @@ class SplitAttention:
         dropout_p: float,
         softcap: float | None,
     ) -> Tensor:
-        form = choose_form(self.form, heads=query.shape[1], size=self.group.size(), dropout_p=dropout_p)
+        size = self.group.size()
+        length = query.shape[2] * size
+        form = choose_form(self.form, heads=query.shape[1], size=size, length=length, mask=rule, dropout_p=dropout_p)
         if form == "ulysses":
             return heads_attention(
                 query, key, value, group=self.group, mask=rule, scale=scale, dropout_p=dropout_p, softcap=softcap

@@ -179,7 +179,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    chosen = choose_form(form, heads=query.shape[-3], size=group.size())
+    mask = PositionMask(is_causal=is_causal)
+    length = query.shape[-2] * group.size()
+    chosen = choose_form(form, heads=query.shape[-3], size=group.size(), length=length, mask=mask)
     if attn_mask is not None or (dropout_p > 0 and chosen == "ring"):
         raise FeatureNotAvailable(
             "attention over split sequences supports no custom masks, and in a ring no dropout",
@@ -196,7 +198,6 @@ def _attend(
             group, form, q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
-    mask = PositionMask(is_causal=is_causal)
     if chosen == "ulysses" and query.dim() == 4:
         return heads_attention(query, key, value, group=group, mask=mask, scale=scale, dropout_p=dropout_p)
     return ring_attention(query, key, value, group=group, mask=mask, scale=scale)

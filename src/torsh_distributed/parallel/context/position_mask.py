@@ -31,6 +31,13 @@ class PositionMask:
         """Whether it is causal or nothing at all, which kernels have built in."""
         return self.allowed is None and self.keys is None and self.documents is None
 
+    def hides_far_keys(self, length: int) -> bool:
+        """Whether the last query does not see the first key, as under a sliding window."""
+        if self.allowed is None:
+            return False
+        zero, last = torch.zeros(1, 1, 1, 1, dtype=torch.long), torch.full((1, 1, 1, 1), length - 1)
+        return not bool(self.allowed(zero, zero, last, zero))
+
     def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor | bool:
         """Which of these keys these queries see, (batch or 1, 1, queries, keys); True: all of them, False: none."""
         # On the CPU: whether a block is empty must not wait for a GPU.

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert.expert_strategy import ExpertDataParallel
 from torsh_distributed.parallel.expert.layer import MoELayer, moe_layers
 from torsh_distributed.parallel.expert.placed_experts import PlacedExperts, placed_experts, spread_names
 from torsh_distributed.parallel.mesh.mesh import Mesh
+from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.models.wrapping import ignored_modules
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.plan import ExpertConfig, Plan
@@ -29,7 +31,8 @@ def expert_strategy(model: nn.Module, plan: Plan) -> ExpertDataParallel | None:
     layers = check_experts(model, plan)
     if not layers and not spread_names(model, plan.mesh.ep):
         return None
-    mesh = Mesh(plan.mesh, device_type=check_one_device(model).type)
+    device = process_group.device() if is_on_meta(model) else check_one_device(model)
+    mesh = Mesh(plan.mesh, device_type=device.type)
     if plan.mesh.shard > 1:
         for layer in layers.values():
             layer.spread(mesh.group("ep"), mesh.data_group)

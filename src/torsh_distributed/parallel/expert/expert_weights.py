@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from torsh_distributed.parallel.expert.choose import check_experts
 from torsh_distributed.parallel.expert.spreading import spread_on_meta
-from torsh_distributed.parallel.expert.stacked_experts import expert_runs, spread_params
+from torsh_distributed.parallel.expert.stacked_experts import cut_stack, expert_runs, spread_params
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.weights.held_parts import HeldParts
-from torsh_distributed.parallel.weights.stored_weights import StoredWeights
+from torsh_distributed.parallel.weights.held_parts import HeldParts, Rows
+from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan import Plan
 
 
@@ -23,15 +23,20 @@ class ExpertParts(HeldParts):
         self._owners = {name: owner for name, (owner, _) in spread_params(model).items()}
 
     @override
-    def rows(self, name: str, shape: Sequence[int], held: Tensor) -> list[tuple[int, int]] | None:
+    def runs(self, name: str, shape: Sequence[int]) -> Rows | None:
         owner = self._owners.get(name)
         if owner is None:
-            return super().rows(name, shape, held)
+            return super().runs(name, shape)
         return [(run.whole, run.whole + run.length) for run in expert_runs(owner)]
 
+    @override
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        owner = self._owners.get(name)
+        return whole if owner is None else cut_stack(whole, owner)
 
-def load_spread(model: nn.Module, plan: Plan, weights: StoredWeights) -> None:
-    """Spread the experts of a model on meta over `mesh.ep`, then read this rank's; every rank calls this.
+
+def load_spread(model: nn.Module, plan: Plan, weights: ModelWeights) -> None:
+    """Spread the experts of a model on meta over `mesh.ep`, then fill this rank's; every rank calls this.
 
     Raises ConfigurationError if the plan does not fit the model, before anything is changed.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,28 +25,25 @@ def spread_experts(model: nn.Module, mesh: Mesh) -> None:
     Every rank calls this, with equal weights. Ranks along `cp` have different tokens; ranks along `tp` have the same
     ones and compute the layer equally. Layers in pipeline stages of other ranks are left alone.
     """
-    for placed in placed_experts(model).values():
-        if placed.group is None and next(iter(placed.stacked().values())).device.type != "meta":
+    _spread(model, mesh, lambda _, stack: not stack.is_meta)
+
+
+def spread_on_meta(model: nn.Module, mesh: Mesh, names: Collection[str] | None = None) -> None:
+    """The same for a model without values, so that a rank gets no others: parameters in `names`, by default all."""
+    _spread(model, mesh, lambda name, _: names is None or name in names)
+
+
+def _spread(model: nn.Module, mesh: Mesh, is_here: Callable[[str, Tensor], bool]) -> None:
+    for name, placed in placed_experts(model).items():
+        first, stack = next(iter(placed.stacked().items()))
+        if placed.group is None and is_here(f"{name}.{first}" if name else first, stack):
             placed.spread(mesh.group("ep"))
-    for layer in moe_layers(model).values():
-        if layer.experts.up.device.type == "meta":
+    for name, layer in moe_layers(model).items():
+        if not is_here(f"{name}.experts.up" if name else "experts.up", layer.experts.up):
             continue
         layer.spread(mesh.group("ep"), mesh.group(*GRADIENT_AXES))
         if mesh.layout.degree("tp") > 1:
             _take_whole(layer, mesh.slice("tp"))
-
-
-def spread_on_meta(model: nn.Module, mesh: Mesh, names: Collection[str] | None = None) -> None:
-    """Keep each rank's own experts of a model without values, so it reads no others; those in `names`, by default all.
-
-    For experts of other libraries: layers of ours are spread once they have their weights.
-    """
-    if mesh.layout.degree("ep") == 1:
-        return
-    for name, placed in placed_experts(model).items():
-        stacks = placed.stacked()
-        if placed.group is None and (names is None or f"{name}.{next(iter(stacks))}" in names):
-            placed.spread(mesh.group("ep"))
 
 
 def expert_sharding(model: nn.Module, mesh: Mesh) -> SeparateShards | None:

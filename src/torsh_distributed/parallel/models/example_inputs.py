@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,26 @@ def example_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
 def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The same inputs; the model keeps no keys and values for generation."""
     return {**inputs, "use_cache": False} if takes(model, "use_cache") else dict(inputs)
+
+
+def keep_no_cache_in_training(model: nn.Module) -> None:
+    """Let a model of transformers keep no keys and values for generation while it trains, unless a batch asks for it.
+
+    It does so by default. A layer that is recomputed would find its own keys there and attend to them twice, and a
+    compiled one would be compiled again for every layer, because each has another place in the cache.
+    """
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(module, "base_model_prefix") and takes(module, "use_cache"):
+            place = list(inspect.signature(module.forward).parameters).index("use_cache")
+            module.register_forward_pre_hook(partial(_leave_out_cache, place), with_kwargs=True)
+            return
+
+
+def _leave_out_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    is_given = len(args) > place or "use_cache" in kwargs or kwargs.get("past_key_values") is not None
+    return None if is_given or not module.training else (args, {**kwargs, "use_cache": False})
 
 
 def _example(model: nn.Module) -> dict[str, Any]:

@@ -40,7 +40,8 @@ from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardI
 from torsh_distributed.parallel.sharded.shared_shards import share_shards
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
-from torsh_distributed.parallel.weights.stored_weights import StoredWeights
+from torsh_distributed.parallel.weights.held_parts import HeldParts
+from torsh_distributed.parallel.weights.model_weights import ModelWeights
 from torsh_distributed.plan.sections.axes.fsdp import FsdpConfig
 from torsh_distributed.plan.sections.axes.mesh import MeshConfig
 from torsh_distributed.plan.sections.compress import CompressConfig
@@ -72,6 +73,7 @@ class FullyShardedDataParallel(nn.Module):
     `group` or the world is one shard axis. `strategy = "shard_grad_op"` keeps parameters gathered between forward and
     backward. `compression` encodes gradients: over the shard axis, or between replicas if there are any. `attach` the
     optimizer if there is compression, or a parameter that is not sharded. `separate` modules are sharded differently.
+    `parts` says which pieces of `weights` the parameters are, in a model that is split already.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class FullyShardedDataParallel(nn.Module):
         precision: PrecisionConfig | None = None,
         wrap_fn: WrapFn | None = None,
         param_init_fn: ParamInit | None = None,
-        weights: StoredWeights | None = None,
+        weights: ModelWeights | None = None,
+        parts: HeldParts | None = None,
         seed: int = 0,
         broadcast_buffers: bool = True,
         compression: CompressConfig | None = None,
@@ -101,7 +104,7 @@ class FullyShardedDataParallel(nn.Module):
         self._group = self.mesh.group(*GRADIENT_AXES)
         check_same_model(module, self._group)
         materializer = None
-        self._weights = weights if is_on_meta(module) else None
+        self._weights, self._parts = weights if is_on_meta(module) else None, parts
         if self._weights is not None:
             pass  # read into the shards, once there are some
         elif is_on_meta(module):
@@ -163,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
         if policy.param_dtype is None and self.config.gather_codec == "none":  # else gathered values are not the shards
             share_shards(self.module, group, has_values=self._weights is None)
         if self._weights is not None:
-            self._weights.load(self.module)
+            self._weights.load(self.module, self._parts)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""

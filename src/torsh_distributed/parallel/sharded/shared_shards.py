@@ -41,7 +41,7 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup, *, has_values: bool
         name: param for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_even(param, group)
     }
     sizes = [-(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT for param in params.values()]
-    memory = allocate_shared_memory(sum(sizes), group)
+    memory = allocate_shared_memory(sum(sizes), group, takes_pages_when_written=not has_values)
     if memory is None:
         return False
     start, shards = 0, []

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.tensor.cut import TensorCut
@@ -101,13 +105,24 @@ def _calls_super(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _computes_like(module: nn.Module, plain: type[nn.Module]) -> bool:
-    """Whether a module with a forward of its own gives what `plain` gives, tried on a few numbers; not on meta."""
-    if any(param.is_meta for param in module.parameters()):
-        return True  # tried again when it has numbers
-    weight = module.get_parameter("weight")
+    """Whether a module with a forward of its own gives what `plain` gives, tried on a few numbers."""
+    values = {name: _numbers(one) for name, one in (*module.named_parameters(), *module.named_buffers())}
+    weight = values["weight"]
     if issubclass(plain, nn.Embedding):
         inputs = torch.arange(min(4, weight.shape[0]), device=weight.device)
+        expected = functional.embedding(inputs, weight)
     else:
         steps = torch.arange(2 * weight.shape[1], device=weight.device, dtype=torch.float32)
         inputs = steps.sin().to(weight.dtype).view(2, -1)
-    return torch.allclose(module(inputs), plain.forward(module, inputs), rtol=1e-3, atol=1e-5)
+        expected = functional.linear(inputs, weight, values.get("bias"))
+    found = functional_call(module, values, (inputs,))
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The values of a tensor, or some if it is on meta."""
+    if not tensor.is_meta:
+        return tensor
+    width = max(1, tensor.shape[-1] if tensor.dim() else 1)
+    values = torch.arange(tensor.numel(), dtype=torch.float32).sin() / math.sqrt(width)
+    return values.to(tensor.dtype).view(tensor.shape)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from typing_extensions import override
 
 from torsh_distributed.comm.agreement import fail_together, require_same
 from torsh_distributed.comm.groups import process_group
@@ -21,13 +22,14 @@ from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
 from torsh_distributed.parallel.weights.converted_names import converted
 from torsh_distributed.parallel.weights.held_parts import HeldParts
+from torsh_distributed.parallel.weights.model_weights import ModelWeights, copy_part, local_of
 from torsh_distributed.parallel.weights.reading import RowRead, read_rows
 from torsh_distributed.parallel.weights.stacked_tensor import Stored, row_reads, with_all_of
 from torsh_distributed.parallel.weights.weight_files import stored_tensors
 from torsh_distributed.parallel.weights.weight_names import match_names
 
 
-class StoredWeights:
+class StoredWeights(ModelWeights):
     """The weights of `model` at `path`; every rank of the world constructs it, before the model is split.
 
     A checkpoint that does not fit raises InvalidArgument on every rank, with all differences; the model is unchanged
@@ -36,8 +38,8 @@ class StoredWeights:
     """
 
     def __init__(self, model: nn.Module, path: str | Path, *, init_fn: ParamInit | None = None) -> None:
+        super().__init__(process_group.device())
         self.path = Path(path)
-        self.device = process_group.device()
         self._stored: dict[str, Stored] = {}
         with fail_together(f"read the weights in {path}", dist.group.WORLD):
             try:
@@ -50,38 +52,9 @@ class StoredWeights:
         described = {name: f"{one.shape} {one.dtype}" for name, one in self._stored.items()}
         require_same({"tensors": described}, group=world, what="the weights that ranks find", hint=f"copy {path} anew")
 
-    def allocate(self, module: nn.Module, names: Collection[str] | None = None) -> None:
-        """Give memory, not values, to the tensors of `module` that have none: those in `names`, by default all.
-
-        Shared parameters stay shared, and sharded ones (DTensors) stay the same objects.
-        """
-        from torch.distributed.tensor import DTensor  # takes a second to import
-
-        made: dict[Tensor, nn.Parameter] = {}
-        for path, inner in module.named_modules(remove_duplicate=False):
-            for name, param in list(inner._parameters.items()):
-                full = plain_name(f"{path}.{name}" if path else name)
-                if param is None or not param.is_meta or isinstance(param, DTensor):
-                    continue
-                if names is not None and full not in names:
-                    continue
-                if param not in made:
-                    made[param] = nn.Parameter(torch.empty_like(param, device=self.device), param.requires_grad)
-                    made[param].__dict__.update(param.__dict__)  # how tensor parallelism cut it, for one
-                inner._parameters[name] = made[param]
-            for name, buffer in list(inner._buffers.items()):
-                full = plain_name(f"{path}.{name}" if path else name)
-                if buffer is not None and buffer.is_meta and (names is None or full in names):
-                    inner._buffers[name] = torch.empty_like(buffer, device=self.device)
-        if any(param.is_meta and isinstance(param, DTensor) for param in module.parameters()):
-            module._apply(lambda one: torch.empty_like(one, device=self.device) if one.is_meta else one)  # type: ignore[no-untyped-call]  # untyped in torch
-
+    @override
     @torch.no_grad()
     def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
-        """Read the values of this rank's parts of `module`'s tensors; every rank of the world calls this.
-
-        A rank may have nothing to read (`names` empty). If any rank fails, every rank raises.
-        """
         chosen = parts or HeldParts()
         with fail_together(f"load the weights in {self.path}", dist.group.WORLD):
             try:
@@ -99,10 +72,10 @@ class StoredWeights:
             seen.add(id(held))
             if held.is_meta:
                 raise CheckpointError(f"{plain} has no memory to be read into", hint="report this: it is our mistake")
-            stored, into = self._stored[plain], _local(held.detach())
+            stored, into = self._stored[plain], local_of(held.detach())
             rows = parts.rows(plain, stored.shape, held)
             if rows is None:
-                with_all_of(stored, lambda whole: _copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
+                with_all_of(stored, lambda whole: copy_part(parts, plain, whole, held))  # noqa: B023 (called at once)
                 continue
             begin = 0
             for start, stop in rows:
@@ -110,12 +83,3 @@ class StoredWeights:
                 reads += row_reads(stored, start, stop, target)
                 begin += stop - start
         read_rows(reads)
-
-
-def _copy_part(parts: HeldParts, name: str, whole: Tensor, held: Tensor) -> None:
-    _local(held.detach()).copy_(_local(parts.part(name, whole, held)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held

@@ -36,6 +36,13 @@ class ElasticConfig(Section):
     scaling_timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of a membership change, from detection to the new groups, and of the wait for replacements."""
 
+    scaling: Literal["reactive", "conservative", "aggressive"] = "reactive"
+    """When the number of ranks changes: on failures and requests alone; or also by load, the share of time spent in
+    steps: slowly (above 0.9, below 0.2) or at once (above 0.8, below 0.3)."""
+
+    scaling_interval_s: float = Field(default=30.0, gt=0)
+    """Seconds between two looks at the load."""
+
     @override
     def find_problems(self) -> Iterator[Problem]:
         if self.min_workers > self.max_workers:
@@ -43,4 +50,10 @@ class ElasticConfig(Section):
                 "min_workers",
                 f"elastic.min_workers {self.min_workers} is above elastic.max_workers {self.max_workers}",
                 "lower the first or raise the second",
+            )
+        if self.scaling != "reactive" and self.mode == "restart":
+            yield Problem(
+                "scaling",
+                f"elastic.scaling = {self.scaling} changes the ranks while training goes on; elastic.mode is restart",
+                'set elastic.mode = "in_place", or leave scaling out',
             )

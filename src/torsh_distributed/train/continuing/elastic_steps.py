@@ -16,7 +16,6 @@ from torch import Tensor
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
-from torsh_distributed.plan.sections.elastic import ElasticConfig
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ def with_elastic(plan: Plan) -> Plan:
     Raises ConfigurationError if the plan asks for it and the launcher does not.
     """
     if is_elastic_job():
-        return plan if plan.elastic.enabled else plan.replace(elastic=ElasticConfig(enabled=True))
+        return plan if plan.elastic.enabled else plan.replace(elastic={"enabled": True})
     if plan.elastic.enabled:
         raise ConfigurationError(
             "elastic.enabled needs a launcher that keeps the job together when a rank is lost",

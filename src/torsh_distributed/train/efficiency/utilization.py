@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -11,23 +10,10 @@ import torch
 
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.observe.loops.device_peaks import known_peak
 from torsh_distributed.observe.metrics.process_metrics import process_metrics
 from torsh_distributed.train.batches import Batch, count_samples
 from torsh_distributed.train.engine import Engine
-
-PEAK_FLOPS: Mapping[str, float] = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "L4": 121e12,
-}
-"""Dense bf16 operations per second by name of the GPU, from the vendor's data sheets; the first name that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +101,3 @@ class UtilizationMeter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic(), self._engine.num_steps
-
-
-def known_peak(device: torch.device) -> float | None:
-    """The device's dense bf16 operations per second, if it is in the table."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)

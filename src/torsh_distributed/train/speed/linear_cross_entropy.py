@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 
@@ -158,6 +160,11 @@ def _scaled_gradients(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | Non
 
 _losses_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep)
 OPERATOR = torch.ops.torsh.linear_cross_entropy
+
+
+@register_flop_formula(OPERATOR)
+def _num_flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0]
 
 
 def _row_losses(logits: Tensor, targets: Tensor, ignore_index: int, with_gradients: bool) -> Tensor:

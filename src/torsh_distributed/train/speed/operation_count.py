@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from torsh_distributed.train.speed.linear_cross_entropy import OPERATOR
-
 
 def counting_flops() -> FlopCounterMode:
     """A context; `get_total_flops()` of it is the count. Matrix products, convolutions and attention count."""
     return FlopCounterMode(display=False, custom_mapping=_COUNTS)
-
-
-def _head_flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * hidden[0] * hidden[1] * weight[0]
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
@@ -25,7 +19,6 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 _COUNTS = {
-    OPERATOR: _head_flops,
     # torch counts attention on GPUs only.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bed.world import World
 from tests.migrate.deepspeed.checkpoints.making import FURTHER, QUICK, Made, make_all
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 
 
 @dataclass
@@ -20,16 +20,16 @@ class RealCheckpoints:
 
 
 @pytest.fixture(scope="session")
-def real(world: World, tmp_path_factory: pytest.TempPathFactory) -> RealCheckpoints:
+def real(deepspeed_world: DeepSpeedWorld, tmp_path_factory: pytest.TempPathFactory) -> RealCheckpoints:
     """One format of every stage."""
     directory = tmp_path_factory.mktemp("deepspeed")
-    made = world.run(make_all, str(directory), QUICK, num_ranks=2, backend=None, timeout_s=200)
+    made = deepspeed_world.run_theirs(make_all, str(directory), QUICK, timeout_s=200)
     return RealCheckpoints(directory, made)
 
 
 @pytest.fixture(scope="session")
-def further(world: World, tmp_path_factory: pytest.TempPathFactory) -> RealCheckpoints:
+def further(deepspeed_world: DeepSpeedWorld, tmp_path_factory: pytest.TempPathFactory) -> RealCheckpoints:
     """The other formats of every stage."""
     directory = tmp_path_factory.mktemp("further")
-    made = world.run(make_all, str(directory), FURTHER, num_ranks=2, backend=None, timeout_s=200)
+    made = deepspeed_world.run_theirs(make_all, str(directory), FURTHER, timeout_s=200)
     return RealCheckpoints(directory, made)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW
+from typer.testing import CliRunner
 
 from tests.bed.world import World
 from tests.migrate.deepspeed.checkpoints.conftest import RealCheckpoints
@@ -25,9 +26,10 @@ from tests.migrate.deepspeed.checkpoints.making import (
     loss_of,
     make_pipeline,
 )
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
+from torsh_distributed.cli.app import app
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed import (
-    convert_checkpoint,
     fp32_weights,
     load_deepspeed,
     open_checkpoint,
@@ -95,8 +97,8 @@ def test_so_they_are_in_other_formats(further: RealCheckpoints, case: str) -> No
 
 
 @pytest.mark.matrix
-def test_stages_of_a_pipeline_are_one_model(world: World, tmp_path: Path) -> None:
-    stages = world.run(make_pipeline, str(tmp_path), num_ranks=2, backend=None, timeout_s=100)
+def test_stages_of_a_pipeline_are_one_model(deepspeed_world: DeepSpeedWorld, tmp_path: Path) -> None:
+    stages = deepspeed_world.run_theirs(make_pipeline, str(tmp_path), timeout_s=100)
     state = open_checkpoint(tmp_path)
     whole = {name: weight for stage in stages for name, weight in stage.items()}
     assert len(whole) == 6
@@ -158,9 +160,16 @@ def _load_converted(directory: str) -> list[float]:
     return _trained_on(engine)
 
 
-def test_a_converted_checkpoint_is_one_of_ours(world: World, real: RealCheckpoints, tmp_path: Path) -> None:
-    where = convert_checkpoint(real.directory / "3-fp32", tmp_path / "ours")
-    assert where.is_dir()
+def command(*words: object) -> str:
+    """`torsh migrate checkpoint …`, to the end."""
+    result = CliRunner().invoke(app, ["migrate", "checkpoint", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_makes_a_checkpoint_of_ours(world: World, real: RealCheckpoints, tmp_path: Path) -> None:
+    output = command(real.directory / "3-fp32", tmp_path / "ours", "--tag", f"global_step{NUM_STEPS}")
+    assert "wrote" in output
     results = world.run(_load_converted, str(tmp_path / "ours"), num_ranks=2, timeout_s=60)
     assert results[0] == _as_deepspeed(real, "3-fp32")
 
@@ -184,7 +193,8 @@ def test_the_loss_scale_comes_along(further: RealCheckpoints) -> None:
 def test_weights_are_written_as_zero_to_fp32_does(
     real: RealCheckpoints, tmp_path: Path, file_format: str, dtype: str
 ) -> None:
-    paths = write_weights(real.directory / "1-bf16", tmp_path / "out", file_format=file_format, dtype=dtype)
+    output = command(real.directory / "1-bf16", tmp_path / "out", "--weights", file_format, "--dtype", dtype)
+    paths = [Path(line.removeprefix("wrote ")) for line in output.splitlines()]
     if file_format == "bin":
         found = torch.load(paths[0], weights_only=True)
     else:

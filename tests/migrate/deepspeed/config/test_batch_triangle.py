@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tests.bed.real_deepspeed import use_deepspeed
-from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.migrate.deepspeed.config.batch_triangle import BatchTriangle, resolve_batch
 
@@ -48,8 +48,8 @@ def _theirs() -> list[tuple[int, int, int] | None]:
 
 
 @pytest.mark.needs_deepspeed
-def test_sizes_are_those_of_deepspeed(world: World) -> None:
-    (theirs,) = world.run(_theirs, num_ranks=1, backend=None, timeout_s=60)
+def test_sizes_are_those_of_deepspeed(deepspeed_world: DeepSpeedWorld) -> None:
+    (theirs,) = deepspeed_world.run_theirs(_theirs, num_ranks=1)
     assert [_ours(*case, 1) for case in CASES] == theirs
 
 

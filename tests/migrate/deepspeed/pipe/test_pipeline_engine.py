@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tests.bed.real_deepspeed import use_deepspeed
 from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 
 WIDTH, STEPS, GAS, MICRO = 12, 5, 4, 3
 
@@ -118,9 +119,9 @@ def test_replicas_of_stages_train_as_one_process_does(world: World, stage: int) 
 
 @pytest.mark.needs_deepspeed
 @pytest.mark.matrix
-def test_a_pipeline_trains_as_deepspeeds_does(world: World) -> None:
+def test_a_pipeline_trains_as_deepspeeds_does(world: World, deepspeed_world: DeepSpeedWorld) -> None:
     # Without clipping: in the norm of an fp32 pipeline DeepSpeed 0.19.8 counts the first stage alone.
-    theirs = world.run(_theirs, 0.0, num_ranks=2, backend=None, timeout_s=110)
+    theirs = deepspeed_world.run_theirs(_theirs, 0.0, timeout_s=110)
     ours = world.run(_ours, 0, 0.0, num_ranks=2, backend="torsh", timeout_s=60)
     for (mine, evaluated), (other, other_evaluated) in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.bed.real_deepspeed import use_deepspeed
-from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.pipe.stage_partition import (
     partition_balanced,
@@ -28,8 +28,8 @@ def _theirs() -> list[list[int]]:
 
 
 @pytest.mark.needs_deepspeed
-def test_balanced_parts_are_those_of_deepspeed(world: World) -> None:
-    (theirs,) = world.run(_theirs, num_ranks=1, backend=None, timeout_s=60)
+def test_balanced_parts_are_those_of_deepspeed(deepspeed_world: DeepSpeedWorld) -> None:
+    (theirs,) = deepspeed_world.run_theirs(_theirs, num_ranks=1)
     assert [partition_balanced(one, parts) for one, parts in zip(WEIGHTS, PARTS, strict=True)] == theirs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bed.real_deepspeed import use_deepspeed
-from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.migrate.deepspeed.schedules.curriculum import CurriculumSchedule, ProgressiveLayerDrop
 
@@ -48,8 +48,8 @@ def _theirs() -> list[list[int]]:
 
 
 @pytest.mark.needs_deepspeed
-def test_difficulties_are_those_of_deepspeed(world: World) -> None:
-    (theirs,) = world.run(_theirs, num_ranks=1, backend=None, timeout_s=60)
+def test_difficulties_are_those_of_deepspeed(deepspeed_world: DeepSpeedWorld) -> None:
+    (theirs,) = deepspeed_world.run_theirs(_theirs, num_ranks=1)
     assert [_walked(CurriculumSchedule(case)) for case in CASES] == theirs
 
 

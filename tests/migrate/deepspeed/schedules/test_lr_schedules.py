@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bed.real_deepspeed import use_deepspeed
-from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.migrate.deepspeed.schedules.lr_schedules import make_schedule
 
@@ -87,8 +87,8 @@ def _theirs() -> list[list[list[float]]]:
 
 
 @pytest.mark.needs_deepspeed
-def test_rates_and_momenta_are_those_of_deepspeed(world: World) -> None:
-    (theirs,) = world.run(_theirs, num_ranks=1, backend=None, timeout_s=60)
+def test_rates_and_momenta_are_those_of_deepspeed(deepspeed_world: DeepSpeedWorld) -> None:
+    (theirs,) = deepspeed_world.run_theirs(_theirs, num_ranks=1)
     for (kind, params), expected in zip(CASES, theirs, strict=True):
         optimizer = _optimizer()
         ours = _walked(make_schedule(kind, params, optimizer), optimizer)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from tests.migrate.deepspeed.training import parity
 
 MAIN = [
@@ -23,9 +24,15 @@ def losses_of_steps(by_rank: list[list[dict[str, list[float]]]], number: int, ga
     return [sum(sum(one[start : start + gas]) for one in found) / (2 * gas) for start in starts]
 
 
-def compare(world: World, configs: list[dict[str, Any]], scalings: list[Any], timeout_s: float) -> None:
+def compare(
+    world: World,
+    deepspeed_world: DeepSpeedWorld,
+    configs: list[dict[str, Any]],
+    scalings: list[Any],
+    timeout_s: float,
+) -> None:
     """Losses within 1e-5, scales and skipped steps equal."""
-    theirs = world.run(parity.their_numbers, configs, scalings, num_ranks=2, backend=None, timeout_s=timeout_s)
+    theirs = deepspeed_world.run_theirs(parity.their_numbers, configs, scalings, timeout_s=timeout_s)
     ours = world.run(parity.our_numbers, configs, scalings, num_ranks=2, backend="torsh", timeout_s=timeout_s)
     worst = {}
     for number, config in enumerate(configs):
@@ -39,8 +46,8 @@ def compare(world: World, configs: list[dict[str, Any]], scalings: list[Any], ti
 
 
 @pytest.mark.needs_deepspeed
-def test_losses_and_loss_scales_are_those_of_deepspeed(world: World) -> None:
-    compare(world, MAIN, [parity.SCALES[4]], 100.0)
+def test_losses_and_loss_scales_are_those_of_deepspeed(world: World, deepspeed_world: DeepSpeedWorld) -> None:
+    compare(world, deepspeed_world, MAIN, [parity.SCALES[4]], 100.0)
 
 
 @pytest.mark.needs_deepspeed
@@ -48,8 +55,10 @@ def test_losses_and_loss_scales_are_those_of_deepspeed(world: World) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_losses_are_those_of_deepspeed_in_every_combination(world: World, stage: int, dtype: str) -> None:
+def test_losses_are_those_of_deepspeed_in_every_combination(
+    world: World, deepspeed_world: DeepSpeedWorld, stage: int, dtype: str
+) -> None:
     configs = [parity.case(stage, dtype, gas, clip) for gas in (1, 2, 3) for clip in (0.0, 0.5)]
     if stage >= 2 and dtype == "bf16":
         configs.append(parity.case(stage, dtype, 3, data_types={"grad_accum_dtype": "fp32"}))
-    compare(world, configs, parity.SCALES if (stage, dtype) == (0, "fp16") else [], 140.0)
+    compare(world, deepspeed_world, configs, parity.SCALES if (stage, dtype) == (0, "fp16") else [], 140.0)

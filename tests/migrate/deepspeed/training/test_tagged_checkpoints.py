@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.bed.real_deepspeed import use_deepspeed
 from tests.bed.world import World
+from tests.migrate.deepspeed.conftest import DeepSpeedWorld
 from tests.migrate.deepspeed.training import parity
 
 CASES = [(1, "fp16"), (2, "bf16"), (3, "bf16"), (3, "fp32")]
@@ -59,8 +60,10 @@ def _go_on(folder: str) -> list[dict[str, Any]]:
 @pytest.mark.needs_deepspeed
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_run_of_deepspeed_continues_with_the_same_losses(world: World, tmp_path: Path) -> None:
-    theirs = world.run(_begin, str(tmp_path), num_ranks=2, backend=None, timeout_s=140)
+def test_a_run_of_deepspeed_continues_with_the_same_losses(
+    world: World, deepspeed_world: DeepSpeedWorld, tmp_path: Path
+) -> None:
+    theirs = deepspeed_world.run_theirs(_begin, str(tmp_path), timeout_s=140)
     ours = world.run(_go_on, str(tmp_path), num_ranks=2, backend="torsh", timeout_s=140)
     for rank in range(2):
         for case, mine, other in zip(CASES, ours[rank], theirs[rank], strict=True):

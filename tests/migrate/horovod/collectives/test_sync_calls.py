@@ -8,6 +8,7 @@ from torch import Tensor
 
 import torsh_distributed.migrate.horovod as hvd
 from tests.bed.world import World
+from torsh_distributed.errors import SerializationError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCED = (*FLOATS, torch.int32, torch.int64)
@@ -164,6 +165,9 @@ def objects_and_sparse() -> None:
     me, size = hvd.rank(), hvd.size()
     assert hvd.broadcast_object({"rank": me, "data": [1, None]}, root_rank=1) == {"rank": 1, "data": [1, None]}
     assert hvd.allgather_object(["x"] * me) == [["x"] * rank for rank in range(size)]
+    for call in (hvd.broadcast_object, hvd.allgather_object):  # an error on every rank, and the next call works
+        with pytest.raises(SerializationError, match=r"rank 0: the object\[1\] cannot be sent .*function"):
+            call([me, print if me == 0 else me])
     mine = torch.sparse_coo_tensor(torch.tensor([[0, me + 1]]), torch.ones(2, 3) * (me + 1), (5, 3))
     got = hvd.synchronize(hvd.sparse_allreduce_async(mine, name="s", op=hvd.Average))
     dense = sum(

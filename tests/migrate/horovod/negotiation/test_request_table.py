@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
-from torsh_distributed.migrate.horovod.negotiation.request_table import RequestTable
+from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp, RequestTable
+from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver
 
 
 def ask(name: str, **fields: object) -> Request:
@@ -30,50 +31,74 @@ def test_every_order_of_every_rank_makes_each_operation_ready_once(
     assert not table.is_waiting
 
 
-@given(st.data(), st.integers(2, 3))
-def test_requests_that_come_together_give_what_single_ones_give(data: st.DataObject, num_ranks: int) -> None:
-    """Random messages, with operations in other orders, mismatches, joins and gathered rows among them."""
-    single, together = RequestTable(num_ranks), RequestTable(num_ranks)
+@given(st.data(), st.integers(1, 3))
+def test_numbers_give_what_requests_give(data: st.DataObject, num_ranks: int) -> None:
+    """Random messages: other orders, mismatches, joins, gathered rows, and numbers withdrawn meanwhile."""
+    giver = NumberGiver(3, num_ranks)
+    single, together = RequestTable(num_ranks), RequestTable(num_ranks, giver)
     open_names: list[set[str]] = [set() for _ in range(num_ranks)]
-    for _ in range(data.draw(st.integers(1, 8))):
+    joined: set[int] = set()
+    for turn in range(1, data.draw(st.integers(2, 12))):
         rank = data.draw(st.integers(0, num_ranks - 1))
+        if rank in joined:
+            continue
         names = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True))
         fields = data.draw(st.sampled_from([{}, {}, {}, {"op": "Max"}, {"kind": OpKind.ALLGATHER}]))
         message = [ask(name, **fields) for name in names if name not in open_names[rank]]
         open_names[rank] |= set(names)
-        if not message:
-            continue
+        if data.draw(st.integers(0, 9)) == 0:
+            message = [Request("join", OpKind.JOIN)]
+            joined.add(rank)
         for request in message:
             single.add(rank, request)
-        together.add_all(rank, message)
+        numbers = [giver.number_of(request) for request in message]
+        together.add_all(
+            rank, [number if number is not None else one for one, number in zip(message, numbers, strict=True)]
+        )
         wanted = {one.request.name: one for one in single.take_ready()}
-        assert {one.request.name: one for one in together.take_ready()} == wanted
+        repeated = [ReadyOp(giver.request_of(number)) for number in together.take_numbers()]
+        found = {one.request.name: one for one in (*repeated, *together.take_ready())}
+        assert found.keys() == wanted.keys()
+        for name, one in found.items():
+            assert bool(one.error) == bool(wanted[name].error)
+            assert (one.sizes, one.joined) == (wanted[name].sizes, wanted[name].joined)
+            if not one.error and not one.joined and one.request.kind == OpKind.ALLREDUCE:
+                assert one.request == wanted[name].request
+                if giver.number_of(one.request) is None:
+                    together.withdraw(giver.give(one.request, turn)[1])
+        if "join" in found:
+            joined.clear()
         open_names = [names - wanted.keys() for names in open_names]
         assert single.is_waiting == together.is_waiting
     waiting = [sorted(stall.name for stall in table.stalled(0.0)) for table in (single, together)]
     assert waiting[0] == waiting[1]
 
 
-def test_the_same_message_of_all_ranks_is_ready_at_once_and_held_ones_still_stall() -> None:
+def test_numbers_that_wait_are_reported_and_compared_with_requests_of_their_name() -> None:
     now = [0.0]
-    table = RequestTable(2, clock=lambda: now[0])
-    table.add_all(0, [ask("a"), ask("b")])
+    giver = NumberGiver(10, 2)
+    table = RequestTable(2, giver, clock=lambda: now[0])
+    numbers = [giver.give(ask(name), 1)[0] or 0 for name in "ab"]
+    table.add_all(0, numbers)
     assert table.is_waiting
     now[0] = 5.0
     assert table.stalled(10.0) == []
-    table.add_all(1, [ask("a"), ask("b")])
-    assert [one.request.name for one in table.take_ready()] == ["a", "b"]
+    table.add_all(1, numbers)
+    assert table.take_numbers() == tuple(numbers)
     assert not table.is_waiting
-    table.add_all(1, [ask("a"), ask("b", op="Max")])
+    table.add_all(1, [numbers[0], ask("b", op="Max")])
     now[0] = 20.0
     assert [(one.name, one.waited_s, one.missing) for one in table.stalled(10.0)] == [
-        ("a", 15.0, (0,)),
         ("b", 15.0, (0,)),
+        ("a", 15.0, (0,)),
     ]
-    table.add_all(0, [ask("a"), ask("b")])
+    table.add_all(0, numbers)
     good, bad = table.take_ready()
     assert not good.error
     assert "mismatched reductions" in bad.error
+    table.add_all(0, [numbers[0]])
+    table.add(1, ask("a", op="Max"))
+    assert "mismatched reductions" in table.take_ready()[0].error
 
 
 @pytest.mark.parametrize(

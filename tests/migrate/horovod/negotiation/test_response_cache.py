@@ -18,7 +18,7 @@ def test_the_oldest_number_is_withdrawn_and_stays_understood_until_all_have_seen
     second, _ = giver.give(ask("b"), 1)
     assert first is not None
     assert second is not None
-    giver.use(first)  # b is now the oldest
+    giver.use([first])  # b is now the oldest
     third, withdrawn = giver.give(ask("c"), 5)
     assert withdrawn == [second]
     assert giver.number_of(ask("b")) is None
@@ -29,6 +29,18 @@ def test_the_oldest_number_is_withdrawn_and_stays_understood_until_all_have_seen
     with pytest.raises(KeyError):
         giver.asked(second)
     assert giver.asked(third or 0) == ask("c")
+
+
+def test_a_name_has_one_number_and_the_same_object_is_known_again() -> None:
+    giver = NumberGiver(5, num_ranks=1)
+    small, large = ask("a"), ask("a")._replace(tensors=(("float32", (8,)),))
+    first, _ = giver.give(small, 1)
+    assert giver.number_of(small) == giver.number_of(ask("a")) == first
+    second, withdrawn = giver.give(large, 2)
+    assert withdrawn == [first]
+    assert giver.number_of(small) is None
+    assert (giver.number_named("a"), giver.number_of(large)) == (second, second)
+    assert list(giver.given) == [second]
 
 
 def test_without_room_no_numbers_are_given() -> None:

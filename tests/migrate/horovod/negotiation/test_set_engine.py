@@ -93,10 +93,38 @@ def twice_and_barrier() -> None:
 
 def few_numbers() -> None:
     """More names than the cache holds, used in waves."""
+    repeated_bursts()
     hvd.init()
     for wave in range(6):
         handles = [hvd.allreduce_async(torch.tensor([float(i)]), name=f"n{i}", op=hvd.Sum) for i in range(wave, 12)]
         assert [hvd.synchronize(one).item() for one in handles] == [2.0 * i for i in range(wave, 12)]
+
+
+def repeated_bursts() -> None:
+    """The same many small operations again and again, which then share what was kept of the last time."""
+    hvd.init()
+    me, size = hvd.rank(), hvd.size()
+    shapes = [(), (3,), (2, 2), (0,), (16,), (1, 5)]
+    kept = []
+    for round_ in range(6):
+        handles = []
+        for index in range(40):
+            tensor = torch.full(shapes[index % len(shapes)], float(index + me + round_))
+            call = hvd.allreduce_async_ if index % 4 < 3 or round_ % 2 else hvd.allreduce_async
+            op = hvd.Sum if index % 5 else hvd.Average
+            handles.append((index, tensor, call(tensor, name=f"burst{index}", op=op)))
+        if round_ == 4 and me == 0:
+            handles.append((40, torch.ones(1), hvd.allreduce_async(torch.ones(1), name="between")))
+        for index, tensor, handle in handles[:40]:
+            result = hvd.synchronize(handle)
+            wanted = sum(index + rank + round_ for rank in range(size)) / (1 if index % 5 else size)
+            kept.append((result, torch.full(tensor.shape, float(wanted))))
+        if round_ == 4 and me == 1:
+            handles.append((40, torch.ones(1), hvd.allreduce_async(torch.ones(1), name="between")))
+        for _, _, handle in handles[40:]:
+            assert hvd.synchronize(handle).item() == 1.0
+    for result, expected in kept:  # also those of earlier rounds: nothing wrote over them
+        assert torch.equal(result, expected)
 
 
 def lifecycle() -> None:
@@ -117,7 +145,7 @@ def lifecycle() -> None:
 
 
 def test_operations_meet_by_name_and_disagreement_is_an_error_everywhere(world: World) -> None:
-    world.run(several, [names_in_any_order, twice_and_barrier], num_ranks=2, backend=None)
+    world.run(several, [names_in_any_order, twice_and_barrier, repeated_bursts], num_ranks=2, backend=None)
     world.run(names_in_any_order, num_ranks=3, backend="gloo")
     first, second = world.run(several, [lifecycle, disagree], num_ranks=2, backend=None)
     assert first == second

@@ -49,6 +49,20 @@ def record_events(directory: str | Path | None = None) -> None:
     _recorders[os.getpid()] = started
 
 
+def record_script() -> None:
+    """Record the events of a script that does not know this library: TORSH_EVENTS_DIR asks for them.
+
+    Its steps come from torch's optimizers, where no reporter of metrics sees them already.
+    """
+    if events.current_rank() < 0 and os.environ.get("RANK", "").isdigit():
+        events.set_rank(int(os.environ["RANK"]))
+    record_events()
+    if not os.environ.get(METRICS_VARIABLE):
+        from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
+
+        OptimizerSteps().install()
+
+
 def _limit_bytes() -> int | None:
     text = os.environ.get(LIMIT_VARIABLE)
     if text is None:

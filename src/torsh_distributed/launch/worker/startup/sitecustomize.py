@@ -30,10 +30,12 @@ class _BeforeTorch:
             if importlib.util.find_spec("torsh_distributed") is not None:
                 importlib.import_module("torsh_distributed")
                 # Set in workers whose launcher wants to know what they measure; a script without us says no more.
-                if os.environ.get("TORSH_METRICS") and _LINE in sys.modules:
-                    importlib.import_module(
-                        "torsh_distributed.launch.worker.recording.event_recording"
-                    ).report_metrics()
+                wants = [os.environ.get(variable) for variable in ("TORSH_EVENTS_DIR", "TORSH_METRICS")]
+                if any(wants) and _LINE in sys.modules:
+                    recording = importlib.import_module("torsh_distributed.launch.worker.recording.event_recording")
+                    if wants[0]:
+                        recording.record_script()
+                    recording.report_metrics()
                 if any(os.environ.get(name) for name in ("TORSH_FAULTS", "TORSH_FAULT_LOG")):
                     # By name: faults belong to a layer above this one.
                     faults = importlib.import_module("torsh_distributed.elastic.faults.startup")

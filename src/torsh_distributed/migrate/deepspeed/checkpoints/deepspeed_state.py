@@ -14,17 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
-from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
-from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.errors import CheckpointError
-from torsh_distributed.migrate.deepspeed.checkpoints.flat_pieces import PiecedTensor, Shapes
+from torsh_distributed.migrate.deepspeed.checkpoints.flat_pieces import Shapes
 from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import InertRecord, load_safely
 from torsh_distributed.migrate.deepspeed.checkpoints.shard_files import ShardFiles, find_files
 from torsh_distributed.migrate.deepspeed.checkpoints.unsharded_files import from_plain_optimizer, from_universal
 from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import NamedState, from_shards, whole_tensor
+from torsh_distributed.migrate.foreign_state import ForeignState, PiecedTensor, plain_settings
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
 
 _OF_DEEPSPEED = frozenset(
@@ -58,32 +55,21 @@ class CheckpointFacts:
     """What the loss scaler held: `cur_scale` and others; empty if there was none."""
 
 
-class DeepSpeedState(SavedSnapshot):
+class DeepSpeedState(ForeignState):
     """A checkpoint of DeepSpeed to load from, by the names of the model's parameters."""
 
     def __init__(
         self, place: Path, tensors: Mapping[str, PiecedTensor], values: Mapping[str, Any], facts: CheckpointFacts
     ) -> None:
         self.facts = facts
-        self._pieced = dict(tensors)
-        metadata = CheckpointMetadata(step=facts.global_steps, world_size=facts.num_data_ranks, reason="imported")
-        index = TensorIndex({name: _indexed(name, one) for name, one in tensors.items()})
-        num_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values())
-        super().__init__(str(place), metadata, index, values, num_bytes=num_bytes)
-
-    def whole(self, name: str) -> Tensor:
-        """A whole tensor, such as `model.head.weight`."""
-        return self._pieced[name].read()
-
-    @override
-    def own_values(self, rank: int) -> Any:
-        return None
-
-    @override
-    def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
-        one = self._pieced[stored.file]
-        plain = one.read().detach().to(one.dtype).contiguous().flatten().view(torch.uint8)
-        into[:] = memoryview(plain[begin : begin + len(into)].numpy().data)
+        super().__init__(
+            place,
+            tensors,
+            values,
+            step=facts.global_steps,
+            num_ranks=facts.num_data_ranks,
+            client_state=facts.client_state,
+        )
 
 
 def open_checkpoint(
@@ -117,7 +103,7 @@ def open_checkpoint(
     if with_optimizer:
         for name, entries in found.moments.items():
             tensors |= {f"{OPTIMIZER}.state.{name}.{entry}": one for entry, one in entries.items()}
-        groups = [_plain(group) for group in found.groups]
+        groups = [plain_settings(group) for group in found.groups]
         if _zero(facts.config).get("round_robin_gradients"):
             order = {name: number for number, name in enumerate(first["module"])}
             for group in groups:  # dealt out to the ranks in turns; the script gave them in the model's order
@@ -235,18 +221,3 @@ def _engine_values(facts: CheckpointFacts) -> dict[str, Any]:
         "num_batches": 0,
         "position": None,
     }
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as plain values: what a checkpoint of ours keeps."""
-    return {
-        key: value.item() if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if not isinstance(value, Tensor) or value.numel() == 1
-    }
-
-
-def _indexed(name: str, one: PiecedTensor) -> IndexedTensor:
-    """One box: the whole tensor, in a file of its own name."""
-    box = StoredBox((0,) * len(one.shape), one.shape, name, 0, 0, 0)
-    return IndexedTensor(str(one.dtype).removeprefix("torch."), one.shape, (box,))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,15 +20,6 @@ class FlatPiece(NamedTuple):
     rank: int
     start: int
     numel: int
-
-
-@dataclass(frozen=True)
-class PiecedTensor:
-    """A whole tensor, put together from pieces when it is read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
 
 
 def pieces_by_group(shapes: Shapes, paddings: Sequence[int] | None, partition_numel: int) -> dict[str, list[FlatPiece]]:

@@ -56,7 +56,7 @@ def load_safely(path: Path, *, inert: Iterable[str] = ()) -> Any:
         raise CheckpointError(f"there is no file {path}", hint="copy the whole directory of the checkpoint") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path.name} names what a checkpoint of DeepSpeed does not hold, and is not read: {_names(path, error)}",
+            f"{path.name} names what a checkpoint does not hold, and is not read: {_names(path, error)}",
             hint="if you trust the file and these are plain records of your script, name them: inert=(…), --inert NAME",
             path=str(path),
         ) from error

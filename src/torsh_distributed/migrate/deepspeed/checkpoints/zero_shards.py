@@ -15,12 +15,12 @@ from torch import Tensor
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.flat_pieces import (
     FlatPiece,
-    PiecedTensor,
     Shapes,
     pieces_by_group,
     pieces_by_param,
     put_together,
 )
+from torsh_distributed.migrate.foreign_state import PiecedTensor
 
 STEP = "step"
 

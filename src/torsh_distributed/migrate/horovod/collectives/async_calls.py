@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, first_result, submit
+from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, repeat_reduction, submit
 from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Adasum,
     Average,
@@ -17,7 +17,6 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import (
     Sum,
     chosen_reduction,
 )
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, global_process_set, set_ranks, world_rank_of
 
@@ -34,8 +33,12 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Reduce a tensor over the ranks; the result is a new tensor."""
+    key = None if name is None else (name, average, op, prescale_factor, postscale_factor)
+    handle = None if key is None else repeat_reduction(tensor, key, process_set, is_in_place=False)
+    if handle is not None:
+        return handle
     chosen = chosen_reduction(op, average)
-    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set)
+    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set, key=key)
 
 
 def allreduce_async_(
@@ -48,8 +51,12 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """`allreduce_async` in place."""
+    key = None if name is None else (name, average, op, prescale_factor, postscale_factor)
+    handle = None if key is None else repeat_reduction(tensor, key, process_set, is_in_place=True)
+    if handle is not None:
+        return handle
     chosen = chosen_reduction(op, average)
-    return _reduce([tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set)
+    return _reduce([tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, key=key)
 
 
 def grouped_allreduce_async(
@@ -90,6 +97,7 @@ def _reduce(
     process_set: ProcessSet,
     *,
     is_group: bool = False,
+    key: tuple[Any, ...] | None = None,
 ) -> int:
     kind = OpKind.ALLREDUCE
     if op == Adasum:
@@ -111,7 +119,8 @@ def _reduce(
         prescale=float(prescale),
         postscale=float(postscale),
         label="grouped_allreduce" if is_group else "allreduce",
-        finish=all_results if is_group else first_result,
+        finish=all_results if is_group else None,
+        key=key if kind == OpKind.ALLREDUCE else None,
     )
 
 
@@ -191,12 +200,7 @@ def alltoall_async(
     """Send rows to every rank; the result is a pair: the rows received, and how many came from each rank."""
     num_ranks = len(set_ranks(process_set))
     rows = checked_splits(tensor, splits, num_ranks)
-    return submit(OpKind.ALLTOALL, [tensor], name, process_set, splits=tuple(rows), finish=_pair)
-
-
-def _pair(op: PendingOp) -> tuple[Tensor, Tensor]:
-    rows, counts = op.result
-    return rows, counts
+    return submit(OpKind.ALLTOALL, [tensor], name, process_set, splits=tuple(rows), finish=all_results)
 
 
 def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, num_ranks: int) -> list[int]:

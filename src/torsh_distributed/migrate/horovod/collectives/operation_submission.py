@@ -13,19 +13,36 @@ from torsh_distributed.migrate.horovod.collectives.reduction_names import MOVED_
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, OpKind, Request
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, registered_set
-from torsh_distributed.migrate.horovod.world_state import HandleEntry, world
+from torsh_distributed.migrate.horovod.world_state import world
 
 _REDUCES = frozenset({OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.REDUCESCATTER})
+_MAX_REPEATED = 8192
 
 
-def first_result(op: PendingOp) -> Any:
-    """The result of an operation on one tensor."""
-    return op.result[0]
-
-
-def all_results(op: PendingOp) -> tuple[Any, ...]:
+def all_results(results: list[Any]) -> tuple[Any, ...]:
     """The results of a grouped operation."""
-    return tuple(op.result)
+    return tuple(results)
+
+
+def repeat_reduction(tensor: Tensor, key: tuple[Any, ...], process_set: ProcessSet, *, is_in_place: bool) -> int | None:
+    """Submit an all-reduce of one tensor as this rank has submitted it before, in less time; None if it is new.
+
+    `key`: all that was said in the call.
+    """
+    state = world()
+    registered = state.sets.get(process_set.process_set_id)  # type: ignore[arg-type]  # None is the key of no set
+    if registered is None:
+        return None
+    request = registered.repeated.get((key, tensor.dtype, tensor.shape, tensor.device))
+    if request is None or not tensor.is_contiguous():
+        return None
+    inputs = [tensor]
+    pending, engine = PendingOp(request, inputs, inputs if is_in_place else None), registered.engine
+    assert engine is not None, "it has submitted this before"
+    engine.submit(pending)
+    handle = next(state.counter)
+    state.handles[handle] = pending, engine
+    return handle
 
 
 def submit(
@@ -43,14 +60,15 @@ def submit(
     flags: int = 0,
     label: str | None = None,
     run: Callable[..., Any] | None = None,
-    finish: Callable[[PendingOp], Any] = first_result,
+    finish: Callable[[list[Any]], Any] | None = None,
+    key: tuple[Any, ...] | None = None,
 ) -> int:
     """Hand an operation to the set's engine; returns its handle. Raises for what is wrong on this rank already.
 
-    `label`: what the name starts with, if not the kind.
+    `label`: what the name starts with, if not the kind. `finish`: what `synchronize` makes of the results, if not the
+    first. `key`: that of `repeat_reduction`, which submits it the next time.
     """
     registered = registered_set(process_set)
-    engine = registered.engine
     allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
     described: list[tuple[str, tuple[int, ...]]] = []
     for tensor in tensors:
@@ -68,18 +86,27 @@ def submit(
         name = f"noname.{next(registered.unnamed)}"
     full_name = f"{label or kind}.{name}"
     request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
-    pending = PendingOp(request, list(tensors), outputs, run)
-    engine.submit(pending)
+    if key is not None:
+        if len(registered.repeated) >= _MAX_REPEATED:
+            registered.repeated.clear()
+        tensor = tensors[0]
+        registered.repeated[key, tensor.dtype, tensor.shape, tensor.device] = request
+    pending = PendingOp(request, list(tensors), outputs)
+    if run is not None:
+        pending.run = run
+    if finish is not None:
+        pending.finish = finish
+    registered.engine.submit(pending)
     state = world()
     handle = next(state.counter)
-    state.handles[handle] = HandleEntry(pending, engine, finish)
+    state.handles[handle] = pending, registered.engine
     return handle
 
 
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once; also for a handle that is not known."""
     found = world().handles.get(handle)
-    return found is None or found.op.is_finished()
+    return found is None or found[0].is_finished()
 
 
 def synchronize(handle: int) -> Any:
@@ -87,14 +114,13 @@ def synchronize(handle: int) -> Any:
 
     Raises HorovodInternalError, on every rank, if the ranks disagree about the operation or one of them is gone.
     """
-    if callable(handle):  # a sparse operation
-        return handle()
     found = world().handles.pop(handle, None)
     if found is None:
-        return None
-    found.engine.wait(found.op)
-    result = found.finish(found.op)
-    if found.op.device_done is not None:
+        return handle() if callable(handle) else None  # a sparse operation is a function
+    op, engine = found
+    results = engine.wait(op)
+    result = results[0] if op.finish is None else op.finish(results)
+    if op.device_done is not None:
         for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())

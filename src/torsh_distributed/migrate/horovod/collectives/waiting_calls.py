@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from torsh_distributed.migrate.horovod.collectives.operation_submission import submit, synchronize
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
@@ -19,7 +20,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     synchronize(submit(OpKind.BARRIER, [], "all", process_set, finish=_nothing))
 
 
-def _nothing(_: PendingOp) -> None:
+def _nothing(_: list[Any]) -> None:
     return None
 
 

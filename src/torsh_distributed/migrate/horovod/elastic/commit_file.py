@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
+
+from torsh_distributed.migrate.horovod.collectives.object_encoding import decode_object, encode_object
 
 _NAME = "horovod-commit.pt"
 
@@ -30,7 +33,9 @@ class CommitFile:
     def write(self, commit: dict[str, Any]) -> None:
         """Replace the commit; a crash meanwhile leaves the one before."""
         draft = self._path.with_suffix(".draft")
-        torch.save(commit, draft)
+        tensors: list[Tensor] = []
+        structure = torch.frombuffer(bytearray(encode_object(commit, tensors)), dtype=torch.uint8)
+        torch.save({"structure": structure, "tensors": tensors}, draft)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(self._path)
@@ -39,6 +44,6 @@ class CommitFile:
         """The commit of an earlier attempt; None in the first."""
         if self._attempt == 0 or not self._path.exists():
             return None
-        # Written by this job into a directory of its own: as trustworthy as the script.
-        commit: dict[str, Any] = torch.load(self._path, map_location="cpu", weights_only=False)
+        held = torch.load(self._path, map_location="cpu", weights_only=True)
+        commit: dict[str, Any] = decode_object(held["structure"].numpy().tobytes(), held["tensors"])
         return commit

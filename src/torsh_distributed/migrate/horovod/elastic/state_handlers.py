@@ -111,12 +111,26 @@ class SamplerStateHandler(_DictHandler):
         self.save()
 
 
+class ObjectStateHandler(_DictHandler):
+    """Anything else with `state_dict` and `load_state_dict`, such as a schedule: rank 0's state for all."""
+
+    @override
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0, "object.state"))
+        self.save()
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 Registry = list[tuple[type[Any] | Callable[[Any], bool], type[StateHandler]]]
 
 _registry: Registry = [
     (nn.Module, ModelStateHandler),
     (Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (_has_state, ObjectStateHandler),
 ]
 
 

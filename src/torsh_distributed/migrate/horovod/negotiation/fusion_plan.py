@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
+
+from torch import Tensor
 
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
@@ -10,22 +13,38 @@ from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 _SHARED = int(RequestFlags.SHARED)
 
 
-def fuse(ready: Sequence[ReadyOp], threshold_bytes: int) -> list[list[ReadyOp]]:
-    """The operations in the order they run; those of one inner list are packed into one buffer.
+class PackedStep(list[ReadyOp]):
+    """Operations that run as one, all-reduces in one buffer."""
+
+    is_repeated = False
+    """Whether the same object comes again when ranks repeat the operations."""
+    buffer: Tensor | None = None
+    """Where a repeated step packs its tensors, once it has run."""
+    views: tuple[Tensor, ...] = ()
+    """The tensors in the buffer."""
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of its operations."""
+        return [one.request.name for one in self]
+
+
+def fuse(ready: Sequence[ReadyOp], threshold_bytes: int) -> list[PackedStep]:
+    """The operations in the order they run; those of one step are packed into one buffer.
 
     An operation joins the open buffer of its kind if it fits; the place of a buffer is that of its first operation.
     """
-    steps: list[list[ReadyOp]] = []
-    open_steps: dict[Hashable, tuple[list[ReadyOp], int]] = {}
+    steps: list[PackedStep] = []
+    open_steps: dict[Hashable, tuple[PackedStep, int]] = {}
     for one in ready:
         key = _fusion_key(one)
         if key is None:
-            steps.append([one])
+            steps.append(PackedStep([one]))
             continue
         size = one.request.num_bytes
         step, used = open_steps.get(key, (None, 0))
         if step is None or used + size > threshold_bytes:
-            step, used = [], 0
+            step, used = PackedStep(), 0
             steps.append(step)
         step.append(one)
         open_steps[key] = (step, used + size)

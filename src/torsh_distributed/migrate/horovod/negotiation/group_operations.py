@@ -16,6 +16,7 @@ from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_sca
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.migrate.horovod.negotiation.adasum import adasum
+from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
 from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
@@ -38,7 +39,7 @@ class GroupOperations:
         self._shared: dict[str, SharedBuffer | None] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def run(self, step: Sequence[ReadyOp], ops: Sequence[PendingOp | None]) -> None:
+    def run(self, step: PackedStep, ops: Sequence[PendingOp | None]) -> None:
         """Carry out operations that were packed together; `ops` are this rank's, None where it has joined."""
         request = step[0].request
         with self._device_order(request, ops) as device:
@@ -89,21 +90,26 @@ class GroupOperations:
 
     # --- reductions -------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, step: Sequence[ReadyOp], ops: Sequence[PendingOp | None], device: torch.device) -> None:
+    def _all_reduce(self, step: PackedStep, ops: Sequence[PendingOp | None], device: torch.device) -> None:
         request = step[0].request
         if len(step) == 1 and len(request.tensors) == 1:
             self._all_reduce_one(step[0], ops[0], device)
             return
-        sources = [
-            tensor
-            for ready, op in zip(step, ops, strict=True)
-            for tensor in (ready.request.zeros(device) if op is None else op.inputs)
-        ]
-        kinds = dict.fromkeys(tensor.dtype for tensor in sources)
-        if len(kinds) > 1:
-            self._all_reduce_mixed(sources, list(kinds), ops[0], request)
+        if step.is_repeated and device.type == "cpu" and self._all_reduce_in_place(step, ops, request):
             return
-        # Both in C++: with many small tensors, Python calls for each would take longer than sending them.
+        if step[0].joined:
+            sources = [
+                tensor
+                for ready, op in zip(step, ops, strict=True)
+                for tensor in (ready.request.zeros(device) if op is None else op.inputs)
+            ]
+        else:
+            sources = [tensor for op in ops if op is not None for tensor in op.inputs]
+        if len(step) == 1:  # a group; steps of several have one dtype
+            kinds = dict.fromkeys(tensor.dtype for tensor in sources)
+            if len(kinds) > 1:
+                self._all_reduce_mixed(sources, list(kinds), ops[0], request)
+                return
         flat = self._fold(_flatten_dense_tensors(sources), request)  # type: ignore[no-untyped-call]  # untyped in torch
         parts = _unflatten_dense_tensors(flat, sources)  # type: ignore[no-untyped-call]  # untyped in torch
         start = 0
@@ -111,12 +117,46 @@ class GroupOperations:
         results: list[Tensor] = []
         is_small = flat.nbytes <= _KEPT_TOGETHER_BYTES
         for ready, op in zip(step, ops, strict=True):
-            count = len(ready.request.tensors)
-            if op is not None:
-                self._hand_out(op, parts[start : start + count], targets, results, is_small=is_small)
-            start += count
+            end = start + len(ready.request.tensors)
+            if op is None:
+                pass
+            elif op.outputs is None:
+                own = parts[start:end]
+                op.result = list(own) if is_small else [part.clone() for part in own]
+            else:
+                targets += op.outputs
+                results += parts[start:end]
+                op.result = op.outputs
+            start = end
         if targets:
             torch._foreach_copy_(targets, results)
+
+    def _all_reduce_in_place(self, step: PackedStep, ops: Sequence[PendingOp | None], request: Request) -> bool:
+        """Small tensors of a repeated step, all in place, through a buffer that stays; False if it is not such a step.
+
+        Making a view takes longer than sending a small tensor, so the views of the buffer stay with it.
+        """
+        tensors: list[Tensor] = []
+        for op in ops:
+            if op is None or op.outputs is not op.inputs:
+                return False
+            tensors += op.inputs
+        buffer = step.buffer
+        if buffer is None:
+            if sum(tensor.nbytes for tensor in tensors) > _KEPT_TOGETHER_BYTES:
+                return False
+            buffer = step.buffer = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+            step.views = _unflatten_dense_tensors(buffer, tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+        else:
+            torch._foreach_copy_(step.views, tensors)
+        folded = self._fold(buffer, request)
+        if folded is not buffer:
+            buffer.copy_(folded)
+        torch._foreach_copy_(tensors, step.views)
+        for op in ops:
+            assert op is not None, "looked at above"
+            op.result = op.outputs
+        return True
 
     def _all_reduce_mixed(
         self, sources: Sequence[Tensor], kinds: Sequence[torch.dtype], op: PendingOp | None, request: Request
@@ -130,23 +170,14 @@ class GroupOperations:
             pieces = _unflatten_dense_tensors(flat, alike)  # type: ignore[no-untyped-call]  # untyped in torch
             for place, piece in zip(places, pieces, strict=True):
                 parts[place] = piece
-        if op is not None:
-            targets: list[Tensor] = []
-            results: list[Tensor] = []
-            self._hand_out(op, parts, targets, results, is_small=False)
-            for target, result in zip(targets, results, strict=True):
-                target.copy_(result)
-
-    def _hand_out(
-        self, op: PendingOp, parts: Sequence[Tensor], targets: list[Tensor], results: list[Tensor], *, is_small: bool
-    ) -> None:
-        """Give an operation its results; what must be copied into the caller's tensors is noted in the two lists."""
-        if op.outputs is not None:
-            targets += op.outputs
-            results += parts
-            op.result = op.outputs
-        else:
-            op.result = list(parts) if is_small else [part.clone() for part in parts]
+        if op is None:
+            return
+        if op.outputs is None:
+            op.result = [part.clone() for part in parts]
+            return
+        for target, part in zip(op.outputs, parts, strict=True):
+            target.copy_(part)
+        op.result = op.outputs
 
     def _all_reduce_one(self, ready: ReadyOp, op: PendingOp | None, device: torch.device) -> None:
         request = ready.request

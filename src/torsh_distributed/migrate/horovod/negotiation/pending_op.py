@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,30 +12,28 @@ from torsh_distributed.migrate.horovod.negotiation.request import Request
 
 
 class PendingOp:
-    """One submitted operation. Filled in by the engine's thread; read after `is_done`."""
+    """One submitted operation. Filled in by the engine's thread; read after `is_done`.
 
-    __slots__ = ("device_done", "device_ready", "error", "inputs", "is_done", "outputs", "request", "result", "run",
-                 "submitted_s")  # fmt: skip
+    What most operations do not need is set on the class, so that making one sets three attributes.
+    """
 
-    def __init__(
-        self,
-        request: Request,
-        inputs: list[Tensor],
-        outputs: list[Tensor] | None = None,
-        run: Callable[..., Any] | None = None,
-    ) -> None:
+    run: Callable[..., Any] | None = None
+    """For operations that bring their own code: called with the group on the engine's thread."""
+    finish: Callable[[list[Any]], Any] | None = None
+    """What `synchronize` returns, of the results; None for the only one."""
+    result: Any = None
+    error: BaseException | None = None
+    is_done = False
+    submitted_s: float | None = None
+    """When it was submitted, while a timeline is written."""
+    device_ready: torch.cuda.Event | None = None
+    device_done: torch.cuda.Event | None = None
+
+    def __init__(self, request: Request, inputs: list[Tensor], outputs: list[Tensor] | None = None) -> None:
         self.request = request
         self.inputs = inputs
         self.outputs = outputs
         """Where results go; None makes new tensors."""
-        self.run = run
-        """For operations that bring their own code: called with the group on the engine's thread."""
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_done = False
-        self.submitted_s = time.monotonic()
-        self.device_ready: torch.cuda.Event | None = None
-        self.device_done: torch.cuda.Event | None = None
         if request.device == "cuda":
             self.device_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self.device_ready.record()
@@ -48,7 +45,7 @@ class PendingOp:
         return bool(self.device_done.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def take_result(self) -> Any:
-        """The result, or what went wrong; only once done. On a GPU the current stream waits for it."""
+        """The results, or what went wrong; only once done. On a GPU the current stream waits for them."""
         if self.error is not None:
             raise self.error
         if self.device_done is not None:

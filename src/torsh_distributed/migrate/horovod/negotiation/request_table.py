@@ -2,21 +2,23 @@
 
 Ranks may ask in any order. An operation is ready when every rank that has not joined has asked for it by name. If the
 requests differ in what must be equal, the operation is ready too: with the difference, which every rank then raises.
+
+Repeated operations come as numbers. Equal numbers are equal requests, so of those the table keeps one bit for each
+rank that has asked. A name is either among these marks or among the requests that are compared, never in both.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
+from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver
 
 _ZEROS_ARE_FINE = frozenset({OpKind.ALLREDUCE})
 """Operations to which a joined rank can contribute zeros."""
 _MAY_DIFFER = frozenset({OpKind.ALLGATHER, OpKind.ALLTOALL})
-_EQUAL_OR_WRONG = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})
-"""Operations whose requests are equal on all ranks unless somebody made a mistake."""
 
 
 class ReadyOp(NamedTuple):
@@ -51,55 +53,85 @@ class _AskedOp:
 
 
 class RequestTable:
-    """The requests of all ranks of one set, by name. Ranks are indices within the set."""
+    """The requests of all ranks of one set, by name. Ranks are indices within the set.
 
-    def __init__(self, num_ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `numbers`: what the numbers stand for that ranks ask with; without, they ask with requests alone.
+    """
+
+    def __init__(
+        self, num_ranks: int, numbers: NumberGiver | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_ranks = num_ranks
+        self._numbers = NumberGiver(0, num_ranks) if numbers is None else numbers
         self._clock = clock
         self._asked: dict[str, _AskedOp] = {}
         self._joined: list[int] = []
         self._ready: list[ReadyOp] = []
-        self._held: dict[int, list[Request]] = {}
-        """Requests that came together while nothing waited, by rank: the same ones from all ranks are ready at once."""
-        self._held_since_s = 0.0
+        self._marks: dict[int, tuple[int, float]] = {}
+        """By number: a bit for each rank that has asked, and when the first did."""
+        self._all_bits = (1 << num_ranks) - 1
+        self._ready_numbers: list[int] = []
 
     @property
     def is_waiting(self) -> bool:
         """Whether some operation was asked for by some ranks only."""
-        return bool(self._asked) or bool(self._joined) or bool(self._held)
+        return bool(self._asked) or bool(self._joined) or bool(self._marks)
 
-    def add_all(self, rank: int, requests: list[Request]) -> None:
-        """Note what a rank asks for in one message; the same result as `add` for each of them, in less time.
+    def add_all(self, rank: int, asked: Sequence[int | Request]) -> None:
+        """Note what a rank asks for in one message, as numbers and requests."""
+        now_s, bit, all_bits = self._clock(), 1 << rank, self._all_bits
+        marks, ready, given = self._marks, self._ready_numbers, self._numbers.given
+        for one in asked:
+            if type(one) is not int:
+                assert isinstance(one, Request), "the other kind"
+                self.add(rank, one)
+            elif self._asked or self._joined or one not in given:
+                self._add_number(rank, one, now_s)
+            else:
+                mark = marks.get(one)
+                bits = bit if mark is None else mark[0] | bit
+                if bits != all_bits:
+                    marks[one] = bits, now_s if mark is None else mark[1]
+                    continue
+                if mark is not None:
+                    del marks[one]
+                ready.append(one)
 
-        Ranks that do the same at every step send the same messages: one comparison then settles all operations.
-        """
-        if len(requests) == 1 or self._asked or self._joined or not self._is_held_alike(rank, requests):
-            for request in requests:
-                self.add(rank, request)
+    def _add_number(self, rank: int, number: int, now_s: float) -> None:
+        """A number while some operations are compared, one of which may have its name."""
+        request = self._numbers.asked(number)
+        if not self._joined and request.name not in self._asked and number in self._numbers.given:
+            bits, since_s = self._marks.get(number, (0, now_s))
+            bits |= 1 << rank
+            if bits == self._all_bits:
+                self._marks.pop(number, None)
+                self._ready_numbers.append(number)
+            else:
+                self._marks[number] = bits, since_s
             return
-        if not self._held:
-            self._held_since_s = self._clock()
-        self._held[rank] = requests
-        if len(self._held) == self._num_ranks:
-            self._held.clear()
-            self._ready += map(ReadyOp, requests)
+        self.add(rank, request)
 
-    def _is_held_alike(self, rank: int, requests: list[Request]) -> bool:
-        if not self._held:
-            return all(request.kind in _EQUAL_OR_WRONG for request in requests)
-        return rank not in self._held and requests == next(iter(self._held.values()))
+    def withdraw(self, numbers: Iterable[int]) -> None:
+        """The numbers stand for nothing from now on: compare what was asked for with them."""
+        for number in numbers:
+            self._compare(number)
 
-    def _take_apart(self) -> None:
-        """Look at each of the requests that were held: the ranks did not ask for the same."""
-        held, self._held = self._held, {}
-        for rank, requests in held.items():
-            for request in requests:
-                self._add(rank, request, self._held_since_s)
+    def _compare(self, number: int) -> None:
+        """Go on with the request that a number stands for, if ranks have asked with it."""
+        bits, since_s = self._marks.pop(number, (0, 0.0))
+        for rank in range(self._num_ranks):
+            if bits >> rank & 1:
+                self._add(rank, self._numbers.asked(number), since_s)
 
     def add(self, rank: int, request: Request) -> None:
         """Note what a rank asks for."""
-        if self._held:
-            self._take_apart()
+        if self._marks:
+            if request.kind == OpKind.JOIN:
+                self.withdraw(list(self._marks))  # from here on zeros may complete them
+            else:
+                number = self._numbers.number_named(request.name)
+                if number is not None:
+                    self._compare(number)
         self._add(rank, request, None)
 
     def _add(self, rank: int, request: Request, since_s: float | None) -> None:
@@ -147,15 +179,21 @@ class RequestTable:
         self._ready.append(ReadyOp(request, error=error, sizes=sizes, joined=joined))
 
     def take_ready(self) -> list[ReadyOp]:
-        """The operations that became ready since the last call, in order."""
+        """The compared operations that became ready since the last call, in order."""
         ready, self._ready = self._ready, []
+        return ready
+
+    def take_numbers(self) -> tuple[int, ...]:
+        """The repeated operations that became ready since the last call, in order."""
+        if not self._ready_numbers:
+            return ()
+        ready, self._ready_numbers = tuple(self._ready_numbers), []
         return ready
 
     def stalled(self, after_s: float) -> list[StalledOp]:
         """Operations that ranks have waited for longer than `after_s` since they asked or were last reported."""
         now = self._clock()
-        if self._held and now - self._held_since_s >= after_s:
-            self._take_apart()
+        self.withdraw([number for number, (_, since_s) in self._marks.items() if now - since_s >= after_s])
         found = []
         for asked in self._asked.values():
             if now - asked.warned_s >= after_s:
@@ -167,9 +205,8 @@ class RequestTable:
 
     def longest_wait_s(self) -> float:
         """How long the oldest operation has waited; 0 without one."""
-        if self._held:
-            self._take_apart()
-        return max((self._clock() - asked.since_s for asked in self._asked.values()), default=0.0)
+        since = [asked.since_s for asked in self._asked.values()] + [mark[1] for mark in self._marks.values()]
+        return self._clock() - min(since) if since else 0.0
 
 
 def _rows(request: Request) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ that was just forgotten: it is kept until every rank has said that it has seen t
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from torsh_distributed.migrate.horovod.negotiation.request import Request
 
@@ -18,10 +19,19 @@ class RequestNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Request, int] = {}
         self._requests: dict[int, Request] = {}
+        self._repeated: dict[str, tuple[Request, int]] = {}
+        """By name: the object that was asked for last, and its number. A repeated call brings the same object, which is
+        found out without hashing all of it."""
 
     def number_of(self, request: Request) -> int | None:
         """The number of a request, if it has one."""
-        return self._numbers.get(request)
+        repeated = self._repeated.get(request.name)
+        if repeated is not None and repeated[0] is request:
+            return repeated[1]
+        number = self._numbers.get(request)
+        if number is not None:
+            self._repeated[request.name] = request, number
+        return number
 
     def request_of(self, number: int) -> Request:
         """The request with that number."""
@@ -37,17 +47,20 @@ class RequestNumbers:
         request = self._requests.pop(number, None)
         if request is not None:
             self._numbers.pop(request, None)
+            self._repeated.pop(request.name, None)
 
 
 class NumberGiver(RequestNumbers):
-    """The numbers as the first rank gives them: at most `capacity` at a time."""
+    """The numbers as the first rank gives them: at most `capacity` at a time, and one for each name."""
 
     def __init__(self, capacity: int, num_ranks: int) -> None:
         super().__init__()
         self._capacity = capacity
-        self._used: OrderedDict[int, None] = OrderedDict()
+        self.given: OrderedDict[int, None] = OrderedDict()
+        """The numbers that stand for something, the one used longest ago first."""
+        self._by_name: dict[str, int] = {}
         self._next = 0
-        self._withdrawn: deque[tuple[int, int, Request]] = deque()
+        self._withdrawn: deque[tuple[int, int]] = deque()
         self._late: dict[int, Request] = {}
         self._seen = [0] * num_ranks
 
@@ -56,21 +69,36 @@ class NumberGiver(RequestNumbers):
         if self._capacity <= 0:
             return None, []
         withdrawn = []
-        while len(self._used) >= self._capacity:
-            oldest, _ = self._used.popitem(last=False)
-            self._withdrawn.append((answer, oldest, self._requests[oldest]))
-            self._late[oldest] = self._requests[oldest]
-            self.forget(oldest)
+        same_name = self._by_name.get(request.name)
+        if same_name is not None:
+            withdrawn.append(same_name)
+            self._withdraw(same_name, answer)
+        while len(self.given) >= self._capacity:
+            oldest = next(iter(self.given))
             withdrawn.append(oldest)
+            self._withdraw(oldest, answer)
         number, self._next = self._next, self._next + 1
         self.learn(number, request)
-        self._used[number] = None
+        self._by_name[request.name] = number
+        self.given[number] = None
         return number, withdrawn
 
-    def use(self, number: int) -> None:
-        """Note that an operation was repeated."""
-        if number in self._used:
-            self._used.move_to_end(number)
+    def _withdraw(self, number: int, answer: int) -> None:
+        request = self._requests[number]
+        self._withdrawn.append((answer, number))
+        self._late[number] = request
+        del self._by_name[request.name], self.given[number]
+        self.forget(number)
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Note that operations were repeated."""
+        touch = self.given.move_to_end
+        for number in numbers:
+            touch(number)
+
+    def number_named(self, name: str) -> int | None:
+        """The number that is given for a name, whatever was asked for under it."""
+        return self._by_name.get(name)
 
     def asked(self, number: int) -> Request:
         """The request that a rank means, with numbers it did not know to be withdrawn."""
@@ -80,6 +108,7 @@ class NumberGiver(RequestNumbers):
     def has_seen(self, rank: int, answer: int) -> None:
         """A rank has received all answers up to `answer`: it no longer sends what they withdrew."""
         self._seen[rank] = answer
-        oldest = min(self._seen)
-        while self._withdrawn and self._withdrawn[0][0] <= oldest:
-            self._late.pop(self._withdrawn.popleft()[1], None)
+        if self._withdrawn:
+            oldest = min(self._seen)
+            while self._withdrawn and self._withdrawn[0][0] <= oldest:
+                self._late.pop(self._withdrawn.popleft()[1], None)

@@ -26,22 +26,20 @@ from torsh_distributed import events
 from torsh_distributed.comm.groups.abort import abort, forget_group
 from torsh_distributed.errors import InvalidArgument, TorshError
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
+from torsh_distributed.migrate.horovod.negotiation.agreed_answers import AnswerReader, AnswerWriter
 from torsh_distributed.migrate.horovod.negotiation.control_links import ControlLink, LinkLost, connect_members
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import fuse
+from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep
 from torsh_distributed.migrate.horovod.negotiation.group_operations import GroupOperations
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
-from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, request_from_wire
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp, RequestTable
+from torsh_distributed.migrate.horovod.negotiation.request import Request, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.request_table import RequestTable
 from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_UNNAMED = ".noname."
-_CACHED = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})
-"""Operations whose requests are equal on all ranks, so a number says everything."""
 
 # Messages: (kind, …). To the first rank: requests, the end. From it: answers, the end.
 _REQUESTS, _ANSWER, _END = 0, 1, 2
@@ -64,12 +62,13 @@ class SetEngine:
         self._me = group.rank()
         self._links = connect_members(group, settings.timeout_s)
         self._is_first = self._me == 0
-        self._table = RequestTable(group.size())
-        self._numbers: RequestNumbers = RequestNumbers()
         self._giver = NumberGiver(settings.cache_capacity, group.size())
-        if self._is_first:
-            self._numbers = self._giver
+        self._table = RequestTable(group.size(), self._giver)
+        self._writer = AnswerWriter(self._table, self._giver, threshold_bytes=settings.fusion_threshold_bytes)
+        self._numbers: RequestNumbers = self._giver if self._is_first else RequestNumbers()
+        self._reader = AnswerReader(self._numbers)
         self._num_answers = 0
+        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._pending: dict[str, PendingOp] = {}
@@ -106,6 +105,8 @@ class SetEngine:
                 )
             self._pending[name] = op
             self._outbox.append(op)
+            if self.timeline is not None:
+                op.submitted_s = time.monotonic()
             must_wake = not self._is_awake
             self._is_awake = True
         if must_wake:
@@ -192,14 +193,15 @@ class SetEngine:
 
     def _pass_on(self, submitted: Sequence[PendingOp]) -> None:
         """Put own requests into the table, or send them to the rank that keeps it."""
-        if self._is_first:
-            self._table.add_all(0, [op.request for op in submitted])
-            return
+        number_of = self._numbers.number_of
         asked: list[int | Request] = []
         for op in submitted:
-            number = self._numbers.number_of(op.request)
+            number = number_of(op.request)
             asked.append(op.request if number is None else number)
-        self._links[0].send((_REQUESTS, self._num_answers, asked))
+        if self._is_first:
+            self._table.add_all(0, asked)
+        else:
+            self._links[0].send((_REQUESTS, self._num_answers, asked))
 
     def _say_goodbye(self) -> None:
         """Leave in order: the first rank ends the set at once, another asks it to and runs what is still agreed."""
@@ -255,17 +257,14 @@ class SetEngine:
             self._end(f"rank {self._ranks[rank]} is gone: {lost}", lost)
             self._tell_end()
             return
-        for message in messages:
-            kind, *parts = message
+        for kind, *parts in messages:
             if kind == _REQUESTS:
                 seen, asked = parts
                 self._giver.has_seen(rank, seen)
-                self._table.add_all(
-                    rank,
-                    [self._giver.asked(one) if isinstance(one, int) else request_from_wire(one) for one in asked],
-                )
+                self._table.add_all(rank, [one if type(one) is int else request_from_wire(one) for one in asked])
             elif kind == _ANSWER:
-                self._take_answer(*parts)
+                self._num_answers, message, withdrawn = parts
+                self._run_steps(self._reader.read(message, withdrawn))
             else:
                 self._end(parts[0], None)
                 if self._is_first:
@@ -275,20 +274,16 @@ class SetEngine:
 
     def _answer(self) -> None:
         """On the first rank: tell everyone what is ready, then run it too."""
-        self._watch_stalls()
-        ready = self._table.take_ready()
-        if not ready:
+        if self._table.is_waiting:
+            self._watch_stalls()
+        answer = self._writer.next_answer()
+        if answer is None:
             return
         if self.timeline is not None:
             self.timeline.note_cycle()
-        self._num_answers += 1
-        steps = fuse(ready, self._settings.fusion_threshold_bytes)
-        withdrawn: list[int] = []
-        message = [[self._encoded(one, withdrawn) for one in step] for step in steps]
-        self._giver.has_seen(0, self._num_answers)
         for link in self._links.values():
-            self._send_to_member(link, (_ANSWER, self._num_answers, message, withdrawn))
-        self._run_steps(steps)
+            self._send_to_member(link, (_ANSWER, answer.number, answer.message, answer.withdrawn))
+        self._run_steps(answer.steps)
 
     def _send_to_member(self, link: ControlLink, message: Any) -> None:
         try:
@@ -297,41 +292,11 @@ class SetEngine:
             self._end(f"a rank of the process set is gone: {lost}", lost)
             self._tell_end()
 
-    def _encoded(self, one: ReadyOp, withdrawn: list[int]) -> Any:
-        """A ready operation as it travels: a number, or everything with the number it gets now."""
-        request = one.request
-        is_plain = not one.error and not one.joined
-        number = self._numbers.number_of(request)
-        if number is not None and is_plain:
-            self._giver.use(number)
-            return number
-        given: int | None = None
-        if is_plain and request.kind in _CACHED and _UNNAMED not in request.name:
-            given, gone = self._giver.give(request, self._num_answers)
-            withdrawn += gone
-        return (given, request, one.error, one.sizes, one.joined)
-
-    def _take_answer(self, number: int, steps: Any, withdrawn: Sequence[int]) -> None:
-        self._num_answers = number
-        decoded = [[self._decoded(one) for one in step] for step in steps]
-        for gone in withdrawn:
-            self._numbers.forget(gone)
-        self._run_steps(decoded)
-
-    def _decoded(self, one: Any) -> ReadyOp:
-        if isinstance(one, int):
-            return ReadyOp(self._numbers.request_of(one))
-        number, parts, error, sizes, joined = one
-        request = request_from_wire(parts)
-        if number is not None:
-            self._numbers.learn(number, request)
-        return ReadyOp(request, error, sizes, joined)
-
-    def _run_steps(self, steps: Sequence[Sequence[ReadyOp]]) -> None:
+    def _run_steps(self, steps: Sequence[PackedStep]) -> None:
         for step in steps:
             if self._failure is not None:
                 return
-            ops = [self._pending.get(one.request.name) for one in step]
+            ops = list(map(self._pending.get, step.names))
             start_s = time.monotonic()
             if step[0].error:
                 failed = ops[0]
@@ -354,19 +319,20 @@ class SetEngine:
         except TorshError as problem:
             _log.debug("the group could not be aborted: %s", problem)
 
-    def _finish(self, step: Sequence[ReadyOp], ops: Sequence[PendingOp | None], start_s: float) -> None:
+    def _finish(self, step: PackedStep, ops: Sequence[PendingOp | None], start_s: float) -> None:
         timeline = self.timeline
         if timeline is not None:
             end_s = time.monotonic()
             for one, op in zip(step, ops, strict=True):
                 label = one.request.kind.upper()
                 if op is not None:
-                    timeline.note(one.request.name, f"NEGOTIATE_{label}", op.submitted_s, start_s)
+                    asked_s = start_s if op.submitted_s is None else op.submitted_s
+                    timeline.note(one.request.name, f"NEGOTIATE_{label}", asked_s, start_s)
                 timeline.note(one.request.name, label, start_s, end_s, bytes=one.request.num_bytes, packed=len(step))
         with self._changed:
-            for one, op in zip(step, ops, strict=True):
+            for name, op in zip(step.names, ops, strict=True):
                 if op is not None:
-                    del self._pending[one.request.name]
+                    del self._pending[name]
                     op.is_done = True
             self._changed.notify_all()
 
@@ -374,8 +340,10 @@ class SetEngine:
 
     def _watch_stalls(self) -> None:
         warning_s, shutdown_s = self._settings.stall_warning_s, self._settings.stall_shutdown_s
-        if not self._table.is_waiting or warning_s is None:
+        now_s = time.monotonic()
+        if warning_s is None or now_s < self._next_look_s:
             return
+        self._next_look_s = now_s + warning_s / 10
         for stall in self._table.stalled(warning_s):
             missing = ", ".join(str(self._ranks[rank]) for rank in stall.missing)
             text = f"{stall.name} has waited {stall.waited_s:.0f} s for ranks that have not submitted it: {missing}"

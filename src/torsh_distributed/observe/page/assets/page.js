@@ -99,10 +99,10 @@
       // Small differences are no news: the scale spans at least a fifth of the largest value.
       const share = isNumber(value) ? (value - low) / Math.max(high - low, Math.abs(high) / 5, 1e-12) : 0;
       const x = (index % columns) * size, y = Math.floor(index / columns) * size;
-      const label = `rank ${rank.rank}: ${show(value)}${slow.has(rank.rank) ? ", slower than the others" : ""}`;
+      const label = `rank ${rank.rank}: ${show(value)}${slow.has(rank.rank) ? ", slower than the others" : ""}${rank.is_silent ? `, silent for ${seconds(rank.silent_s)}` : ""}`;
       const title = svg("title", {});
       title.textContent = label;
-      const cell = svg("rect", { class: `cell${chosen === rank.rank ? " chosen" : ""}`, x, y, width: size - 2, height: size - 2, rx: 3, fill: isNumber(value) ? heat(share) : "#9aa4af",
+      const cell = svg("rect", { class: `cell${chosen === rank.rank ? " chosen" : ""}`, x, y, width: size - 2, height: size - 2, rx: 3, fill: isNumber(value) && !rank.is_silent ? heat(share) : "#9aa4af",
         tabindex: 0, role: "button", "aria-label": label, "data-rank": rank.rank }, title);
       const group = svg("g", {}, cell);
       if (size > 30) {
@@ -128,7 +128,7 @@
     if (!rank) { put("rank"); return; }
     const facts = [["node", rank.node ?? "–"], ["process", rank.pid ?? "–"], ["step", count(rank.step)], ["step time", seconds(rank.step_s)], ["busy", seconds(rank.busy_s)],
       ["waiting for ranks", percent(rank.wait_share)], ["waiting for data", percent(rank.data_share)], ["memory", bytes(rank.memory)], ["device memory", bytes(rank.device_memory)],
-      ["cores", short(rank.cores)], ["heard of", `${seconds(rank.silent_s)} ago`]];
+      ["cores", short(rank.cores)], ["operations", isNumber(rank.flops) ? `${short(rank.flops / 1e9)} GFLOP/s` : "–"], ["MFU", percent(rank.mfu)], ["heard of", `${seconds(rank.silent_s)} ago`]];
     const rows = facts.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)));
     put("rank", el("h3", {}, `Rank ${rank.rank}`), el("table", {}, el("tbody", {}, ...rows)), partsBar(rank.parts));
   }
@@ -192,6 +192,48 @@
     const drawing = svg("svg", { viewBox: `0 0 ${across * 34} ${Math.ceil(shown / across) * 24}`, role: "img", "aria-label": text }, ...cells);
     drawing.style.maxWidth = `${across * 34}px`;
     put("mesh", el("p", {}, `${text} = ${worldSize} ranks`), drawing);
+    drawPipeline(mesh, axes, shown);
+  }
+  function drawPipeline(mesh, axes, shown) {
+    const stages = mesh.pp > 1 ? mesh.pp : 0;
+    if (!stages) { put("pipeline"); return; }
+    const after = axes.slice(axes.findIndex(([axis]) => axis === "pp") + 1).reduce((product, [, degree]) => product * degree, 1);
+    const width = 96;
+    const boxes = Array.from({ length: stages }, (_, stage) => {
+      const ranks = Array.from({ length: shown }, (_, rank) => rank).filter((rank) => Math.floor(rank / after) % stages === stage);
+      const x = stage * (width + 24);
+      const named = ranks.length > 6 ? `${ranks.slice(0, 5).join(", ")}, …` : ranks.join(", ");
+      const arrow = stage + 1 < stages ? [textAt(x + width + 12, 26, "→", "middle")] : [];
+      return svg("g", { "data-stage": stage }, svg("rect", { class: "stage", x, y: 2, width, height: 40, rx: 5 }), textAt(x + width / 2, 18, `stage ${stage}`, "middle"), textAt(x + width / 2, 34, `rank ${named}`, "middle"), ...arrow);
+    });
+    const drawing = svg("svg", { viewBox: `0 0 ${stages * (width + 24) - 22} 44`, role: "img", "aria-label": `a pipeline of ${stages} stages` }, ...boxes);
+    drawing.style.maxWidth = `${stages * (width + 24)}px`;
+    put("pipeline", drawing);
+  }
+
+  function drawAdvice(state) {
+    const held = state.bottlenecks || [], advice = state.recommendations || [];
+    byId("advice-section").hidden = !held.length && !advice.length;
+    put("bottlenecks", ...held.map((one) => el("p", { class: { critical: "bad", high: "warn" }[one.severity] || "" }, `${one.kind}: ${percent(one.share)} of a step – ${one.evidence} (confidence ${short(one.confidence)})`)));
+    put("recommendations", ...advice.map((one) => {
+      const item = el("li", {}, el("b", {}, one.title), `: ${one.is_bound ? "up to " : ""}${seconds(one.gain_s)} a step – ${one.reckoning}`);
+      if (one.plan_change) item.append(el("pre", {}, one.plan_change));
+      if (one.caution) item.append(el("p", { class: "dim" }, one.caution));
+      return item;
+    }));
+    const waits = state.waits || [];
+    byId("waits-section").hidden = !waits.length;
+    table("waits", [["rank", (row) => row.rank], ["waits a step", (row) => seconds(row.waits_s), true], ["others wait for it", (row) => seconds(row.delays_s), true], ["comes last in", (row) => percent(row.last_share), true]], waits, "none");
+  }
+  function drawCourse(course) {
+    const rows = [];
+    const { convergence, stability, efficiency } = course || {};
+    if (convergence) rows.push(["convergence", `${convergence.trend}, ${short(convergence.change_per_1000_steps)} ± ${short(convergence.error)} in 1,000 steps; best ${short(convergence.best_loss)} at step ${count(convergence.best_step)}`]);
+    if (stability) rows.push(["stability", `scatter ${isNumber(stability.scatter) ? `${(stability.scatter * 100).toFixed(1)} %` : "–"}, ${count(stability.num_spikes)} spikes, ${count(stability.num_nonfinite)} losses that are no number, ${count(stability.num_skipped)} skipped steps`]);
+    if (efficiency) rows.push(["efficiency", [`${percent(efficiency.goodput)} of the time in steps`, isNumber(efficiency.busy_share) ? `${percent(efficiency.busy_share)} of a step busy` : null, isNumber(efficiency.samples_per_s) ? `${short(efficiency.samples_per_s)} samples/s` : null,
+      isNumber(efficiency.flops_per_s) ? `${short(efficiency.flops_per_s / 1e9)} GFLOP/s` : null, isNumber(efficiency.mfu) ? `MFU ${percent(efficiency.mfu)}` : null].filter(Boolean).join(", ")]);
+    byId("course-section").hidden = !rows.length;
+    table("course", [["", (row) => row[0]], ["", (row) => row[1]]], rows, "none");
   }
 
   function drawAlerts(alerts) {
@@ -239,6 +281,8 @@
       ["p95", (row) => seconds(row.p95_s), true], ["per second", (row) => (isNumber(row.rate) ? `${bytes(row.rate)}/s` : "–"), true], ["errors", (row) => count(row.errors), true]], state.operations, "no operation was seen");
     drawTimeline(state.timeline);
     drawMesh(state.mesh, job.world_size);
+    drawAdvice(state);
+    drawCourse(state.course);
     table("checkpoints", [["time", (row) => clock(row.time)], ["what", (row) => row.action], ["step", (row) => count(row.step), true], ["took", (row) => seconds(row.duration_s), true],
       ["size", (row) => bytes(row.num_bytes), true], ["where", (row) => row.error || row.path || ""]], [...state.checkpoints].reverse(), "none yet");
     byId("anomalies-section").hidden = !state.anomalies.length;
@@ -280,7 +324,12 @@
   if (saved) draw(JSON.parse(saved.textContent));
   else {
     const source = new EventSource("live");
-    source.onmessage = (message) => draw(JSON.parse(message.data));
+    // Nothing is redrawn under a pressed pointer: the press and its release would meet different elements.
+    let isHeld = false, waiting = null;
+    const release = () => { isHeld = false; if (waiting) { const state = waiting; waiting = null; draw(state); } };
+    document.addEventListener("pointerdown", () => { isHeld = true; }, true);
+    for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => setTimeout(release, 0), true);
+    source.onmessage = (message) => { const state = JSON.parse(message.data); if (isHeld) waiting = state; else draw(state); };
     source.onerror = () => {
       if (last && !["finished", "failed"].includes(last.job.state)) byId("summary").append(" · connection lost");
       if (last && ["finished", "failed"].includes(last.job.state)) source.close();

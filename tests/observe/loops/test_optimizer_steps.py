@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torsh_distributed import events
-from torsh_distributed.observe.metrics.optimizer_steps import OptimizerSteps
+from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 
 
 def test_a_plain_loop_emits_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_a_plain_loop_emits_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     unsubscribe = events.subscribe(seen.append)
     steps = OptimizerSteps()
     try:
-        assert steps.install()
+        steps.install()
         model = torch.nn.Linear(2, 2)
         first = torch.optim.SGD(model.parameters(), lr=0.5)
         second = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -29,7 +29,10 @@ def test_a_plain_loop_emits_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [event for event in seen if isinstance(event, events.StepEvent)]
     assert [event.step for event in found] == [1, 2, 3], "the second optimizer of a loop makes no steps"
     assert {event.learning_rate for event in found} == {0.5}
-    assert sum(isinstance(event, events.PhaseEvent) for event in seen) == 6
+    phases = [event.phase for event in seen if isinstance(event, events.PhaseEvent)]
+    assert phases.count("optimizer") == 6
+    assert (phases.count("forward"), phases.count("backward")) == (2, 2), "known from the second step on"
+    assert [event.num_samples for event in found] == [None, 2, 2]
     first.step()
     assert len([event for event in seen if isinstance(event, events.StepEvent)]) == 3, "removed"
 

@@ -1,0 +1,128 @@
+"""Answers: the operations that all ranks want, packed and in the order they run, as messages and back; pure.
+
+In a message an operation is its number, or everything about it with the number that it gets. Ranks that do the same at
+every step bring the same numbers together, so what those become is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep, fuse
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp, RequestTable
+from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
+
+_UNNAMED = ".noname."
+_CACHED = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})
+"""Operations whose requests are equal on all ranks, so a number says everything."""
+_MAX_KEPT = 64
+"""Steps that are kept; each may have a buffer."""
+
+
+class AgreedAnswer(NamedTuple):
+    """What all ranks do next."""
+
+    number: int
+    """Counts the answers of a set from 1."""
+    steps: list[PackedStep]
+    message: Sequence[Any]
+    """The steps as the other ranks get them."""
+    withdrawn: list[int]
+    """Numbers that stand for nothing after this answer."""
+
+
+class AnswerWriter:
+    """On the first rank of a set: makes answers of what is ready in its table."""
+
+    def __init__(self, table: RequestTable, numbers: NumberGiver, *, threshold_bytes: int) -> None:
+        self._table, self._numbers, self._threshold_bytes = table, numbers, threshold_bytes
+        self._num_answers = 0
+        self._kept: dict[tuple[int, ...], tuple[list[PackedStep], Sequence[Any]]] = {}
+
+    def next_answer(self) -> AgreedAnswer | None:
+        """What became ready since the last one; None if nothing did."""
+        numbers, ready = self._table.take_numbers(), self._table.take_ready()
+        if not numbers and not ready:
+            return None
+        self._num_answers += 1
+        self._numbers.use(numbers)
+        withdrawn: list[int] = []
+        if ready:
+            steps = fuse([*map(self._repeated, numbers), *ready], self._threshold_bytes)
+            message: Sequence[Any] = [[self._encoded(one, withdrawn) for one in step] for step in steps]
+        else:
+            steps, message = self._repeated_steps(numbers)
+        self._numbers.has_seen(0, self._num_answers)
+        if withdrawn:
+            self._kept.clear()
+            self._table.withdraw(withdrawn)
+        return AgreedAnswer(self._num_answers, steps, message, withdrawn)
+
+    def _repeated(self, number: int) -> ReadyOp:
+        return ReadyOp(self._numbers.request_of(number))
+
+    def _repeated_steps(self, numbers: tuple[int, ...]) -> tuple[list[PackedStep], Sequence[Any]]:
+        kept = self._kept.get(numbers)
+        if kept is None:
+            steps = fuse([self._repeated(number) for number in numbers], self._threshold_bytes)
+            for step in steps:
+                step.is_repeated = True
+            message = [[self._numbers.number_of(one.request) for one in step] for step in steps]
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            kept = self._kept[numbers] = steps, message
+        return kept
+
+    def _encoded(self, one: ReadyOp, withdrawn: list[int]) -> Any:
+        """A ready operation as it travels: a number, or everything with the number it gets now."""
+        request = one.request
+        is_plain = not one.error and not one.joined
+        number = self._numbers.number_of(request)
+        if number is not None and is_plain:
+            self._numbers.use((number,))
+            return number
+        given: int | None = None
+        if is_plain and request.kind in _CACHED and _UNNAMED not in request.name:
+            given, gone = self._numbers.give(request, self._num_answers)
+            withdrawn += gone
+        return (given, request, one.error, one.sizes, one.joined)
+
+
+class AnswerReader:
+    """On the other ranks: makes steps of the messages, and learns the numbers in them."""
+
+    def __init__(self, numbers: RequestNumbers) -> None:
+        self._numbers = numbers
+        self._kept: dict[tuple[int, ...], PackedStep] = {}
+
+    def read(self, message: Sequence[tuple[Any, ...]], withdrawn: Sequence[int]) -> list[PackedStep]:
+        """The steps in a message."""
+        steps = [self._step(one) for one in message]
+        if withdrawn:
+            self._kept.clear()
+            for number in withdrawn:
+                self._numbers.forget(number)
+        return steps
+
+    def _step(self, message: tuple[Any, ...]) -> PackedStep:
+        is_repeated = type(message[0]) is int and len(message) > 1
+        kept = self._kept.get(message) if is_repeated else None
+        if kept is None:
+            kept = PackedStep(self._decoded(one) for one in message)
+            if is_repeated and all(type(one) is int for one in message):
+                if len(self._kept) >= _MAX_KEPT:
+                    self._kept.clear()
+                kept.is_repeated = True
+                self._kept[message] = kept
+        return kept
+
+    def _decoded(self, one: Any) -> ReadyOp:
+        if type(one) is int:
+            return ReadyOp(self._numbers.request_of(one))
+        number, parts, error, sizes, joined = one
+        request = request_from_wire(parts)
+        if number is not None:
+            self._numbers.learn(number, request)
+        return ReadyOp(request, error, sizes, joined)

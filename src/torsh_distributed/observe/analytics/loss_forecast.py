@@ -1,0 +1,195 @@
+"""When the loss will reach a target, what it takes and what it costs: with error bars, or not at all. Pure.
+
+The course of a loss is taken for a power law that ends at a floor, `floor + scale * step ** -power`. Its error bars
+come from fitting it again to courses made of the fitted one and the scatter around it, in blocks, because neighbouring
+steps are alike. A target that most of these courses do not reach soon has no forecast.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.observe.job.job_view import JobView
+
+_LEAST_POINTS = 60
+_NUM_BLOCKS = 60
+_NUM_FLOORS = 12
+_DEPTHS = (-2.0, 1.5)
+_NUM_COURSES = 200
+_FARTHEST = 10.0
+"""A target beyond ten times the steps done so far is too far to tell."""
+_WARM_UP = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerLaw:
+    """`floor + scale * step ** -power`."""
+
+    floor: float
+    scale: float
+    power: float
+
+    def at(self, step: float) -> float:
+        """The loss at a step."""
+        return self.floor + self.scale * math.pow(step, -self.power)
+
+    def step_of(self, loss: float) -> float:
+        """The step at which it gets there; infinite if it never does."""
+        if loss <= self.floor or self.power <= 0:
+            return math.inf
+        exponent = math.log(self.scale / (loss - self.floor)) / self.power
+        return math.exp(exponent) if exponent < 700 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastFigure:
+    """A number with its 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossForecast:
+    """When the loss gets to the target; None for what cannot be told, and why not."""
+
+    target_loss: float
+    last_step: int
+    last_loss: float
+    """Mean of the newest points."""
+    reached_step: int | None = None
+    """The step at which it was there already."""
+    step: ForecastFigure | None = None
+    left_s: ForecastFigure | None = None
+    """Seconds from the last step on, at the pace of the newest ones."""
+    cost: ForecastFigure | None = None
+    """Of what is left, in the currency of the rate that was given."""
+    floor: float | None = None
+    """Where the fitted course ends."""
+    reason: str = ""
+    """Why there is no forecast."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def forecast_loss(view: JobView, *, target_loss: float, cost_per_hour: float | None = None) -> LossForecast:
+    """Fit the recorded course and say when it reaches the target. Raises InvalidArgument without enough of it."""
+    with view.lock:
+        points = [point for point in view.curve.points() if point.loss is not None and point.step > 0]
+    if len(points) < _LEAST_POINTS:
+        raise InvalidArgument(
+            f"a forecast needs the loss of at least {_LEAST_POINTS} steps",
+            hint="let the run go on, or record its loss: td.Engine does, and loops with a loss module are seen too",
+            steps=len(points),
+        )
+    course = [(float(point.step), point.loss or 0.0) for point in points]
+    newest = points[-max(5, len(points) // 20) :]
+    last_loss = statistics.fmean(point.loss or 0.0 for point in newest)
+    told: dict[str, Any] = {"target_loss": target_loss, "last_step": points[-1].step, "last_loss": last_loss}
+    reached = _reached(course, target_loss)
+    if reached is not None:
+        return LossForecast(**told, reached_step=reached)
+    # The first steps, where the rate warms up, follow another law.
+    means = _block_medians(course[int(_WARM_UP * len(course)) :])
+    law = fit_power_law(means)
+    if law is None:
+        return LossForecast(**told, reason="the loss does not fall")
+    far = _FARTHEST * points[-1].step
+    steps = sorted(one.step_of(target_loss) for one in _courses(means, law))
+    likely = law.step_of(target_loss)
+    # On courses whose end is known the middle 90 % held it in 61 of 80 runs only: resampling knows nothing of the law's
+    # own error. So the interval is that of all courses.
+    low, high = steps[0], steps[-1]
+    if not likely <= far or not high <= far:
+        why = f"below the floor of {law.floor:.4g} that its course has" if likely == math.inf else "too far to tell"
+        return LossForecast(**told, floor=law.floor, reason=f"the target is {why}")
+    step = ForecastFigure(value=likely, low=max(low, points[-1].step), high=high)
+    pace_s = (newest[-1].time - newest[0].time) / max(1, newest[-1].step - newest[0].step)
+    left_s = _times(step, points[-1].step, pace_s)
+    cost = None
+    if cost_per_hour is not None:
+        rate = cost_per_hour / 3600
+        cost = ForecastFigure(value=left_s.value * rate, low=left_s.low * rate, high=left_s.high * rate)
+    return LossForecast(**told, step=step, left_s=left_s, cost=cost, floor=law.floor)
+
+
+def _block_medians(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Blocks of steps by their medians; means would lie above a course that bends."""
+    size = max(1, len(course) // _NUM_BLOCKS)
+    blocks = [course[at : at + size] for at in range(0, len(course) - size + 1, size)]
+    return [(statistics.median(x for x, _ in block), statistics.median(y for _, y in block)) for block in blocks]
+
+
+def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
+    """The law of least squares through some points; None if the loss does not fall."""
+    lowest = min(loss for _, loss in points)
+    reach = max(loss for _, loss in points) - lowest
+    if reach <= 0:
+        return None
+
+    def best_of(depths: Sequence[float]) -> tuple[float, float, PowerLaw] | None:
+        """By the logarithm of how far the floor is below the lowest loss, relative to how far the loss fell."""
+        found = []
+        for depth in depths:
+            law = _with_floor(points, lowest - reach * 10**depth)
+            if law is not None:
+                found.append((sum((law.at(step) - loss) ** 2 for step, loss in points), depth, law))
+        return min(found, key=lambda one: one[0], default=None)
+
+    wide = (_DEPTHS[1] - _DEPTHS[0]) / (_NUM_FLOORS - 1)
+    coarse = best_of([_DEPTHS[0] + wide * number for number in range(_NUM_FLOORS)])
+    if coarse is None:
+        return None
+    fine = best_of([coarse[1] + wide * (number / _NUM_FLOORS * 2 - 1) for number in range(_NUM_FLOORS + 1)])
+    return fine[2] if fine is not None else coarse[2]
+
+
+def _with_floor(points: Sequence[tuple[float, float]], floor: float) -> PowerLaw | None:
+    # A loss close to the floor scatters more in the logarithm, and counts the less for it.
+    logs = [(math.log(step), math.log(loss - floor), (loss - floor) ** 2) for step, loss in points if loss > floor]
+    total = sum(weight for _, _, weight in logs)
+    mean_x = sum(weight * x for x, _, weight in logs) / total
+    mean_y = sum(weight * y for _, y, weight in logs) / total
+    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in logs)
+    power = -sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in logs) / spread if spread > 0 else 0.0
+    if power <= 0:
+        return None
+    return PowerLaw(floor=floor, scale=math.exp(mean_y + power * mean_x), power=power)
+
+
+def _courses(points: Sequence[tuple[float, float]], law: PowerLaw) -> list[PowerLaw]:
+    """Laws fitted to the fitted course plus its own scatter, in another order."""
+    source = random.Random(0)
+    rests = [loss - law.at(step) for step, loss in points]
+    found = []
+    for _ in range(_NUM_COURSES):
+        drawn = source.choices(rests, k=len(rests))
+        again = fit_power_law([(step, law.at(step) + rest) for (step, _), rest in zip(points, drawn, strict=True)])
+        if again is not None:
+            found.append(again)
+    return found or [law]
+
+
+def _reached(course: Sequence[tuple[float, float]], target: float) -> int | None:
+    """The first step from which on the median of ten points is at the target."""
+    for at in range(len(course) - 9):
+        if statistics.median(loss for _, loss in course[at : at + 10]) <= target:
+            return int(course[at][0])
+    return None
+
+
+def _times(step: ForecastFigure, now: int, pace_s: float) -> ForecastFigure:
+    return ForecastFigure(
+        value=max(0.0, step.value - now) * pace_s,
+        low=max(0.0, step.low - now) * pace_s,
+        high=max(0.0, step.high - now) * pace_s,
+    )

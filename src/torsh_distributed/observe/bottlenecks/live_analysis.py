@@ -1,0 +1,152 @@
+"""The same judgement on a job that runs, from the steps its ranks have told: without a recording.
+
+Collectives are not linked here. But the last rank to come to a step's collectives waits the least in that step, so what
+the others wait beyond it is waiting for late ranks, and the rest is transfer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torsh_distributed.observe.bottlenecks.arrivals import CLEARLY_LATE_S, Arrivals
+from torsh_distributed.observe.bottlenecks.bottleneck import RunAnalysis, with_bottlenecks
+from torsh_distributed.observe.bottlenecks.recommendation import recommend
+from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, mean_parts
+from torsh_distributed.observe.job.job_view import JobView
+from torsh_distributed.observe.job.rank_view import RankView
+from torsh_distributed.observe.metrics.step_record import StepRecord
+
+_MOST_STEPS = 50
+_LEAST_STEPS = 5
+_MOST_RECORDS = 2560
+_SHOWN_RANKS = 32
+_ASKED_RANKS = 16
+
+Steps = Mapping[int, Mapping[int, StepRecord]]
+"""By rank and number."""
+
+
+def analyse_live(view: JobView) -> RunAnalysis | None:
+    """What the newest steps say; None while fewer than five are known of every rank."""
+    with view.lock:
+        window = max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_RECORDS // max(1, len(view.ranks))))
+        steps = {
+            rank: {one.step: one for one in list(seen.steps)[-window:] if not one.is_skipped}
+            for rank, seen in sorted(view.ranks.items())
+            if seen.steps
+        }
+        common = sorted(set.intersection(*(set(one) for one in steps.values()))) if steps else []
+        # The first step of a process allocates, compiles and connects.
+        common = [number for number in common if number > 1]
+        if len(common) < _LEAST_STEPS:
+            return None
+        num_operations, num_bytes = _communication(view)
+    times = {rank: [_recorded(rank, one[number]) for number in common] for rank, one in steps.items()}
+    every = [one for steps in times.values() for one in steps]
+    found = _arrivals(steps, common)
+    parts = mean_parts(every)
+    sync_s = min(parts["wait"], statistics.fmean(found.waited_s.values()) / len(common) if found.waited_s else 0.0)
+    whole = {**{name: value for name, value in parts.items() if name != "wait"}, "sync": sync_s}
+    whole["transfer"] = parts["wait"] - sync_s
+    analysis = RunAnalysis(
+        num_ranks=len(steps),
+        num_steps=len(common),
+        step_s=statistics.fmean(one.step_s for one in every),
+        parts=whole,
+        by_rank={rank: mean_parts(one) for rank, one in times.items()},
+        arrivals=found,
+        bytes_per_step=num_bytes,
+        operations_per_step=num_operations,
+    )
+    return with_bottlenecks(analysis, every)
+
+
+def advice_rows(view: JobView) -> dict[str, list[dict[str, Any]]]:
+    """For the page: what holds the job up, what to change, and who waits for whom."""
+    found = analyse_live(view)
+    if found is None:
+        return {"bottlenecks": [], "recommendations": [], "waits": []}
+    late, per_step = found.arrivals, 1 / found.num_steps
+    rows = [
+        {
+            "rank": rank,
+            "waits_s": late.waited_s[rank] * per_step,
+            "delays_s": late.delay_s[rank] * per_step,
+            "last_share": late.last_share[rank],
+        }
+        for rank in late.waited_s
+    ]
+    return {
+        "bottlenecks": [
+            {**asdict(one), "kind": one.kind.value, "severity": one.severity, "ranks": list(one.ranks)}
+            for one in found.bottlenecks
+        ],
+        "recommendations": [asdict(one) for one in recommend(found)],
+        "waits": sorted(rows, key=lambda row: -row["delays_s"])[:_SHOWN_RANKS],
+    }
+
+
+def _recorded(rank: int, step: StepRecord) -> RecordedStep:
+    found = RecordedStep(rank, step.step, step.time - step.step_s, step.time)
+    is_split = step.forward_s is not None or step.backward_s is not None
+    found.parts |= {
+        # Where forward is not seen, what is no wait is taken for computing.
+        "compute": (step.forward_s or 0.0) + (step.backward_s or 0.0) if is_split else max(0.0, step.other_s),
+        "wait": step.wait_s or 0.0,
+        "data": step.data_s or 0.0,
+        "optimizer": step.optimizer_s or 0.0,
+        "bubble": step.bubble_s or 0.0,
+        "other": max(0.0, step.other_s) if is_split else 0.0,
+    }
+    return found
+
+
+def _arrivals(steps: Steps, common: Sequence[int]) -> Arrivals:
+    waited: defaultdict[int, float] = defaultdict(float)
+    delay: defaultdict[int, float] = defaultdict(float)
+    lasts: defaultdict[int, int] = defaultdict(int)
+    by_step: dict[int, list[float]] = {rank: [0.0] * len(common) for rank in steps}
+    count = 0
+    for at, number in enumerate(common):
+        waits = {rank: seconds for rank, one in steps.items() if (seconds := one[number].wait_s) is not None}
+        if len(waits) < 2 or len(waits) < len(steps):
+            continue
+        count += 1
+        last = min(waits, key=lambda rank: waits[rank])
+        gap_s = min(seconds for rank, seconds in waits.items() if rank != last) - waits[last]
+        for rank, seconds in waits.items():
+            waited[rank] += seconds - waits[last]
+        delay[last] += gap_s
+        lasts[last] += gap_s > CLEARLY_LATE_S
+        by_step[last][at] += gap_s
+    ranks = sorted(waited)
+    return Arrivals(
+        num_collectives=count,
+        waited_s={rank: waited[rank] for rank in ranks},
+        delay_s={rank: delay[rank] for rank in ranks},
+        last_share={rank: lasts[rank] / count for rank in ranks},
+        delays_by_step={rank: by_step[rank] for rank in ranks},
+    )
+
+
+def _communication(view: JobView) -> tuple[float, float]:
+    """Operations and bytes a step, as a mean over some ranks."""
+    found = [_of_rank(seen) for _, seen in sorted(view.ranks.items())[:_ASKED_RANKS]]
+    known = [one for one in found if one is not None]
+    if not known:
+        return 0.0, 0.0
+    return statistics.fmean(one[0] for one in known), statistics.fmean(one[1] for one in known)
+
+
+def _of_rank(seen: RankView) -> tuple[float, float] | None:
+    num_steps = seen.number("torsh_steps")
+    if not num_steps:
+        return None
+    sums = {"torsh_collectives": 0.0, "torsh_collective_bytes": 0.0}
+    for (name, _), value in seen.values(sums):
+        sums[name] += value if isinstance(value, float) else 0.0
+    return sums["torsh_collectives"] / num_steps, sums["torsh_collective_bytes"] / num_steps

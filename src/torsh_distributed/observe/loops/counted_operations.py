@@ -1,0 +1,61 @@
+"""Counts the arithmetic of a step while the user's own forward runs: nothing runs twice, and no result changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from typing_extensions import override
+
+_log = logging.getLogger(__name__)
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """While it is entered, adds up `num_flops`: of each product, and of what its backward will take.
+
+    A product whose two factors need gradients has two more products in backward; with frozen weights it has one.
+    Recomputing activations is not counted, as it is no work of the model. torch's FlopCounterMode counts backward
+    passes only while it is entered, and it cannot be left entered behind a user's back. Shards count what this rank
+    does: an operation on DTensors is left to them, and what they do with local tensors comes here.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.num_flops = 0
+        self._outer: dict[Any, int] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "_overloadpacket", None)
+        is_counted = packet in flop_registry or packet is _CPU_ATTENTION
+        if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
+            if is_counted:
+                self._outer[packet] = _factor(args)
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if is_counted:
+            try:
+                factor = max(_factor(args), self._outer.pop(packet, 1))
+                self.num_flops += factor * _flops(packet, args, kwargs or {}, out)
+            except Exception:  # a formula that does not know these arguments
+                _log.debug("the operations of %s are not counted", packet, exc_info=True)
+        return out
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet is _CPU_ATTENTION:  # torch counts attention on GPUs only
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]  # untyped in torch
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _factor(args: Any) -> int:
+    """One for forward, and one for each of two factors that needs a gradient; a bias takes no product."""
+    factors = [one for one in args if isinstance(one, torch.Tensor) and one.dim() > 1 and one.requires_grad]
+    return 1 + min(2, len(factors))

@@ -1,0 +1,340 @@
+"""The model of a plain loop: when its forward and backward run, its loss, its batch, and the arithmetic of a step.
+
+Nobody says which module the model is. So during one early step every module that is called is looked at, and the
+outermost ones are kept: from then on only they have hooks, which costs a few microseconds a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from torsh_distributed import events
+from torsh_distributed.comm.recording.flight_recorder import recorder
+from torsh_distributed.observe.loops.device_peaks import known_peak
+
+if TYPE_CHECKING:
+    import torch
+
+    from torsh_distributed.observe.loops.counted_operations import CountedOperations
+
+_log = logging.getLogger(__name__)
+_MAX_MODELS = 8
+_MAX_LOSS_DEPTH = 2
+_SHORTEST_WAIT_S = 20e-6
+
+Counted = Callable[[int, float | None], None]
+"""Told the operations of a step on this rank, and the peak of its device per second if it is known."""
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that never raises into training: what goes wrong is logged once, and the watch looks no more."""
+
+    @functools.wraps(method)
+    def guarded(self: ModelWatch, *args: Any) -> None:
+        if self.is_broken:
+            return
+        try:
+            method(self, *args)
+        except Exception:
+            self.is_broken = True
+            _log.warning("the model of this loop is not watched; training goes on", exc_info=True)
+
+    return guarded
+
+
+class ModelWatch:
+    """Hooks on the modules that a loop calls. `end_step` is called in the training thread after every update."""
+
+    def __init__(self, on_counted: Counted) -> None:
+        self._on_counted = on_counted
+        self._handles: list[Any] = []
+        self._is_looking = False
+        self._has_models = False
+        self._num_steps = 0
+        self._thread = 0
+        self._depth = 0
+        self._started_s = 0.0
+        self._backward_s = 0.0
+        self._gradients_s = 0.0
+        self._ddp_group: str | None = None
+        self._count: CountedOperations | None = None
+        self._num_flops = 0
+        self._is_counting = False
+        self._device: torch.device | None = None
+        self._models: list[Any] = []
+        self._losses: list[Any] = []
+        self._loss: Any = None
+        self._num_samples: int | None = None
+        self.is_broken = False
+        """Whether something went wrong in a hook: it looks no more."""
+        self.has_phases = True
+        """Whether phases are emitted; an Engine emits its own."""
+
+    def end_step(self) -> tuple[float | None, int | None]:
+        """An update was done: its loss, and its samples over all replicas, as far as they were seen."""
+        self._thread = threading.get_ident()
+        self._num_steps += 1
+        if self._is_counting and self._num_flops:
+            self._on_counted(self._num_flops, known_peak(self._device) if self._device is not None else None)
+        self._is_counting, self._num_flops, self._depth = False, 0, 0
+        if self.is_broken:
+            self._end_count()
+            self.remove()
+            return None, None
+        if self._is_looking:
+            self._keep_models()
+        elif not self._has_models and _is_power_of_ten(self._num_steps) and not _compiles():
+            self._look()
+        elif self._has_models:
+            # Batches may change their shape, so operations are counted again now and then.
+            self._is_counting = _is_power_of_ten(self._num_steps) and not _compiles()
+        loss, self._loss = self._loss, None
+        num_samples, self._num_samples = self._num_samples, None
+        return _number(loss), num_samples
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # Looking for the model
+
+    def _look(self) -> None:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        self._is_looking = self._is_counting = True
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    @_harmless
+    def _enter(self, module: Any, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self.before_forward(module, args)
+
+    @_harmless
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self.after_forward(module, args, output)
+        if _first_tensor(output, lambda tensor: bool(tensor.requires_grad)) is None:
+            return
+        kept = self._models if next(module.parameters(), None) is not None else self._losses
+        if not any(one is module for one in kept) and len(kept) < _MAX_MODELS:
+            kept.append(module)
+
+    def _keep_models(self) -> None:
+        """The step of looking is over: hooks go to what was found, and to nothing else."""
+        self.remove()
+        self._is_looking = False
+        models, self._models = self._models, []
+        losses, self._losses = self._losses, []
+        self._has_models = bool(models)
+        for module in [*models, *losses] if models else []:
+            self._handles += [
+                module.register_forward_pre_hook(_BeforeForward(self)),
+                module.register_forward_hook(_AfterForward(self), always_call=True),
+            ]
+
+    # What a model does
+
+    @_harmless
+    def before_forward(self, module: Any, args: Any) -> None:
+        """A module of the loop is called."""
+        if threading.get_ident() != self._thread:
+            return
+        self._started_s = time.monotonic()
+        if self._is_counting:
+            self._begin_count(module)
+
+    @_harmless
+    def after_forward(self, module: Any, args: Any, output: Any) -> None:
+        """It has returned, or raised."""
+        if threading.get_ident() != self._thread:
+            return
+        self._end_count()
+        if not self.has_phases:
+            return
+        now_s = time.monotonic()
+        took_s = now_s - self._started_s
+        events.emit(events.PhaseEvent(phase="forward", start_s=self._started_s, duration_s=took_s, thread=self._thread))
+        loss = _first_tensor(output, _is_loss)
+        if loss is not None:
+            self._loss = loss.detach()
+        seen = loss if loss is not None else _first_tensor(output, lambda tensor: bool(tensor.requires_grad))
+        if seen is not None and next(module.parameters(), None) is not None:
+            seen.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]  # untyped in torch
+            self._ddp_group = _ddp_group(module)
+            self._note_samples(module, args)
+
+    def _begin_count(self, module: Any) -> None:
+        import torch
+
+        from torsh_distributed.observe.loops.counted_operations import CountedOperations
+
+        first = next(module.parameters(), None)
+        if not torch.is_grad_enabled():
+            return
+        if first is not None:
+            self._device = first.device
+        self._count = CountedOperations()
+        self._count.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_count(self) -> None:
+        count, self._count = self._count, None
+        if count is not None:
+            count.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._num_flops += count.num_flops
+
+    @_harmless
+    def _begin_backward(self, gradient: Any) -> None:
+        import torch
+
+        self._backward_s = time.monotonic()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    @_harmless
+    def _end_backward(self) -> None:
+        """All gradients are there. DDP is called back next, and waits for its last bucket."""
+        if self._ddp_group is None:
+            self._note_backward()
+            return
+        import torch
+
+        self._gradients_s = time.monotonic()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_averaging)
+
+    @_harmless
+    def _end_averaging(self) -> None:
+        """DDP has its averages: a wait in C++, which no backend sees."""
+        now_s = time.monotonic()
+        last = recorder.last(self._ddp_group or "")
+        if now_s - self._gradients_s > _SHORTEST_WAIT_S:
+            events.emit(
+                events.WaitEvent(
+                    op="all_reduce",
+                    group=self._ddp_group or "",
+                    num_started=0,
+                    num_bytes=0,
+                    start_s=self._gradients_s,
+                    duration_s=now_s - self._gradients_s,
+                    sequence=last.sequence if last is not None else None,
+                    thread=threading.get_ident(),
+                )
+            )
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        started_s, self._backward_s = self._backward_s, 0.0
+        if started_s:
+            took_s = time.monotonic() - started_s
+            events.emit(
+                events.PhaseEvent(phase="backward", start_s=started_s, duration_s=took_s, thread=threading.get_ident())
+            )
+
+    def _note_samples(self, module: Any, args: Any) -> None:
+        batch = _first_tensor(args, lambda tensor: tensor.dim() > 0)
+        replicas = _num_replicas(module)
+        if batch is not None and replicas is not None:
+            self._num_samples = (self._num_samples or 0) + int(batch.shape[0]) * replicas
+
+
+class _ForwardHook:
+    """A hook that a copy or a file of the module does not need us for: there it becomes a log line that says nothing.
+
+    Modules are deep-copied (averages of weights) and saved whole with torch.save; hooks go along with them.
+    """
+
+    def __init__(self, watch: ModelWatch) -> None:
+        self.watch = watch
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (logging.getLogger("torsh.forward").debug, "")
+
+
+class _BeforeForward(_ForwardHook):
+    def __call__(self, module: Any, args: Any) -> None:
+        self.watch.before_forward(module, args)
+
+
+class _AfterForward(_ForwardHook):
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        self.watch.after_forward(module, args, output)
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return str(number).strip("0") == "1"
+
+
+def _compiles() -> bool:
+    """Whether torch.compile is in use: hooks and modes would make it compile again, which takes longer than a step."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and bool(counters.get("frames"))
+
+
+def _first_tensor(value: Any, fits: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
+    """The first tensor that fits, in a tensor or a shallow collection of them."""
+    import torch
+
+    for one in _flat(value, 0):
+        if isinstance(one, torch.Tensor) and fits(one):
+            return one
+    return None
+
+
+def _flat(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        if depth < _MAX_LOSS_DEPTH:
+            yield from _flat(one, depth + 1)
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.requires_grad and tensor.is_floating_point()
+
+
+def _number(loss: Any) -> float | None:
+    """The loss, unless reading it would wait for a device."""
+    return float(loss) if loss is not None and loss.device.type == "cpu" else None
+
+
+def _ddp_group(module: Any) -> str | None:
+    """The name of the group that torch's DDP averages over; None for another module."""
+    if type(module).__name__ != "DistributedDataParallel":
+        return None
+    name = getattr(getattr(module, "process_group", None), "group_name", None)
+    return name if isinstance(name, str) else None
+
+
+def _num_replicas(module: Any) -> int | None:
+    """How many ranks train on other samples: known for DDP, and for a process alone."""
+    import torch.distributed as dist
+
+    group = getattr(module, "process_group", None)
+    if type(module).__name__ == "DistributedDataParallel" and group is not None:
+        return int(group.size())
+    is_alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    return 1 if is_alone else None

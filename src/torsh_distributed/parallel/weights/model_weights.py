@@ -1,0 +1,63 @@
+"""Where the values of a model on the meta device come from: the interface for strategies that split it first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from torsh_distributed.parallel.state.whole_state import plain_name
+from torsh_distributed.parallel.weights.held_parts import HeldParts
+
+
+class ModelWeights(ABC):
+    """The values of a model's parameters and buffers, for what a rank holds of it once it is split."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, module: nn.Module, names: Collection[str] | None = None) -> None:
+        """Give memory, not values, to the tensors of `module` that have none: those in `names`, by default all.
+
+        Shared parameters stay shared, and sharded ones (DTensors) stay the same objects.
+        """
+        from torch.distributed.tensor import DTensor  # takes a second to import
+
+        made: dict[Tensor, nn.Parameter] = {}
+        for path, inner in module.named_modules(remove_duplicate=False):
+            for name, param in list(inner._parameters.items()):
+                full = plain_name(f"{path}.{name}" if path else name)
+                if param is None or not param.is_meta or isinstance(param, DTensor):
+                    continue
+                if names is not None and full not in names:
+                    continue
+                if param not in made:
+                    made[param] = nn.Parameter(torch.empty_like(param, device=self.device), param.requires_grad)
+                    made[param].__dict__.update(param.__dict__)  # how tensor parallelism cut it, for one
+                inner._parameters[name] = made[param]
+            for name, buffer in list(inner._buffers.items()):
+                full = plain_name(f"{path}.{name}" if path else name)
+                if buffer is not None and buffer.is_meta and (names is None or full in names):
+                    inner._buffers[name] = torch.empty_like(buffer, device=self.device)
+        if any(param.is_meta and isinstance(param, DTensor) for param in module.parameters()):
+            module._apply(lambda one: torch.empty_like(one, device=self.device) if one.is_meta else one)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    @abstractmethod
+    def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
+        """Fill this rank's parts of `module`'s tensors; every rank of the world calls this.
+
+        A rank may have nothing to fill (`names` empty). If any rank fails, every rank raises.
+        """
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
+
+def copy_part(parts: HeldParts, name: str, whole: Tensor, held: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into `held`."""
+    local_of(held.detach()).copy_(local_of(parts.part(name, whole, held)))

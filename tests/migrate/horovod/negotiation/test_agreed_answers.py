@@ -1,0 +1,66 @@
+"""Answers say the same on all ranks, whether operations travel as numbers or in full."""
+
+from __future__ import annotations
+
+import msgpack
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torsh_distributed.migrate.horovod.negotiation.agreed_answers import AnswerReader, AnswerWriter
+from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, request_from_wire
+from torsh_distributed.migrate.horovod.negotiation.request_table import RequestTable
+from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
+
+
+def ask(name: str, numel: int = 4) -> Request:
+    return Request(name, OpKind.ALLREDUCE, (("float32", (numel,)),), "Sum")
+
+
+def over_the_wire(value: object) -> object:
+    return msgpack.unpackb(msgpack.packb(value), use_list=False)
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(
+        st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from([4, 8])), min_size=1, unique_by=lambda p: p[0])
+    ),
+)
+def test_both_ranks_run_the_same_steps_round_after_round(capacity: int, rounds: list[list[tuple[str, int]]]) -> None:
+    giver, numbers = NumberGiver(capacity, 2), RequestNumbers()
+    table = RequestTable(2, giver)
+    writer, reader = AnswerWriter(table, giver, threshold_bytes=40), AnswerReader(numbers)
+    seen = 0
+    for wanted in rounds:
+        for rank, known in ((0, giver), (1, numbers)):
+            asked = [known.number_of(ask(*one)) for one in wanted]
+            message = [ask(*one) if number is None else number for one, number in zip(wanted, asked, strict=True)]
+            if rank:
+                message = [one if isinstance(one, int) else request_from_wire(one) for one in over_the_wire(message)]
+                giver.has_seen(1, seen)
+            table.add_all(rank, message)
+        answer = writer.next_answer()
+        assert answer is not None
+        seen = answer.number
+        steps = reader.read(over_the_wire(answer.message), answer.withdrawn)
+        assert steps == answer.steps
+        assert sorted(one.request for step in steps for one in step) == sorted(ask(*one) for one in wanted)
+        assert writer.next_answer() is None
+
+
+def test_a_repeated_burst_is_the_same_object_again() -> None:
+    giver, numbers = NumberGiver(10, 1), RequestNumbers()
+    table = RequestTable(1, giver)
+    writer, reader = AnswerWriter(table, giver, threshold_bytes=1000), AnswerReader(numbers)
+    found = []
+    for _ in range(3):
+        asked = [giver.number_of(ask(name)) for name in "abc"]
+        table.add_all(0, [ask(name) if number is None else number for name, number in zip("abc", asked, strict=True)])
+        answer = writer.next_answer()
+        assert answer is not None
+        found.append((answer.steps[0], reader.read(over_the_wire(answer.message), answer.withdrawn)[0]))
+    assert not found[0][0].is_repeated
+    assert found[1][0] is found[2][0]
+    assert found[1][1] is found[2][1]
+    assert found[1][0].is_repeated
+    assert found[1][1].is_repeated
