@@ -24,7 +24,7 @@ import os, select, signal, sys, time
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 launcher = os.getppid()
 folder = os.path.dirname(os.path.abspath(__file__))
-def wait_for(*names, timeout_s=20):
+def wait_for(*names, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not all(os.path.exists(os.path.join(folder, name)) for name in names):
         assert time.monotonic() < deadline, f"{names} did not appear"
@@ -90,7 +90,7 @@ def observe(script: str, num_nodes: int) -> list[str]:
     return still_running(folder, timeout_s=5.0)
 
 
-def wait_for_text(path: Path, timeout_s: float = 20.0) -> str:
+def wait_for_text(path: Path, timeout_s: float = 60.0) -> str:
     """What the file says, once it is there."""
     deadline = time.monotonic() + timeout_s
     while not (path.exists() and path.read_text()):

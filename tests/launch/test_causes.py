@@ -128,6 +128,7 @@ def test_with_verbose_every_traceback_is_shown_and_the_log_has_them_always(world
         """,
     )
     for is_verbose in (False, True):
+        (tmp_path / "ready-1").unlink(missing_ok=True)  # of the job before: rank 0 would not wait for rank 1
         logs = tmp_path / f"logs-{is_verbose}"
         (outcome,) = launch(world, script, is_verbose=is_verbose, log_dir=logs, shutdown_timeout_s=30.0)
         assert outcome.value == 1

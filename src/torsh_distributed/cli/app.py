@@ -73,7 +73,7 @@ COMMANDS = {
     ),
     "incidents": (
         "torsh_distributed.cli.incidents",
-        "Show the incidents of a run: failures, actions, times to failure and to recovery.",
+        "Show the incidents of a run: failures, actions, times to failure and to recovery; and ranks at risk.",
     ),
     "migrate": (
         "torsh_distributed.cli.migrate",
