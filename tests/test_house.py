@@ -64,6 +64,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in known)
 
 
+@pytest.mark.slow
 def test_no_import_goes_in_a_circle() -> None:
     known = modules()
     graph = {name: {other for other in imports(path, known) if other != name} for name, path in known.items()}

@@ -41,6 +41,7 @@ def load(path: str) -> object:
         return getattr(importlib.import_module(module), name)
 
 
+@pytest.mark.slow
 def test_every_exported_name_is_documented_once(hooks: ModuleType) -> None:
     pages = hooks.public_packages()
     shown = [path for page in pages.values() for path in page]

@@ -316,6 +316,7 @@ def build_schedule(config: PipelineConfig, num_ranks: int) -> None:
     make_schedule(config, [SimpleNamespace(stage_index=index, **numbers) for index in mine], loss_fn=print)
 
 
+@pytest.mark.slow
 @given(plan=plans(), data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_plan_that_validates_is_not_refused_when_the_strategy_is_chosen(plan: Plan, data: st.DataObject) -> None:

@@ -21,6 +21,7 @@ from torsh_distributed.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
 
+_BLOCKS_AHEAD = 4
 _SYNC_FILE_RANGE_WRITE = 2
 
 Progress = Callable[[int], None]
@@ -189,7 +190,11 @@ def _differing_blocks(
 ) -> list[FileDamage]:
     found = []
     buffer = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes)))
+    ahead = iter(blocks)
+    for _ in range(_BLOCKS_AHEAD):
+        _start_reading(file, next(ahead, None))
     for number in blocks:
+        _start_reading(file, next(ahead, None))
         start = number * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, record.num_bytes)
         try:
@@ -202,6 +207,12 @@ def _differing_blocks(
         if progress is not None:
             progress(stop - start)
     return found
+
+
+def _start_reading(file: int, number: int | None) -> None:
+    """Let the disk read a block while another is hashed; a hint, as `start_writing` is."""
+    if number is not None:
+        os.posix_fadvise(file, number * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def read_exactly(file: int, into: memoryview, start: int) -> None:
