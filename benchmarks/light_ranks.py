@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import resource
 import socket
@@ -20,11 +19,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from benchmarks.machine import ROOT
+from benchmarks.process_usage import cpu_s, peak_bytes
 from torsh_distributed.comm.meeting.rendezvous import join
 from torsh_distributed.comm.store.registry import open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
@@ -183,7 +182,7 @@ def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
         assert others.stdin is not None
         assert others.stdout is not None
         assert others.stdout.readline() == "ready\n"
-        cpu_s, start_s = _cpu_s(pid), time.perf_counter()
+        before_s, start_s = cpu_s(pid), time.perf_counter()
         others.stdin.write("go\n")
         others.stdin.close()
         prefixed = dist.PrefixStore("torsh/0", own)
@@ -193,8 +192,8 @@ def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
         return JoinCost(
             num_ranks=num_ranks,
             wall_s=wall_s,
-            store_cpu_s=_cpu_s(pid) - cpu_s,
-            store_peak_bytes=_peak_bytes(pid),
+            store_cpu_s=cpu_s(pid) - before_s,
+            store_peak_bytes=peak_bytes(pid),
             messages_per_join=num_messages / max(1, num_ranks - 1),
             verdict_bytes=verdict_bytes,
         )
@@ -207,16 +206,6 @@ def _play(num_ranks: int, port: int) -> None:
     sys.stdin.readline()
     asyncio.run(_join_all(num_ranks, port, counts, sizes))
     print(counts[0], sizes[0], flush=True)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_bytes(pid: int) -> int:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def most_ranks() -> int:

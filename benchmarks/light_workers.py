@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from benchmarks.process_usage import cpu_s, peak_bytes
 from torsh_distributed.launch.control.spare_process import ForkedWorker
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.local.loop import Loop
@@ -131,9 +132,9 @@ def _watch(board: Board, launcher: int, num_nodes: int, nproc_per_node: int, num
     everyone = list(range(nproc_per_node + num_nodes - 1))
     _wait_until(lambda: all(board.read(number)[1] >= 0 for number in everyone))
     time.sleep(_SETTLE_S)
-    before_s, start_s = _cpu_s(launcher), time.monotonic()
+    before_s, start_s = cpu_s(launcher), time.monotonic()
     time.sleep(_BUSY_S)
-    cpu_share = (_cpu_s(launcher) - before_s) / (time.monotonic() - start_s)
+    cpu_share = (cpu_s(launcher) - before_s) / (time.monotonic() - start_s)
     last_s, median_s = [], []
     for number in range(num_kills):
         # From the end: rank 0 is the last to go.
@@ -152,7 +153,7 @@ def _watch(board: Board, launcher: int, num_nodes: int, nproc_per_node: int, num
         known_s=last_s,
         median_known_s=statistics.median(median_s),
         cpu_share=cpu_share,
-        peak_bytes=_peak_bytes(launcher),
+        peak_bytes=peak_bytes(launcher),
     )
 
 
@@ -162,16 +163,6 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.005)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_bytes(pid: int) -> int:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 # The launcher and its workers
