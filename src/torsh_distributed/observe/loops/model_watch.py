@@ -186,9 +186,10 @@ class ModelWatch:
         if seen is not None and seen.grad_fn is not None:
             seen.grad_fn.register_prehook(self._begin_backward)
             self._ddp_group = facts.ddp_group
-            batch = _first_tensor(args, _has_rows) if facts.num_replicas is not None else None
-            if batch is not None:
-                self._num_samples = (self._num_samples or 0) + batch.shape[0] * facts.num_replicas
+            if facts.num_replicas is not None:
+                batch = _first_tensor(args, _has_rows)
+                num_rows = 0 if batch is None else batch.shape[0] * facts.num_replicas
+                self._num_samples = (self._num_samples or 0) + num_rows or None
 
     def _begin_count(self, module: Any) -> None:
         import torch
