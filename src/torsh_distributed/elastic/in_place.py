@@ -339,7 +339,7 @@ class InPlaceRecovery:
         is_even = all(one.num_updates == farthest for one in everyone)
         if is_even and not any(one.is_new for one in everyone):
             return
-        facts = {"loss": self._loss, "ledger": engine.ledger.state_dict()}
+        facts: dict[str, Any] = {"loss": self._loss, "ledger": engine.ledger.state_dict()}
         # Updates that were done again by a joiner gave the same bits; if not, it takes the whole state.
         if is_even and len({tuple(one) for one in all_gather_object(state_sum(engine))}) == 1:
             facts = send_rest(engine, source, is_new=is_new, facts=facts)
