@@ -55,7 +55,7 @@ def in_forward(*_):
         amount *= 1 + 2 * max(0.0, age - 0.3)
     work(amount)
     if kind == "leak" and rank == 1 or kind == "filling" and age < 0.5:
-        kept.append(torch.zeros(int(2**18 * source.uniform(0.5, 1.5))))
+        kept.append(torch.ones(int(2**17 * source.uniform(0.5, 1.5))))
 
 engine.unwrapped.register_forward_pre_hook(in_forward)
 if kind == "leak" and rank == 1:

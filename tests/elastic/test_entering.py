@@ -102,7 +102,9 @@ def test_a_failed_collective_waits_for_word_as_long_as_the_engine_of_others_need
         raise CommunicationError("a peer is gone")
 
     monkeypatch.setattr(client, "await_view", await_view)
-    engine: Any = SimpleNamespace(plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once)
+    engine: Any = SimpleNamespace(
+        plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once, strategy=None, interrupted_loss=None
+    )
     with pytest.raises(CommunicationError, match="a peer is gone"):
         InPlaceRecovery(engine, client).step(None)
     assert waited == [0.05]

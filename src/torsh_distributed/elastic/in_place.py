@@ -25,7 +25,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from torsh_distributed import events
-from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
@@ -133,7 +132,8 @@ class InPlaceRecovery:
         engine, before = self._engine, self._num_updates
         numbers, attempt = self._client.current.members, partial(engine.step_once, batch)
         # Where others keep their gradients, a rank that has not begun yet computes its own before it regroups.
-        keeps = process_group.world_size() > 1 and shares_memory(resolve_group(None))
+        world = dist.group.WORLD
+        keeps = world is not None and world.size() > 1 and shares_memory(world)
         while True:
             try:
                 if self._client.is_interrupted and not keeps:
