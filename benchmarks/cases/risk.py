@@ -55,7 +55,8 @@ def in_forward(*_):
         amount *= 1 + 2 * max(0.0, age - 0.3)
     work(amount)
     if kind == "leak" and rank == 1 or kind == "filling" and age < 0.5:
-        kept.append(torch.ones(int(2**17 * source.uniform(0.5, 1.5))))
+        while len(kept) / 2 < 30 * (time.monotonic() - start):  # 30 MiB in a second, in halves of one
+            kept.append(torch.ones(int(2**17 * source.uniform(0.5, 1.5))))
 
 engine.unwrapped.register_forward_pre_hook(in_forward)
 if kind == "leak" and rank == 1:
