@@ -39,7 +39,6 @@ from torsh_distributed.launch.nodes.node_software import own_software
 from torsh_distributed.launch.nodes.records import (
     ChangeMembers,
     End,
-    Heartbeat,
     JoinRequest,
     MemberSaid,
     Message,
@@ -53,6 +52,7 @@ _SECRET = "the secret of a load test"
 _RUN_ID = "load"
 _BEAT_S = 0.1
 _LIMIT_S = 120.0
+_END_S = 30.0
 _SETTLE_S = 1.0
 _BUSY_S = 3.0
 _RECORD = struct.Struct("=iiq")
@@ -118,19 +118,31 @@ def measure_load(*, num_nodes: int, nproc_per_node: int, num_kills: int, heartbe
                     subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, text=True, start_new_session=True)
                 )
         try:
-            return _watch(board, started[0].pid, num_nodes, nproc_per_node, num_kills)
-        except TimeoutError as error:
-            raise RuntimeError((folder / "output").read_text()[-3000:]) from error
+            return _watch(board, started, num_nodes, nproc_per_node, num_kills)
+        except (TimeoutError, ChildProcessError) as error:
+            raise RuntimeError(f"{error}:\n{(folder / 'output').read_text()[-3000:]}") from error
         finally:
-            for process in started:
-                process.terminate()
-            for process in started:
-                process.wait(timeout=_LIMIT_S)
+            _end(started)
 
 
-def _watch(board: Board, launcher: int, num_nodes: int, nproc_per_node: int, num_kills: int) -> ControlLoad:
+def _end(started: Sequence[subprocess.Popen[str]]) -> None:
+    """End all; a launcher ends its workers, who also end by themselves when it is gone."""
+    for process in started:
+        process.terminate()
+    for process in started:
+        try:
+            process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _watch(
+    board: Board, started: Sequence[subprocess.Popen[str]], num_nodes: int, nproc_per_node: int, num_kills: int
+) -> ControlLoad:
+    launcher = started[0].pid
     everyone = list(range(nproc_per_node + num_nodes - 1))
-    _wait_until(lambda: all(board.read(number)[1] >= 0 for number in everyone))
+    _wait_until(lambda: all(board.read(number)[1] >= 0 for number in everyone), started)
     time.sleep(_SETTLE_S)
     before_s, start_s = cpu_s(launcher), time.monotonic()
     time.sleep(_BUSY_S)
@@ -142,7 +154,7 @@ def _watch(board: Board, launcher: int, num_nodes: int, nproc_per_node: int, num
         everyone.remove(victim)
         killed_ns = time.monotonic_ns()
         os.kill(board.read(victim)[0], signal.SIGKILL)
-        _wait_until(lambda: all(board.read(other)[1] > number for other in everyone))  # noqa: B023 (within the loop)
+        _wait_until(lambda: all(board.read(other)[1] > number for other in everyone), started)  # noqa: B023 (within the loop)
         took = [(board.read(other)[2] - killed_ns) * 1e-9 for other in everyone]
         last_s.append(max(took))
         median_s.append(statistics.median(took))
@@ -157,11 +169,15 @@ def _watch(board: Board, launcher: int, num_nodes: int, nproc_per_node: int, num
     )
 
 
-def _wait_until(is_so: Callable[[], bool]) -> None:
+def _wait_until(is_so: Callable[[], bool], started: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait for it; raises if it does not come, or as soon as one of the processes that it needs has ended."""
     deadline = time.monotonic() + _LIMIT_S
     while not is_so():
+        for process in started:
+            if process.poll() is not None:
+                raise ChildProcessError(f"{process.args} ended with exit code {process.returncode}")
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise TimeoutError(f"not all knew within {_LIMIT_S:g} s")
         time.sleep(0.005)
 
 
@@ -250,20 +266,22 @@ def _launch(folder: Path, num_nodes: int, nproc_per_node: int, port: int, heartb
 class LightNode:
     """A launcher of another node, without workers: it joins, says that they train, and enters worlds for them."""
 
-    def __init__(
-        self, loop: Loop, board: Board, request: JoinRequest, *, port: int, heartbeat_timeout_s: float
-    ) -> None:
+    def __init__(self, loop: Loop, board: Board, request: JoinRequest, *, port: int) -> None:
         self._loop, self._board = loop, board
         self._node_rank, self._nproc = request.node_rank, request.nproc_per_node
         self._place = self._nproc + self._node_rank - 1
         self._connection = Connection(loop, _connect(port), _SECRET, is_server=False)
         self._connection.on_message = self._receive
-        self._connection.on_close = lambda _: self._heartbeat.stop()
+        self._connection.on_close = self._end
         self._connection.send(request)
-        self._heartbeat = HeartbeatSender(loop, heartbeat_timeout_s, self._beat)
 
-    def _beat(self) -> None:
-        self._connection.send(Heartbeat())
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self._connection.beat()
+
+    def _end(self, reason: str) -> None:
+        print(f"node {self._node_rank}: {reason}", file=sys.stderr)
+        self._loop.stop(1)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Start):
@@ -310,16 +328,19 @@ def _be_nodes(folder: Path, num_nodes: int, nproc_per_node: int, port: int, hear
     board = Board(folder / "board", nproc_per_node + num_nodes - 1)
     with Loop() as loop:
         nodes = [
-            LightNode(
-                loop,
-                board,
-                _request(rank, num_nodes, nproc_per_node),
-                port=port,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-            )
-            for rank in range(1, num_nodes)
+            LightNode(loop, board, _request(rank, num_nodes, nproc_per_node), port=port) for rank in range(1, num_nodes)
         ]
-        return loop.run() if nodes else 0
+
+        def beat() -> None:
+            for one in nodes:
+                one.beat()
+
+        # One thread beats for all: real launchers have one each, on machines of their own.
+        heartbeat = HeartbeatSender(loop, heartbeat_timeout_s, send=beat, check=lambda: None)
+        try:
+            return loop.run()
+        finally:
+            heartbeat.stop()
 
 
 if __name__ == "__main__":

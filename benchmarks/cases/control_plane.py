@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
@@ -17,10 +18,17 @@ def _rows_of(name: str, load: ControlLoad) -> Iterator[Row | Note]:
     yield _row(f"{name}: processor time of the launcher in a second", load.cpu_share, Unit.SECONDS)
     yield _row(f"{name}: memory of the launcher", load.peak_bytes, Unit.BYTES)
     yield Note(
-        text=f"{name}: the slowest of {len(load.known_s)} deaths was known to all after"
-        f" {max(load.known_s) * 1e3:.0f} ms, to half of them after"
-        f" {load.median_known_s * 1e3:.0f} ms; while nothing happens the launcher uses"
-        f" {100 * load.cpu_share:.0f} % of a core"
+        text=f"{name}: {len(load.known_s)} deaths were known to all after {_percentiles(load.known_s)}, to half of the"
+        f" workers after {load.median_known_s * 1e3:.0f} ms (median); while nothing happens the launcher uses"
+        f" {100 * load.cpu_share:.0f} % of a core and has used {load.peak_bytes / 2**20:.0f} MiB at most"
+    )
+
+
+def _percentiles(samples: list[float]) -> str:
+    ordered = sorted(1e3 * sample for sample in samples)
+    p95 = ordered[round(0.95 * (len(ordered) - 1))]
+    return (
+        f"{statistics.median(ordered):.0f} ms (median), {p95:.0f} ms (95th percentile), {ordered[-1]:.0f} ms (longest)"
     )
 
 

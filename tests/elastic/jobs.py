@@ -36,6 +36,14 @@ class ElasticOutcome:
         path = self.folder / f"steps-{member}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def computed(self, member: int) -> dict[int, list[int]]:
+        """The samples that a worker has computed for each step, in all its forward passes."""
+        found: dict[int, list[int]] = {}
+        for line in (self.folder / f"computed-{member}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            found.setdefault(record["step"], []).extend(record["samples"])
+        return found
+
     def weights(self) -> dict[int, dict[str, Tensor]]:
         """The final weights of every worker that came to the end."""
         return {
@@ -111,6 +119,17 @@ def wait_for_joined(folder: Path, *, member: int, within_s: float = 60.0) -> Non
         time.sleep(0.01)
 
 
+def wait_for_fault(log: Path, text: str, *, within_s: float = 60.0) -> int:
+    """Wait until a fault has happened that contains `text`; the process that it happened to."""
+    deadline = time.monotonic() + within_s
+    while True:
+        for line in log.read_text().splitlines() if log.exists() else ():
+            if text in line and line.endswith("}"):
+                return int(json.loads(line)["pid"])
+        assert time.monotonic() < deadline, f"no fault {text!r}"
+        time.sleep(0.01)
+
+
 def wait_for_spare(launcher: int, *, within_s: float = 60.0) -> int:
     """The process id of a launcher's warm spare, once it has one."""
     deadline = time.monotonic() + within_s
@@ -122,11 +141,11 @@ def wait_for_spare(launcher: int, *, within_s: float = 60.0) -> int:
         time.sleep(0.01)
 
 
-def undisturbed(num_steps: int = NUM_STEPS) -> tuple[list[float], dict[str, Tensor]]:
+def undisturbed(num_steps: int = NUM_STEPS, *, width: int = 64) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and final weights of one process that trains on the same batches alone."""
     from torsh_distributed.train.batches import DataOrder, sharded
 
-    model, optimizer, loader = build()
+    model, optimizer, loader = build(width)
     losses: list[float] = []
     epoch = 0
     while len(losses) < num_steps:

@@ -102,7 +102,24 @@ def test_a_failed_collective_waits_for_word_as_long_as_the_engine_of_others_need
         raise CommunicationError("a peer is gone")
 
     monkeypatch.setattr(client, "await_view", await_view)
-    engine: Any = SimpleNamespace(plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once)
+    engine: Any = SimpleNamespace(
+        plan=Plan(), num_steps=0, num_skipped=0, step_once=step_once, strategy=None, interrupted_loss=None
+    )
     with pytest.raises(CommunicationError, match="a peer is gone"):
         InPlaceRecovery(engine, client).step(None)
     assert waited == [0.05]
+
+
+def test_a_view_can_be_entered_only_after_the_groups_of_the_old_world_are_aborted(
+    line: Line, client: MembershipClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[WorldView | None] = []
+
+    def abort_all(_: str) -> None:
+        seen.append(client.await_view(0.0, is_wanted=lambda _: True))
+        assert client.is_interrupted
+
+    monkeypatch.setattr("torsh_distributed.elastic.membership_client.abort_all", abort_all)
+    line.say(1, 0, 1, is_urgent=True)
+    assert seen == [None]
+    assert client.await_view(0.0, is_wanted=lambda _: True) is client.newest

@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from tests.chaos.faults import kill, process_state, stop, wait_for_mark
-from tests.elastic.jobs import ROOT, ElasticOutcome, run_job, start_job, undisturbed, wait_for_joined, wait_for_spare
-from tests.elastic.training_script import NUM_STEPS
+from tests.elastic.jobs import (
+    ROOT,
+    ElasticOutcome,
+    run_job,
+    start_job,
+    undisturbed,
+    wait_for_fault,
+    wait_for_joined,
+    wait_for_spare,
+)
+from tests.elastic.training_script import BATCH, NUM_STEPS
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import read_manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
@@ -24,10 +33,10 @@ NUM_LONG_STEPS = 400
 """Enough for a worker to be started and to join meanwhile."""
 
 
-def check_as_undisturbed(outcome: ElasticOutcome, *, num_steps: int = NUM_STEPS) -> None:
+def check_as_undisturbed(outcome: ElasticOutcome, *, num_steps: int = NUM_STEPS, width: int = 64) -> None:
     """Every step once, with the losses and the weights of one process that trained alone."""
     assert outcome.code == 0, outcome.output
-    losses, weights = undisturbed(num_steps)
+    losses, weights = undisturbed(num_steps, width=width)
     found = outcome.losses()
     assert sorted(found) == list(range(1, num_steps + 1)), outcome.output
     torch.testing.assert_close(
@@ -55,6 +64,13 @@ def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Pa
         assert [record["world"] for record in records][-1] == 2
     assert outcome.output.count("is lost: signal 9") == 3
     assert outcome.output.count("regrouped:") == 3
+    # Those that were in backward when one was lost keep what they had: what is done in addition is the lost one's part.
+    assert outcome.output.count("gradients kept") >= 2, outcome.output
+    steps = {step: [outcome.computed(member).get(step, []) for member in range(5)] for step in (6, 11)}
+    for step, lost in ((6, 1), (11, 0)):
+        survivors = [samples for member, samples in enumerate(steps[step]) if member != lost and samples]
+        together = [sample for samples in survivors for sample in samples]
+        assert len(together) == len(set(together)) == BATCH, f"step {step}: {steps[step]}"
 
 
 @pytest.mark.matrix
@@ -71,6 +87,47 @@ def test_a_stopped_worker_is_replaced_and_cannot_come_back(tmp_path: Path) -> No
     assert "stopped (SIGSTOP)" in outcome.output
     assert "worker 3 joined: 3 workers" in outcome.output
     assert len(outcome.weights()) == 3
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("backend", ["gloo", "torsh"])
+def test_a_joiner_gets_the_state_while_the_others_train(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "width").write_text("600")  # a megabyte and more of parameters: worth it
+
+    def meanwhile(folder: Path) -> None:
+        kill(wait_for_mark(folder, rank=1, step=5, within_s=60))
+        wait_for_joined(folder, member=3)
+
+    outcome = run_job(
+        tmp_path, num_workers=3, num_steps=NUM_LONG_STEPS, is_slow=True, meanwhile=meanwhile, backend=backend
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS, width=600)
+    assert "its state came while the others trained" in outcome.output, outcome.output
+    assert len(outcome.weights()) == 3
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_a_loss_while_a_joiner_gets_the_state(tmp_path: Path, victim: int) -> None:
+    """The source of the state, another, or the joiner itself."""
+    (tmp_path / "width").write_text("600")
+    log = tmp_path / "faults.jsonl"
+
+    def meanwhile(folder: Path) -> None:
+        pids = {rank: wait_for_mark(folder, rank=rank, step=5, within_s=60) for rank in (0, 2)}
+        pids[3] = wait_for_fault(log, "in stream")
+        kill(pids[victim])
+        wait_for_joined(folder, member=4)
+
+    outcome = run_job(
+        tmp_path,
+        faults=("kill rank 1 at step 5", "delay rank 3 at step 0 in stream for 2 s"),
+        num_steps=NUM_LONG_STEPS,
+        is_slow=True,
+        meanwhile=meanwhile,
+        env={"TORSH_FAULT_LOG": str(log)},
+    )
+    check_as_undisturbed(outcome, num_steps=NUM_LONG_STEPS, width=600)
 
 
 @pytest.mark.matrix

@@ -7,6 +7,7 @@ can be cut by the line's thread: a worker that is lost while the others regroup 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from torsh_distributed.comm.groups.abort import abort_all
 from torsh_distributed.comm.groups.process_group import enter_world
 from torsh_distributed.comm.meeting.rendezvous import open_store
 from torsh_distributed.comm.store.store import Store
+from torsh_distributed.elastic.entering import WorldChanged
 from torsh_distributed.elastic.membership_client import WorldView
 
 
@@ -25,8 +27,11 @@ class EpochWorld:
         self._store: dist.Store | None = None
         self._next_store: dist.Store | None = None
 
-    def enter(self, view: WorldView, *, timeout_s: float) -> None:
-        """Leave the present world for that of `view`; every member calls this. Raises if it is cancelled."""
+    def enter(self, view: WorldView, *, is_newest: Callable[[], bool], timeout_s: float) -> None:
+        """Leave the present world for that of `view`; every member calls this. Raises if it is cancelled.
+
+        `is_newest` is asked once `cancel` can reach the wait: news that came before found nothing to cut.
+        """
         store = self._next_store = open_store(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -36,6 +41,8 @@ class EpochWorld:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
+            if not is_newest():
+                raise WorldChanged
             enter_world(
                 dist.PrefixStore(f"torsh/{attempt}/epoch/{view.epoch}", store),
                 rank=view.members.index(self._member),

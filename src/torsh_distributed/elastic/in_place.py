@@ -1,13 +1,14 @@
-"""Recovery in place: survivors keep their process, regroup, and do the interrupted step again.
+"""Recovery in place: survivors keep their process, regroup, and finish the interrupted step.
 
 Plain data parallelism only: every rank holds the whole state, so nothing is lost with one. A step is done exactly once:
 
-- Until its last collective a step has changed nothing; what a rank has computed of it is given up, and the members of
-  the new world divide the same global batch again among themselves.
+- Until its last collective a step has changed nothing. If every survivor still has its gradients, they keep them,
+  compute what the lost rank had of the batch, and average again. If an average was torn, or no gradient was computed
+  yet, they divide the same global batch again among themselves and do the step again.
 - A rank that got through the last collective may have updated while another did not. After regrouping the ranks compare
   how far they are, and those behind take the state of the one farthest: its update saw every gradient.
 
-So parameters of two steps never mix, and no rank has to keep a copy of anything.
+So parameters of two steps never mix, and no rank has to keep a copy of anything while nothing fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,16 +29,25 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.comm.collectives.work import Work
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.comm.shared_memory.buffers import shares_memory
 from torsh_distributed.elastic.entering import WorldChanged, enter_newest, news_timeout_s
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.elastic.scaling import JobScaler, policy_named
-from torsh_distributed.elastic.state_transfer import RankProgress, send_state, source_of
+from torsh_distributed.elastic.state_stream import (
+    StateSender,
+    StreamChannel,
+    is_streamed,
+    receive_state,
+    state_sum,
+)
+from torsh_distributed.elastic.state_transfer import RankProgress, send_rest, send_state, source_of, sources_of
 from torsh_distributed.errors import CommunicationError, TorshError
 from torsh_distributed.launch.worker.raised_error import is_transport_text
 from torsh_distributed.parallel.data.data_strategy import DataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
 from torsh_distributed.plan import Plan
+from torsh_distributed.train.continuing.kept_step import KeptStep, finish_step, keep_step
 
 if TYPE_CHECKING:
     from torsh_distributed.train.engine import Engine
@@ -55,6 +66,8 @@ def attach(engine: Engine) -> InPlaceRecovery | None:
     if refusal is not None:
         client.tell("ready", detail=refusal)
         return None
+    assert isinstance(engine.strategy, DataParallel), "others are refused"
+    engine.strategy.keep_failed_gradients()
     recovery = InPlaceRecovery(engine, client)
     client.tell("ready")
     elastic = engine.plan.elastic
@@ -89,6 +102,13 @@ class InPlaceRecovery:
         self._loss = 0.0
         self._agreed_epoch = 0
         self._told_epoch = client.current.epoch
+        self._kept: KeptStep | None = None
+        self._sources: dict[int, int] | None = None
+        self._numbers = client.current.members
+        """Members in the order of their numbers in the ledger's last batch."""
+        self._how = ""
+        self._senders: dict[int, list[StateSender]] = {}
+        """Of a view that this rank's world is about to enter: streams to those that join."""
         self.busy_s = 0.0
         """Time that this rank has spent in steps."""
 
@@ -110,25 +130,57 @@ class InPlaceRecovery:
         self.join()
         started_s = time.monotonic()
         engine, before = self._engine, self._num_updates
+        numbers, attempt = self._client.current.members, partial(engine.step_once, batch)
+        # Where others keep their gradients, a rank that has not begun yet computes its own before it regroups.
+        world = dist.group.WORLD
+        keeps = world is not None and world.size() > 1 and shares_memory(world)
         while True:
             try:
-                if self._client.is_interrupted:
+                if self._client.is_interrupted and not keeps:
                     raise WorldChanged
-                self._loss = engine.step_once(batch)
+                self._loss = attempt()
                 break
             except Exception as error:
-                old = self._client.current.members
+                keeps = False
+                self._kept = keep_step(engine)
                 self._recover(error)
+                kept, self._kept = self._kept, None
                 is_done = self._num_updates > before
+                now = self._client.current.members
                 if process_group.rank() == 0:
-                    now = self._client.current.members
-                    engine.ledger.report_lost([rank for rank, one in enumerate(old) if one not in now])
-                batch = engine.divide_again(batch, is_done=is_done)
+                    committed = enumerate(numbers if is_done else self._numbers)
+                    engine.ledger.report_lost([number for number, one in committed if one not in now])
                 if is_done:
+                    self._note("the update was done")
+                    engine.divide_again(None, is_done=True)
                     break
+                if kept is not None and self._sources is not None:
+                    left = [number for number, one in enumerate(numbers) if one in now]
+                    attempt = partial(self._finish, kept, left, self._sources)
+                    self._note("gradients kept")
+                else:
+                    attempt = partial(engine.step_once, engine.divide_again(batch, is_done=False))
+                    numbers = now
+                    self._note("step done again")
+        self._numbers = numbers
         self.busy_s += time.monotonic() - started_s
         self._after_step()
         return self._loss
+
+    def _finish(self, kept: KeptStep, members: list[int], sources: dict[int, int]) -> float:
+        """Finish the interrupted step from what the survivors have; the next one is divided among them."""
+        loss = finish_step(self._engine, kept, members=members, sources=sources)
+        self._engine.divide_again(None, is_done=True)
+        return loss
+
+    def _note(self, how: str) -> None:
+        """How the interrupted step is finished."""
+        self._how = how
+        view = self._client.current
+        detail = f"step {self._engine.num_steps}: {how}"
+        events.emit(
+            events.MembershipEvent(action="continued", world_size=len(view.members), attempt=view.epoch, detail=detail)
+        )
 
     def protected(self, call: Callable[[], T]) -> T:
         """Run what all ranks do together; again in the new world if one is lost meanwhile."""
@@ -143,7 +195,7 @@ class InPlaceRecovery:
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         """The mean over the ranks, and with it whether all of them know of a view to enter after this step."""
         pending = self._client.pending
-        epoch = 0 if pending is None else pending.epoch
+        epoch = 0 if pending is None or not self._is_ready_for(pending) else pending.epoch
         sent = torch.stack([loss.detach().float() / process_group.world_size(), loss.new_tensor(epoch).float()])
         return _MeanAndEpoch(sent, self._note_votes)
 
@@ -181,18 +233,70 @@ class InPlaceRecovery:
         current = self._client.current
         if self._told_epoch != current.epoch:
             self._told_epoch = current.epoch
-            self._client.tell("stepped", epoch=current.epoch, step=self._engine.num_steps)
+            self._client.tell("stepped", epoch=current.epoch, step=self._engine.num_steps, detail=self._how)
+        self._how = ""
         pending = self._client.pending
+        if pending is not None and pending.epoch not in self._senders:
+            self._start_streams(pending)
         if pending is None or self._agreed_epoch == 0 or pending.is_urgent or pending.epoch != self._agreed_epoch:
             return
         self._agreed_epoch = 0
         try:
+            for sender in self._senders.get(pending.epoch, ()):
+                sender.finish()
             self._engine.finish_saves()
         except TorshError as error:
             self._recover(error)
         else:
             self._enter_newest()
         self._engine.divide_again(None, is_done=True)
+
+    def _is_ready_for(self, pending: WorldView) -> bool:
+        """Whether this rank agrees to enter a view: the source of the state, once its streams are nearly done."""
+        if pending.is_urgent or not self._joiners_of(pending):
+            return True
+        senders = self._senders.get(pending.epoch)
+        return senders is not None and all(sender.is_nearly_done for sender in senders)
+
+    def _joiners_of(self, view: WorldView) -> list[int]:
+        """Those that get their state from this rank while the others train."""
+        current = self._client.current.members
+        if not self.is_leading or not is_streamed(self._engine):
+            return []
+        return [member for member in view.members if member not in current]
+
+    def _start_streams(self, pending: WorldView) -> None:
+        """Between two steps: begin to send the state to those that join."""
+        self._drop_streams()
+        if not pending.is_urgent:
+            self._senders[pending.epoch] = [
+                StateSender(self._engine, epoch=pending.epoch, member=member, timeout_s=self._timeout_s)
+                for member in self._joiners_of(pending)
+            ]
+
+    def _drop_streams(self) -> None:
+        for sender in [one for senders in self._senders.values() for one in senders]:
+            sender.abort()
+        self._senders = {}
+
+    def _receive(self, view: WorldView) -> bool:
+        """In a worker that joins between two steps: get the state while the others train; whether it has it."""
+        if view.is_urgent or not is_streamed(self._engine):
+            return False
+        try:
+            with StreamChannel(
+                epoch=view.epoch, member=self._client.member, is_source=False, timeout_s=self._timeout_s
+            ) as channel:
+                self._client.call_on_news(channel.abort)
+                if self._client.newest.epoch != view.epoch:
+                    raise WorldChanged
+                channel.connect()
+                return receive_state(self._engine, channel)
+        except (TorshError, RuntimeError) as error:
+            if self._client.newest.epoch != view.epoch:
+                raise WorldChanged from error
+            _log.warning("the state comes when this worker enters: %s", error)
+            return False
 
     # From one world to the next
 
@@ -211,33 +315,45 @@ class InPlaceRecovery:
     def _enter(self, view: WorldView) -> None:
         engine, client = self._engine, self._client
         engine.abandon_saves()
+        self._drop_streams()
+        has_state = not client.joins or self._receive(view)
         client.call_on_news(self._world.cancel)
-        if client.newest.epoch != view.epoch:
-            raise WorldChanged
-        self._world.enter(view, timeout_s=self._timeout_s)
+        self._world.enter(view, is_newest=lambda: client.newest.epoch == view.epoch, timeout_s=self._timeout_s)
         events.reached("regroup")
-        is_new = client.joins
-        mine = -1 if is_new else self._num_updates
-        everyone = [RankProgress(num_updates=one) for one in all_gather_object(mine)]
-        source = source_of(everyone)
-        farthest = everyone[source].num_updates
-        if any(one.num_updates != farthest for one in everyone):
-            facts = send_state(
-                engine,
-                source,
-                is_needed=mine != farthest,
-                is_new=is_new,
-                facts={"loss": self._loss, "ledger": engine.ledger.state_dict()},
-            )
-            if is_new:
-                engine.ledger.load_state_dict(facts["ledger"])
-            if mine != farthest:
-                self._loss = facts["loss"]
-                engine.ledger.commit(engine.num_steps - 1)  # its gradient is in the update that it missed
+        self._even_out(has_state=has_state)
         assert isinstance(engine.strategy, DataParallel), "checked when this was attached"
         engine.regrouped(engine.strategy.rebuilt())
         client.current, client.joins = view, False
         client.tell("entered", epoch=view.epoch, step=engine.num_steps)
+
+    def _even_out(self, *, has_state: bool) -> None:
+        """In the new world: compare how far all are, and send the state to those that need it."""
+        engine, is_new = self._engine, self._client.joins
+        mine = self._num_updates if has_state else -1
+        kept = None if self._kept is None else sorted(self._kept.averaged)
+        told = all_gather_object([mine, kept, is_new])
+        everyone = [RankProgress(num_updates=updates, averaged=averaged, is_new=new) for updates, averaged, new in told]
+        self._sources = sources_of(everyone)
+        source = source_of(everyone)
+        farthest = everyone[source].num_updates
+        is_even = all(one.num_updates == farthest for one in everyone)
+        if is_even and not any(one.is_new for one in everyone):
+            return
+        facts: dict[str, Any] = {"loss": self._loss, "ledger": engine.ledger.state_dict()}
+        # Updates that were done again by a joiner gave the same bits; if not, it takes the whole state.
+        if is_even and len({tuple(one) for one in all_gather_object(state_sum(engine))}) == 1:
+            facts = send_rest(engine, source, is_new=is_new, facts=facts)
+            self._how = "its state came while the others trained"
+        else:
+            is_needed = is_new or mine != farthest
+            facts = send_state(engine, source, is_needed=is_needed, is_new=is_new, facts=facts)
+            self._how = "its state came while all waited" if any(one.is_new for one in everyone) else ""
+        if is_new:
+            engine.ledger.load_state_dict(facts["ledger"])
+        elif mine != farthest:
+            engine.ledger.commit(engine.num_steps - 1)  # its gradient is in the update that it missed
+        if is_new or mine != farthest:
+            self._loss = facts["loss"]
 
     @property
     def _num_updates(self) -> int:

@@ -39,6 +39,8 @@ class MembershipClient:
         """The view that this worker is in."""
         self._line = line
         self._newest = first
+        self._released_epoch = first.epoch
+        """Of the newest view for which the groups of older ones are aborted."""
         self._changed = threading.Condition()
         self._cancel: Callable[[], None] | None = None
         line.listen("view", self._take)
@@ -69,7 +71,7 @@ class MembershipClient:
 
         def found() -> bool:
             pending = self.pending
-            return pending is not None and is_wanted(pending)
+            return pending is not None and pending.epoch <= self._released_epoch and is_wanted(pending)
 
         with self._changed:
             return self.pending if self._changed.wait_for(found, timeout_s) else None
@@ -90,12 +92,15 @@ class MembershipClient:
             if view.epoch <= self._newest.epoch:
                 return
             self._newest = view
-            self._changed.notify_all()
         cancel = self._cancel
         if cancel is not None:
             cancel()
         if view.is_urgent and not self.joins:
             abort_all(f"the world changes to epoch {view.epoch}: {len(view.members)} workers")
+        # Only now: who enters the view at once would have its new groups aborted.
+        with self._changed:
+            self._released_epoch = view.epoch
+            self._changed.notify_all()
 
 
 def open_membership(world_size: int) -> MembershipClient:

@@ -221,8 +221,8 @@ class MembershipEvent(Event):
     kind: ClassVar[str] = "membership"
 
     action: str
-    """joined, leaving (an exception is on its way), left, regrouped, restarted, lost, recovered, scaling, health or
-    ended."""
+    """joined, leaving (an exception is on its way), left, regrouped, continued (how an interrupted step is
+    finished), restarted, lost, recovered, scaling, health or ended."""
     world_size: int
     attempt: int = 0
     detail: str | None = None

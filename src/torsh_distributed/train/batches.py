@@ -105,6 +105,19 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch
 
 
+def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rows of every tensor in the batch, in the same nesting."""
+    if isinstance(batch, Tensor):
+        return batch[torch.tensor(rows, device=batch.device)]
+    if isinstance(batch, Mapping):
+        return {key: pick_rows(value, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(pick_rows(value, rows) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(pick_rows(value, rows) for value in batch)
+    return batch
+
+
 def split_rows(
     batch: Batch, num_samples: int, num_pieces: int, *, is_largest_first: bool = False
 ) -> list[tuple[Batch, float]]:

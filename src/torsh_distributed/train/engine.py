@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,12 +252,13 @@ class Engine:
         it one step later, because waiting would leave the GPU idle; `settle` asks at once.
         """
         self.settle()
-        update, self._update = self._update, None
+        update = self._update
         if update is None or update.mean is None:
             raise InvalidArgument(
                 "apply() comes after backward()", hint="call engine.backward(loss), not loss.backward()"
             )
         loss = update.mean.wait()
+        self._update = None
         rate = None
         scale = self.precision.loss_scale
         with events.phase("optimizer"):
@@ -457,6 +458,41 @@ class Engine:
         self._update = self._unread_norm = None
         self.optimizer.zero_grad(set_to_none=True)
         self.learning_rate.rescale(strategy.data_degree)
+
+    @property
+    def interrupted_loss(self) -> Tensor | None:
+        """This rank's loss in a step that failed after its last backward had begun; None in any other."""
+        update = self._update
+        return None if update is None or update.mean is None else update.loss
+
+    def lost_share(self, members: Sequence[int]) -> RankBatch | None:
+        """This rank's part of what others had of the current batch, with `members` of its ranks left.
+
+        None if the batch is not from `batches`: nobody knows then what the others had.
+        """
+        if self._pieces is None:
+            return None
+        share, total = self.ledger.assign(self.num_steps, members), self.ledger.total
+        batch = to_device(self._pieces.rows(share), self._device) if share else None
+        return RankBatch(batch, len(share), total)
+
+    def add_gradients(self, batch: Batch, weight: float) -> Tensor:
+        """Add the gradients of `batch`, times `weight`, to those held, without averaging; its loss, times `weight`."""
+        num_samples = count_samples(batch)
+        losses = []
+        for piece, share in split_rows(batch, num_samples, self.plan.training.gradient_accumulation):
+            with attending_with(self.plan.training.attention):
+                with self.precision.computing():
+                    loss = self.strategy.loss(self.unwrapped, piece, self._loss_fn, loss_of) * (weight * share)
+                self.precision.scaled(loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def apply_averaged(self, loss: Tensor, num_samples: int | None) -> float:
+        """`apply` with averaged gradients that did not come from `backward`; `loss` is this rank's."""
+        averaging = self.strategy if self.elastic is None else self.elastic
+        self._update = _Update(losses=[loss], num_samples=num_samples, mean=averaging.mean_loss(loss))
+        return self.apply()
 
     def finish_saves(self) -> None:
         """Wait until nothing is being written; every rank calls this."""

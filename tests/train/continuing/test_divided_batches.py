@@ -59,3 +59,12 @@ def test_every_sample_belongs_to_one_rank_however_often_ranks_change(kind: str) 
 
 def _values(batch: Tensor | list[Tensor]) -> list[int]:
     return (batch if isinstance(batch, Tensor) else batch[0]).tolist()
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_any_samples_of_the_current_batch_can_be_had(kind: str) -> None:
+    loader: Any = DataLoader(TensorDataset(torch.arange(90)), batch_size=10) if kind == "map" else Stream()
+    batches = DividedBatches(loader, ORDER, part=0, num_parts=3)
+    next(batches), next(batches)
+    wanted = [13, 19, 11] if kind == "map" else [3, 9, 1]  # by index, or by row of the second batch
+    assert _values(batches.rows(wanted)) == [13, 19, 11]

@@ -119,6 +119,11 @@ class Wire(ABC):
         """`all_reduce` for one reduction and dtype that it `supports`, with all lookups done once."""
         return lambda buffer, call: self.all_reduce(buffer, op, call)
 
+    @property
+    def fails_cleanly(self) -> bool:
+        """Whether each all-reduce of a `folder` that failed so far left its tensor as it was; False if unknown."""
+        return False
+
     @abstractmethod
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:
         """Fold `buffer` over all ranks into the root's, in place; the others keep theirs."""

@@ -31,6 +31,14 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
     return isinstance(group, TorshProcessGroup) and isinstance(group.wire, ShmWire)
 
 
+def fails_cleanly(group: dist.ProcessGroup) -> bool:
+    """Whether all-reduces of this group that failed left their tensors as they were; False if that is unknown.
+
+    True on all ranks that are left means that no rank, those that are gone included, has written to any of them.
+    """
+    return isinstance(group, TorshProcessGroup) and group.wire.fails_cleanly
+
+
 def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, use: BufferUse) -> Tensor | None:
     """A tensor for the next collective of that kind, which then copies less; None if there is none now.
 

@@ -22,9 +22,9 @@ FAULTS_VARIABLE = "TORSH_FAULTS"
 """Faults of a run, separated by semicolons."""
 LOG_VARIABLE = "TORSH_FAULT_LOG"
 """File in which faults and steps of all ranks are noted."""
-POINTS = ("", "data", "forward", "backward", "all_reduce", "optimizer", "save", "regroup")
-"""Where in a step; the empty one is its start, `regroup` is in a new world before its first step. Your own loops
-may name others."""
+POINTS = ("", "data", "forward", "backward", "all_reduce", "optimizer", "save", "regroup", "stream")
+"""Where in a step; the empty one is its start, `regroup` is in a new world before its first step, `stream` in a worker
+that joins, while it gets the state. Your own loops may name others."""
 
 
 class FaultKind(StrEnum):

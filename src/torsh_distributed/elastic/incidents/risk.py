@@ -1,7 +1,8 @@
 """How likely a rank fails soon, as a score from 0 to 1, from trends in its events: memory that grows towards its limit,
 and a rank that gets slower than it was.
 
-A score is not a probability: 0.7 and more is worth a look. How often that is right has not been measured on real runs.
+A score is not a probability: 0.7 and more is worth a look. `python -m benchmarks risk` measures how often it is right,
+in real runs that leak, get slower, or go well.
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ class ElasticLeader:
         else:
             text = f"regrouped: {num} workers from step {message.step}"
         self._joining = ()
+        text += f", {message.detail}" if message.detail else ""
         self._output.say(f"{text}, cost {cost_ms:.0f} ms")
         self._emit("recovered", detail=f"{text}; cost {cost_ms:.0f} ms")
 

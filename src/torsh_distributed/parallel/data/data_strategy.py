@@ -57,6 +57,7 @@ class DataParallel(Strategy):
     ) -> None:
         """`divides_update`: ranks of a node may each do a part of the update, in all replicas."""
         self._divides_update = divides_update
+        self._keeps_failed = False
         self._distributed = distributed
         self._options = options
         self._ddp = DistributedDataParallel(model, config, group=group, distributed=distributed, **options)
@@ -107,8 +108,15 @@ class DataParallel(Strategy):
             **self._options,
         )
         other._ddp.adopt_hooks(self._ddp)
+        if self._keeps_failed:
+            other.keep_failed_gradients()
         other._ddp.train(self._ddp.training)  # type: ignore[no-untyped-call]  # untyped in torch
         return other
+
+    def keep_failed_gradients(self) -> None:
+        """From now on, let `keep_gradients` find what a rank had when the average failed."""
+        self._keeps_failed = True
+        self._ddp.keep_failed_gradients()
 
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

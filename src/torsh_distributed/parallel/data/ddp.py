@@ -26,6 +26,7 @@ from torsh_distributed.parallel.data.bucket_size import auto_bucket
 from torsh_distributed.parallel.data.gradient_check import GradientDifference, gradient_differences
 from torsh_distributed.parallel.data.gradient_sync import (
     BucketInfo,
+    BucketOutcomes,
     GradientHook,
     GradientSync,
     average_bucket,
@@ -129,6 +130,7 @@ class DistributedDataParallel(TorchDDP):
             overlap=config.overlap,
             is_bucketed=config.bucketing,
         )
+        self._can_keep = transport.algorithm == "backend" and not (transport.deterministic or transport.rate_limit_gbps)
         self._gradient_sync.compress_with(compressor)
         self._gradient_sync.share_buckets(device.type == "cpu" and transport.algorithm in ("backend", "auto"))
         if self._has_buckets:
@@ -241,6 +243,23 @@ class DistributedDataParallel(TorchDDP):
             unused=unused,
         )
 
+    def keep_failed_gradients(self) -> None:
+        """From now on, leave gradients whose average fails as they are, where what sums them can tell that it did."""
+        self._gradient_sync.keeps_failed = self._can_keep
+
+    def bucket_outcomes(self) -> BucketOutcomes | None:
+        """After a backward that raised: which buckets are averaged; None unless all others are this rank's own."""
+        return self._gradient_sync.bucket_outcomes() if self._has_buckets else None
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        return self._trained
+
+    def average_now(self, gradients: Mapping[str, Tensor]) -> None:
+        """Average these in place; every rank gives the same names in the same order."""
+        self._gradient_sync.sync_now(gradients, max_bytes=int(self._settings.max_bucket_size_mb * 2**20))
+
     def averaged_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are averaged, and which are therefore equal on all ranks."""
         return list(self._trained.values())
@@ -268,7 +287,7 @@ class DistributedDataParallel(TorchDDP):
         if not self._gradient_sync.has_pending:
             return
         gradients = gradients_held(self._trained, self.process_group)
-        self._gradient_sync.sync_now(gradients, max_bytes=int(self._settings.max_bucket_size_mb * 2**20))
+        self.average_now(gradients)
         self.require_forward_param_sync = True  # as after a backward that averaged: the next forward broadcasts buffers
 
     @override

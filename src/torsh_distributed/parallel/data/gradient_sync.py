@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torsh_distributed import events
 from torsh_distributed.comm.collectives.reductions import all_reduce
+from torsh_distributed.comm.shared_memory.buffers import fails_cleanly
 from torsh_distributed.compress.averaging.background import BackgroundExecutor
 from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
@@ -45,6 +46,15 @@ class BucketInfo:
         return len(self.parameter_names)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BucketOutcomes:
+    """What became of the buckets of a backward that raised: averaged, or as they were on this rank alone."""
+
+    names: Mapping[int, tuple[str, ...]]
+    """The parameters in each."""
+    averaged: frozenset[int]
+
+
 @dataclass(frozen=True)
 class _FullBucket:
     """A bucket whose gradients are all computed."""
@@ -66,7 +76,8 @@ class GradientSync:
 
     `is_mean` says that `reduce` computes means; otherwise it computes sums, of gradients that are divided first.
 
-    No failure is lost in a thread: a failed bucket is filled with NaN, and the error is raised when backward ends.
+    No failure is lost in a thread: a failed bucket is filled with NaN, and the error is raised when backward ends. With
+    `keeps_failed` it is left as it is instead, for somebody who takes its gradients from there.
     """
 
     def __init__(
@@ -99,6 +110,9 @@ class GradientSync:
         self._infos: dict[int, BucketInfo] = {}
         self._layout: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self.is_bucketed = is_bucketed
+        self.keeps_failed = False
+        self._averaged: set[int] = set()
+        self._failed: set[int] = set()
         self.has_pending = False
         """Whether backward left gradients that are not averaged yet."""
         self.clock = BucketClock()
@@ -140,6 +154,20 @@ class GradientSync:
         """The buckets of the last backward, in the order they were sent."""
         return [self._infos[index] for index in sorted(self._infos)]
 
+    def bucket_outcomes(self) -> BucketOutcomes | None:
+        """After a backward that raised: which buckets are averaged; None unless all others are untouched.
+
+        Nor where gradients were changed on the way into a bucket: by a hook, a codec, a cast or a division.
+        """
+        is_plain = self._is_mean and self.is_bucketed and self._dtype is None and not self._hooks
+        known = len(self._averaged) + len(self._failed)
+        if not (self.keeps_failed and is_plain and self._compressor is None) or known != len(self._infos):
+            return None
+        if self._failed and not fails_cleanly(self._group):
+            return None
+        names = {index: info.parameter_names for index, info in self._infos.items()}
+        return BucketOutcomes(names=names, averaged=frozenset(self._averaged))
+
     # --- in backward ------------------------------------------------------------------------------------------
 
     def start(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -155,6 +183,8 @@ class GradientSync:
             [] if is_whole else bucket.gradients(),
         )
         self._note(full)
+        if full.index == 0:
+            self._averaged, self._failed = set(), set()
         if self._hooks:
             self._call_hooks(full.names, full.gradients)
         if self._overlap:
@@ -212,14 +242,16 @@ class GradientSync:
         except TorshError as error:  # refused at once: the group was aborted
             self._errors.append(error)
             failed: Future[Tensor] = Future(devices=self._devices)
-            failed.set_result(full.buffer.fill_(float("nan")))
+            self._failed.add(full.index)
+            failed.set_result(full.buffer if self.keeps_failed else full.buffer.fill_(float("nan")))
             return failed
 
     def _start_sum(self, full: _FullBucket) -> Future[Tensor]:
         """DDP's own averaging: divide, then sum; or both in one pass where the backend can."""
         # The callback must not reference the group: it runs on the backend's thread, where the group must not be freed.
         clock, errors, buffer, index = self.clock, self._errors, full.buffer, full.index
-        num_bytes = full.num_bytes
+        num_bytes, keeps_failed = full.num_bytes, self.keeps_failed
+        averaged, failed = self._averaged, self._failed
         if self._buckets is not None and self.is_bucketed and self._dtype is None:
             self._buckets.settle(index, buffer, is_last=full.is_last)
         if not self._is_mean:
@@ -237,7 +269,9 @@ class GradientSync:
                         part.copy_(value.view_as(part))
             except (TorshError, RuntimeError) as error:
                 errors.append(_as_ours(error))
-                return buffer.fill_(float("nan"))
+                failed.add(index)
+                return buffer if keeps_failed else buffer.fill_(float("nan"))
+            averaged.add(index)
             clock.add(index, num_bytes, start, codec=None, wire_bytes=None)
             return buffer
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, rows_of, sharded, take_rows
+from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, pick_rows, rows_of, sharded, take_rows
 
 
 class DividedBatches(Iterator[RankBatch]):
@@ -54,6 +54,16 @@ class DividedBatches(Iterator[RankBatch]):
         self._share = (part, num_parts)
         if self._pieces is not None:
             self._pieces = self._open()
+
+    def rows(self, wanted: Sequence[int]) -> Batch:
+        """Samples of the current batch: by their indices in a map-style dataset, else by their rows in the batch."""
+        if self._whole is not None:
+            return pick_rows(self._whole.batch, wanted)
+        assert isinstance(self._loader, DataLoader), "else the whole batch was kept"
+        data = self._loader.dataset
+        fetch = getattr(data, "__getitems__", None)
+        samples = fetch(list(wanted)) if fetch is not None else [data[index] for index in wanted]
+        return self._loader.collate_fn(samples)
 
     def _open(self) -> Iterator[RankBatch]:
         part, num_parts = self._share

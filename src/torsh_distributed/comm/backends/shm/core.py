@@ -172,6 +172,9 @@ class NativeCore(Core, Protocol):
     ) -> int:
         """All-to-all of rows: gathered by the index at `sent`, added up by the one at `received`; 0 means none."""
 
+    def is_unbegun(self) -> bool:
+        """Whether the last collective failed before its first meeting was complete: no rank has written a result."""
+
     def max_row_bytes(self) -> int:
         """The longest row that `exchange_rows` takes."""
 

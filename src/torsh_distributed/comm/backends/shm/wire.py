@@ -36,6 +36,7 @@ class ShmWire(Wire):
         self._segment = segment
         self._shared = WeakValueDictionary[int, SharedBuffer]()
         self._num_shared = 0
+        self._has_torn = self._native is None
         self._failures = ShmFailures(core, rank)
         self._message_pump = MessagePump(core, self._failures)
 
@@ -81,9 +82,15 @@ class ShmWire(Wire):
                     buffer.data_ptr(), buffer.numel(), dtype_code, reduction, call.timeout_ns, call.is_background
                 )
             if status:
+                self._has_torn = self._has_torn or self._native is None or not self._native.is_unbegun()
                 raise_for(status, call)
 
         return all_reduce
+
+    @property
+    @override
+    def fails_cleanly(self) -> bool:
+        return not self._has_torn
 
     @override
     def reduce(self, buffer: Tensor, op: ReduceOp, root: int, call: Call) -> None:

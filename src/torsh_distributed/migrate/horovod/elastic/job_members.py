@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from torsh_distributed.elastic.entering import WorldChanged, enter_newest
+from torsh_distributed.elastic.entering import enter_newest
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.migrate.horovod.basics import init, shutdown
@@ -82,9 +82,7 @@ class JobMembers:
         client = self._client
         shutdown()
         client.call_on_news(self._world.cancel)
-        if client.newest.epoch != view.epoch:
-            raise WorldChanged
-        self._world.enter(view, timeout_s=_ENTER_TIMEOUT_S)
+        self._world.enter(view, is_newest=lambda: client.newest.epoch == view.epoch, timeout_s=_ENTER_TIMEOUT_S)
         init()
         client.current, client.joins = view, False
 

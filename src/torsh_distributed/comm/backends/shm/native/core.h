@@ -143,6 +143,7 @@ typedef struct {
     int64_t spin_ns; /* of a caller that waits itself; 0 where ranks outnumber cores */
     int64_t offer_from_ns; /* before this time the core is not offered to others */
     uint64_t step;
+    uint64_t shown_step; /* of the first meeting of the last collective: before it nothing is written */
     uint64_t sequence;
     int64_t timeout_ns;
     int64_t deadline_ns; /* of the current call; 0 until it first has to wait */

@@ -455,6 +455,13 @@ static PyObject *group_missing(PyObject *self, PyObject *unused) {
     return list;
 }
 
+/* Whether the last collective failed before its first meeting was complete: then no rank has written any result. */
+static PyObject *group_is_unbegun(PyObject *self, PyObject *unused) {
+    (void)unused;
+    const tsh_group *group = group_of(self);
+    return PyBool_FromLong(group->step <= group->shown_step);
+}
+
 static PyObject *group_is_alive(PyObject *self, PyObject *rank) {
     return PyBool_FromLong(tsh_is_alive(group_of(self), (int)PyLong_AsLong(rank)));
 }
@@ -532,6 +539,7 @@ static PyMethodDef group_methods[] = {
     {"subject", group_subject, METH_NOARGS, "The rank that the last failure here speaks of, or -1."},
     {"signature", group_signature, METH_O, "signature(rank) -> (operation, dtype, reduction, root, bytes)"},
     {"missing", group_missing, METH_NOARGS, "The ranks that have not come to the current meeting."},
+    {"is_unbegun", group_is_unbegun, METH_NOARGS, "Whether the last collective failed before anything was written."},
     {"is_alive", group_is_alive, METH_O, "is_alive(rank): whether the rank's process runs."},
     {NULL, NULL, 0, NULL},
 };

@@ -206,6 +206,7 @@ tsh_signature *tsh_signature_of(const tsh_group *group, int rank) {
 
 /* The first meeting of a collective: every rank shows what it was called with, and all compare. */
 int tsh_meet_as(tsh_group *group, tsh_signature mine) {
+    group->shown_step = group->step + 1;
     if (tsh_is_poisoned(group)) {
         return TSH_POISONED; /* others may have arrived here before they gave up: the meeting would seem complete */
     }
