@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -188,6 +189,37 @@ def differences(held: Sequence[HeldTensor], saved: Mapping[str, SavedTensor], ke
         elif dtype != str(kind.dtype):
             found[name] = f"is {dtype} here and {kind.dtype} in the checkpoint"
     return found
+
+
+def refuse_other_optimizer(place: str, held: Mapping[str, Any], saved: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise CheckpointError if an optimizer under `keys` has other groups than the saved one; values by key.
+
+    Before anything is loaded: a model with an optimizer that does not belong to it is worth less than an error.
+    """
+    for key in keys:
+        mine, theirs = _groups(held.get(key)), _groups(saved.get(key))
+        if mine is None or theirs is None or mine == theirs:
+            continue
+        here, there = set().union(*mine), set().union(*theirs)
+        differing = [f"{name} is here alone" for name in sorted(here - there)]
+        differing += [f"{name} is in the checkpoint alone" for name in sorted(there - here)]
+        raise CheckpointError(
+            f"{Path(place).name} is of an optimizer with other parameters or groups: "
+            + (
+                "; ".join(differing[:5])
+                or f"{len(mine)} groups here, {len(theirs)} in the checkpoint, of the same ones"
+            ),
+            hint="build the optimizer as it was when the checkpoint was saved, or load the model alone",
+            path=place,
+            num_differing=len(differing) or None,
+        )
+
+
+def _groups(value: Any) -> list[set[str]] | None:
+    """The parameters of each group, if a saved value is an optimizer's."""
+    if not isinstance(value, Mapping) or not {"param_groups", "plain"} <= value.keys():
+        return None
+    return [set(group["params"]) for group in value["param_groups"]]
 
 
 def refuse(place: str, found: Mapping[str, str]) -> None:

@@ -55,6 +55,11 @@ def hash_of(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def digest_of(data: bytes) -> bytes:
+    """The xxh3_128 of some bytes, in 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
 def record_of(data: bytes | memoryview) -> FileRecord:
     """The record of a file with these contents."""
     view = memoryview(data)
@@ -93,6 +98,8 @@ class HashedFile:
         """Wait until the disk has it; returns its record."""
         try:
             os.fsync(self._file)
+        except OSError as error:  # a quota, or a full disk behind a network, may be noticed only now
+            raise self._named(error) from error
         finally:
             self.abandon()
         if self._in_block:
@@ -111,7 +118,10 @@ class HashedFile:
             try:
                 done += os.write(self._file, part[done:])
             except OSError as error:
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(self._path)) from error
+                raise self._named(error) from error
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, os.strerror(error.errno or 0), str(self._path))
 
     def _end_block(self) -> None:
         if self._file >= 0:
