@@ -67,6 +67,10 @@ def bits(value: Any) -> Any:
     return value
 
 
+def moments(state: dict[str, Any]) -> list[int]:
+    return [one["exp_avg"].data_ptr() for one in state["optimizer"].state.values()]
+
+
 def state_bits(state: dict[str, Any]) -> Any:
     return {key: bits(one.state_dict() if hasattr(one, "state_dict") else one) for key, one in state.items()}
 
@@ -82,7 +86,9 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, level: int) -> None:
         np.random.seed(9)
         manager.save(3, state, loss=0.25)
         drawn = (torch.rand(2).tolist(), np.random.rand(2).tolist())
+        places = moments(other)
         found = manager.load(other)
+        assert moments(other) == places  # in place: no second copy of the optimizer's state
         assert (torch.rand(2).tolist(), np.random.rand(2).tolist()) == drawn
     assert state_bits({**other, "note": found.values["note"]}) == state_bits(state)
     assert (found.metadata.step, found.metadata.loss, found.metadata.world_size) == (3, 0.25, 1)

@@ -238,11 +238,11 @@ class CheckpointManager:
 
     def fit(self, saved: SavedSnapshot, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
         """Compare what was saved under `keys` with what the ranks hold; every rank calls this. Nothing is loaded."""
-        with fail_together("load the checkpoint", world_group()):
-            refuse_other_optimizer(saved.place, state.values, saved.values, keys)
         found = differences(state.tensors, saved.tensors, keys)
         if strict:
             refuse(saved.place, found)
+        with fail_together("load the checkpoint", world_group()):
+            refuse_other_optimizer(saved.place, state.values, saved.values, keys)
         for name, text in found.items():
             if world_group() is None or dist.get_rank() == 0:
                 _log.warning("not loaded: %s %s", name, text)
@@ -264,10 +264,14 @@ class CheckpointManager:
 
     def list(self) -> Sequence[CheckpointMetadata]:
         """Complete checkpoints, newest first; their files are not verified. One that cannot be read is left out."""
-        found = []
+        return [*self._complete().values()]
+
+    def _complete(self) -> dict[int, CheckpointMetadata]:
+        """By the step in the directory's name, which is another than the metadata's if somebody renamed it."""
+        found = {}
         for step in self.directory.complete_steps():
             try:
-                found.append(read_manifest(self.directory.step_path(step)).metadata)
+                found[step] = read_manifest(self.directory.step_path(step)).metadata
             except CheckpointError as error:
                 _log.warning("%s", error.message)
         return found
@@ -320,7 +324,7 @@ class CheckpointManager:
 
     def _prune(self, saved: int) -> None:
         """On the keeper of a directory, after the save of a step."""
-        found = {one.step: one.loss for one in self.list()}
+        found = {step: one.loss for step, one in self._complete().items()}
         waiting = set() if self._uploads is None else self._uploads.pending
         for step in self._steps_to_remove(found, saved):
             if step not in waiting:

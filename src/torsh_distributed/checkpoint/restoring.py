@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import MARKER, read_manifest
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.saving.file_exchange import FileExchange
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
@@ -59,9 +60,11 @@ def known_steps(path: Path, tiers: CheckpointTiers | None) -> tuple[list[int], s
         local = {step for theirs in gathered(mine, group) for step in theirs}
     else:
         local = set(first_ranks(mine, group))
+    if tiers is None or tiers.mirror is None:
+        return sorted(local, reverse=True), set()
     remote: list[int] = []
     with fail_together("list the remote checkpoints", group):
-        if tiers is not None and tiers.mirror is not None and tiers.nodes.rank == 0:
+        if tiers.nodes.rank == 0:
             try:
                 remote = tiers.mirror.steps()
             except TorshError as error:
@@ -137,12 +140,13 @@ def _verified(path: Path, group: dist.ProcessGroup | None, nodes: NodeRanks | No
     is_newer, saved = False, None
     try:
         manifest = read_manifest(path)
-        damage = find_damage(path, manifest, part=part, num_parts=num_parts)
+        opened: dict[str, MappedFile] = {}
+        damage = find_damage(path, manifest, part=part, num_parts=num_parts, opened=opened)
         if damage:
             shown = "; ".join(str(one) for one in damage[:3])
             problem = f"{path.name} is damaged: {shown}" + ("; …" if len(damage) > 3 else "")
         else:
-            saved = SavedCheckpoint(path, manifest)
+            saved = SavedCheckpoint(path, manifest, opened)
     except CheckpointError as error:
         problem, is_newer = error.message, "newer_format" in error.context
     answers = gathered([problem, is_newer], group)

@@ -20,11 +20,16 @@ PRETRAINED = "_pretrained"
 
 def versions() -> dict[str, str]:
     """Of the libraries that the state depends on."""
+    torch = sys.modules.get("torch")
+    return _own_versions() if torch is None else {**_own_versions(), "torch": str(torch.__version__)}
+
+
+@functools.cache
+def _own_versions() -> dict[str, str]:
+    """Kept: our own version is read from the installed package, which takes milliseconds."""
     from torsh_distributed import __version__
 
-    torch = sys.modules.get("torch")
-    found = {"torsh-distributed": __version__, "python": platform.python_version()}
-    return found if torch is None else {**found, "torch": str(torch.__version__)}
+    return {"torsh-distributed": __version__, "python": platform.python_version()}
 
 
 def hash_of_plan(plan: dict[str, Any]) -> str:

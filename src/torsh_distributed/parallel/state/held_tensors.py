@@ -98,6 +98,12 @@ def layout_of(shape: Sequence[int], runs: Sequence[Sequence[DimRun]], local_shap
 
 
 @functools.lru_cache(maxsize=4096)
+def whole_layout(shape: tuple[int, ...]) -> WholeLayout:
+    """The layout of a tensor that this rank holds whole; kept, as those of shards are."""
+    return layout_of(shape, whole_runs(shape), shape)
+
+
+@functools.lru_cache(maxsize=4096)
 def shard_layout(
     shape: tuple[int, ...],
     runs: tuple[tuple[DimRun, ...], ...],

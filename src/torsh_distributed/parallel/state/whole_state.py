@@ -18,6 +18,7 @@ from torsh_distributed.parallel.state.held_tensors import (
     local_part_of,
     shard_bounds,
     shard_layout,
+    whole_layout,
     whole_runs,
 )
 
@@ -116,6 +117,8 @@ class StateParts:
 
     def layout(self, name: str, value: Tensor) -> WholeLayout:
         """Which part of the whole tensor this rank's `value` is: a piece of it, whole or as a shard (DTensor)."""
+        if type(self).runs is StateParts.runs and not hasattr(value, "device_mesh"):
+            return whole_layout(tuple(value.shape))
         shape, runs = self.runs(name, value.shape)
         starts, sizes = shard_bounds(value)
         covered = tuple(tuple(one) for one in runs)
