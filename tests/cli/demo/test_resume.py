@@ -116,7 +116,7 @@ CODES = {"SIGINT": 130, "SIGTERM": 75, "SIGUSR1": 75, "SIGKILL": -9, "kill a wor
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", CODES)
 def test_a_job_ended_in_any_way_goes_on_on_any_ranks(tmp_path: Path, how: str) -> None:
     steps = 40
