@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +67,10 @@ def bits(value: Any) -> Any:
     return value
 
 
+def moments(state: dict[str, Any]) -> list[int]:
+    return [one["exp_avg"].data_ptr() for one in state["optimizer"].state.values()]
+
+
 def state_bits(state: dict[str, Any]) -> Any:
     return {key: bits(one.state_dict() if hasattr(one, "state_dict") else one) for key, one in state.items()}
 
@@ -80,7 +86,9 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, level: int) -> None:
         np.random.seed(9)
         manager.save(3, state, loss=0.25)
         drawn = (torch.rand(2).tolist(), np.random.rand(2).tolist())
+        places = moments(other)
         found = manager.load(other)
+        assert moments(other) == places  # in place: no second copy of the optimizer's state
         assert (torch.rand(2).tolist(), np.random.rand(2).tolist()) == drawn
     assert state_bits({**other, "note": found.values["note"]}) == state_bits(state)
     assert (found.metadata.step, found.metadata.loss, found.metadata.world_size) == (3, 0.25, 1)
@@ -296,10 +304,10 @@ def test_an_interrupted_save_is_not_a_checkpoint_and_is_removed(tmp_path: Path) 
     program = """
 import os, sys, torch
 from torsh_distributed.checkpoint import CheckpointManager
-import torsh_distributed.checkpoint.saving.checkpoint_writer as writer
+import torsh_distributed.checkpoint.saving.checkpoint_commit as commit
 manager = CheckpointManager(sys.argv[1])
 manager.save(1, {"x": torch.ones(10)})
-writer.marker_for = lambda text: os.kill(os.getpid(), 9)
+commit.marker_for = lambda text: os.kill(os.getpid(), 9)
 manager.save(2, {"x": torch.ones(10)})
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60)
@@ -323,3 +331,53 @@ def test_a_signal_saves_and_ends_with_its_code(tmp_path: Path) -> None:
         assert caught.value.code == 75
         assert [one.reason for one in manager.list()] == ["signal"]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    """The newest is damaged, and only one is kept: what is saved now is older, and the only good one."""
+    config = CheckpointConfig(dir=str(tmp_path), keep=1, keep_best=0)
+    with CheckpointManager(config) as manager:
+        manager.save(1, {"x": torch.full((3,), 1.0)})
+        manager.wait()
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+        flip(tmp_path / "step-00000009" / data_file(0), 100)
+        assert manager.load({"x": torch.zeros(3)}).metadata.step == 1
+        for step in (2, 3):
+            manager.save(step, {"x": torch.full((3,), float(step))})
+            manager.wait()
+            assert manager.load({"x": torch.zeros(3)}).values["x"].tolist() == [float(step)] * 3
+
+
+def test_another_optimizer_is_refused_before_the_model_is_replaced(tmp_path: Path) -> None:
+    def build(*layers: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        params = [param for layer in layers for param in model[layer].parameters()]
+        return {"model": model, "optimizer": torch.optim.SGD(params, lr=0.1, momentum=0.9)}
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, build(0, 1))
+        other = build(1)
+        before = bits(other["model"].state_dict())
+        for strict in (True, False):
+            with pytest.raises(
+                CheckpointError, match=r"other parameters or groups: 0\.bias is in the checkpoint alone"
+            ):
+                manager.load(other, strict=strict)
+        assert bits(other["model"].state_dict()) == before
+        manager.load({"model": other["model"]})
+        assert bits(other["model"].state_dict()) != before
+
+
+def test_a_quota_that_the_disk_notices_last_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over a network: the write succeeds, and waiting for the disk fails."""
+
+    def full(file: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with CheckpointManager(tmp_path) as manager:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"rank-0\.state cannot be written: disk quota exceeded"):
+            manager.save(1, {"x": torch.zeros(1)})
+        monkeypatch.undo()
+        manager.save(2, {"x": torch.zeros(1)})
+        assert manager.directory.complete_steps() == [2]

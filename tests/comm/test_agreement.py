@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bed.world import World
-from torsh_distributed.comm.agreement import end_together, fail_together, require_same
+from torsh_distributed.comm.agreement import end_together, exchange_or_fail, fail_together, require_same
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.errors import CommunicationError, ConfigurationError, InvalidArgument, ProcessFailure, TorshError
 
@@ -33,6 +33,27 @@ def test_a_setting_that_differs_is_named_on_every_rank_without_its_equal_neighbo
 
 
 EMPTY = InvalidArgument("the file is empty")
+
+
+def exchange(failing: int) -> list[bytes] | str:
+    rank = dist.get_rank()
+
+    def make() -> bytes:
+        if rank == failing:
+            raise EMPTY
+        return bytes([rank, 7])
+
+    try:
+        return exchange_or_fail("read its shard", dist.group.WORLD, make, num_bytes=2)
+    except TorshError as error:
+        return error.message
+
+
+def test_an_exchange_gives_every_ranks_bytes_or_fails_on_all(world: World) -> None:
+    assert world.run(exchange, -1, num_ranks=3) == [[b"\0\7", b"\1\7", b"\2\7"]] * 3
+    told = "rank 1 could not read its shard: the file is empty"
+    assert world.run(exchange, 1, num_ranks=3) == [told, EMPTY.message, told]
+    assert exchange_or_fail("read its shard", None, lambda: b"x", num_bytes=1) == [b"x"]
 
 
 def fail_on(rank: int, error: Exception = EMPTY) -> tuple[type, str]:

@@ -30,11 +30,12 @@ from torsh_distributed.checkpoint.restoring import (
     known_steps,
     open_newest,
     refuse,
+    refuse_other_optimizer,
     world_group,
 )
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.checkpoint_writer import CheckpointWriter
-from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks
+from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks
 from torsh_distributed.checkpoint.saving.remote_mirror import PATIENT, RemoteMirror
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
@@ -157,8 +158,8 @@ class CheckpointManager:
             self._writer.wait_for_commit()
 
     def save_if_best(self, step: int, state: Mapping[str, Any], metric: float) -> bool:
-        """Save if `metric`, equal on all ranks, is lower than all before; returns whether it did."""
-        if not self._triggers.is_best(metric):
+        """Save if rank 0's `metric` is lower than all before; returns whether it did, on every rank alike."""
+        if not self.is_best(metric):
             return False
         self._save(step, describe(state), "best", loss=metric)
         return True
@@ -182,8 +183,8 @@ class CheckpointManager:
         )
 
     def is_best(self, metric: float) -> bool:
-        """Whether `metric` is lower than all before; it counts from now on."""
-        return self._triggers.is_best(metric)
+        """Whether rank 0's `metric` is lower than all before; it counts from now on. Every rank calls this."""
+        return self._triggers.is_best(first_ranks(metric, world_group()))
 
     @property
     def is_writing(self) -> bool:
@@ -236,10 +237,12 @@ class CheckpointManager:
         return LoadedCheckpoint(saved.metadata, values)
 
     def fit(self, saved: SavedSnapshot, state: HeldState, keys: Sequence[str], *, strict: bool) -> None:
-        """Compare what was saved under `keys` with what the ranks hold; every rank calls this."""
+        """Compare what was saved under `keys` with what the ranks hold; every rank calls this. Nothing is loaded."""
         found = differences(state.tensors, saved.tensors, keys)
         if strict:
             refuse(saved.place, found)
+        with fail_together("load the checkpoint", world_group()):
+            refuse_other_optimizer(saved.place, state.values, saved.values, keys)
         for name, text in found.items():
             if world_group() is None or dist.get_rank() == 0:
                 _log.warning("not loaded: %s %s", name, text)
@@ -261,10 +264,14 @@ class CheckpointManager:
 
     def list(self) -> Sequence[CheckpointMetadata]:
         """Complete checkpoints, newest first; their files are not verified. One that cannot be read is left out."""
-        found = []
+        return [*self._complete().values()]
+
+    def _complete(self) -> dict[int, CheckpointMetadata]:
+        """By the step in the directory's name, which is another than the metadata's if somebody renamed it."""
+        found = {}
         for step in self.directory.complete_steps():
             try:
-                found.append(read_manifest(self.directory.step_path(step)).metadata)
+                found[step] = read_manifest(self.directory.step_path(step)).metadata
             except CheckpointError as error:
                 _log.warning("%s", error.message)
         return found
@@ -315,18 +322,20 @@ class CheckpointManager:
         if not self.config.async_save:
             self._writer.wait_for_commit()
 
-    def _prune(self) -> None:
-        """On the keeper of a directory, after a save."""
-        found = {one.step: one.loss for one in self.list()}
+    def _prune(self, saved: int) -> None:
+        """On the keeper of a directory, after the save of a step."""
+        found = {step: one.loss for step, one in self._complete().items()}
         waiting = set() if self._uploads is None else self._uploads.pending
-        for step in self._steps_to_remove(found):
+        for step in self._steps_to_remove(found, saved):
             if step not in waiting:
                 self.directory.remove(step)
 
-    def _steps_to_remove(self, losses: Mapping[int, float | None]) -> Sequence[int]:
-        """Of one tier: steps that it does not keep."""
+    def _steps_to_remove(self, losses: Mapping[int, float | None], saved: int) -> Sequence[int]:
+        """Of one tier, after the save of a step: steps that it does not keep."""
         config, found = self.config, [StepLoss(step, loss) for step, loss in losses.items()]
-        return steps_to_remove(found, keep=config.keep, keep_best=config.keep_best, keep_every=config.keep_every)
+        return steps_to_remove(
+            found, keep=config.keep, keep_best=config.keep_best, keep_every=config.keep_every, saved=saved
+        )
 
     def _on_alert(self, event: events.Event) -> None:
         assert isinstance(event, events.AlertEvent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-        "python": [version, list(internal), gauss],
+        # As tensors: they are copied at every save, and a list of 600 numbers is checked number by number.
+        "python": [version, torch.tensor(internal), gauss],
         "numpy": None,
     }
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
-        state["numpy"] = [name, [int(key) for key in keys], *rest]
+        state["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
     return state
 
 
@@ -31,10 +32,16 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate((version, tuple(_numbers(internal)), gauss))
     if state["numpy"] is not None and "numpy.random" in sys.modules:
         name, keys, *rest = state["numpy"]
-        sys.modules["numpy.random"].set_state((name, keys, *rest))
+        sys.modules["numpy.random"].set_state((name, _numbers(keys), *rest))
+
+
+def _numbers(kept: Sequence[int] | torch.Tensor) -> Sequence[int]:
+    """As the generators take them; earlier checkpoints have lists."""
+    numbers: Sequence[int] = kept.tolist() if isinstance(kept, torch.Tensor) else kept
+    return numbers
 
 
 def reseed(seed: int) -> None:

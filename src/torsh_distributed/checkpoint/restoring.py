@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from torsh_distributed import events
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.checkpoint.files.manifest import MARKER, read_manifest
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.saving.file_exchange import FileExchange
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
@@ -58,9 +60,11 @@ def known_steps(path: Path, tiers: CheckpointTiers | None) -> tuple[list[int], s
         local = {step for theirs in gathered(mine, group) for step in theirs}
     else:
         local = set(first_ranks(mine, group))
+    if tiers is None or tiers.mirror is None:
+        return sorted(local, reverse=True), set()
     remote: list[int] = []
     with fail_together("list the remote checkpoints", group):
-        if tiers is not None and tiers.mirror is not None and tiers.nodes.rank == 0:
+        if tiers.nodes.rank == 0:
             try:
                 remote = tiers.mirror.steps()
             except TorshError as error:
@@ -136,12 +140,13 @@ def _verified(path: Path, group: dist.ProcessGroup | None, nodes: NodeRanks | No
     is_newer, saved = False, None
     try:
         manifest = read_manifest(path)
-        damage = find_damage(path, manifest, part=part, num_parts=num_parts)
+        opened: dict[str, MappedFile] = {}
+        damage = find_damage(path, manifest, part=part, num_parts=num_parts, opened=opened)
         if damage:
             shown = "; ".join(str(one) for one in damage[:3])
             problem = f"{path.name} is damaged: {shown}" + ("; …" if len(damage) > 3 else "")
         else:
-            saved = SavedCheckpoint(path, manifest)
+            saved = SavedCheckpoint(path, manifest, opened)
     except CheckpointError as error:
         problem, is_newer = error.message, "newer_format" in error.context
     answers = gathered([problem, is_newer], group)
@@ -188,6 +193,37 @@ def differences(held: Sequence[HeldTensor], saved: Mapping[str, SavedTensor], ke
         elif dtype != str(kind.dtype):
             found[name] = f"is {dtype} here and {kind.dtype} in the checkpoint"
     return found
+
+
+def refuse_other_optimizer(place: str, held: Mapping[str, Any], saved: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise CheckpointError if an optimizer under `keys` has other groups than the saved one; values by key.
+
+    Before anything is loaded: a model with an optimizer that does not belong to it is worth less than an error.
+    """
+    for key in keys:
+        mine, theirs = _groups(held.get(key)), _groups(saved.get(key))
+        if mine is None or theirs is None or mine == theirs:
+            continue
+        here, there = set().union(*mine), set().union(*theirs)
+        differing = [f"{name} is here alone" for name in sorted(here - there)]
+        differing += [f"{name} is in the checkpoint alone" for name in sorted(there - here)]
+        raise CheckpointError(
+            f"{Path(place).name} is of an optimizer with other parameters or groups: "
+            + (
+                "; ".join(differing[:5])
+                or f"{len(mine)} groups here, {len(theirs)} in the checkpoint, of the same ones"
+            ),
+            hint="build the optimizer as it was when the checkpoint was saved, or load the model alone",
+            path=place,
+            num_differing=len(differing) or None,
+        )
+
+
+def _groups(value: Any) -> list[set[str]] | None:
+    """The parameters of each group, if a saved value is an optimizer's."""
+    if not isinstance(value, Mapping) or not {"param_groups", "plain"} <= value.keys():
+        return None
+    return [set(group["params"]) for group in value["param_groups"]]
 
 
 def refuse(place: str, found: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,16 @@ PRETRAINED = "_pretrained"
 
 def versions() -> dict[str, str]:
     """Of the libraries that the state depends on."""
+    torch = sys.modules.get("torch")
+    return _own_versions() if torch is None else {**_own_versions(), "torch": str(torch.__version__)}
+
+
+@functools.cache
+def _own_versions() -> dict[str, str]:
+    """Kept: our own version is read from the installed package, which takes milliseconds."""
     from torsh_distributed import __version__
 
-    torch = sys.modules.get("torch")
-    found = {"torsh-distributed": __version__, "python": platform.python_version()}
-    return found if torch is None else {**found, "torch": str(torch.__version__)}
+    return {"torsh-distributed": __version__, "python": platform.python_version()}
 
 
 def hash_of_plan(plan: dict[str, Any]) -> str:
@@ -32,7 +37,7 @@ def hash_of_plan(plan: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def pretrained_facts(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any] | None:
+def pretrained_facts(model: nn.Module, shared: Callable[[], Mapping[str, str]]) -> dict[str, Any] | None:
     """For an export: a transformers model's config and its further names of tensors (`shared`); None for others."""
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
@@ -44,7 +49,7 @@ def pretrained_facts(model: nn.Module, shared: Mapping[str, str]) -> dict[str, A
         "config": config.to_json_string(),
         "generation": None if generation is None else generation.to_json_string(),
         "architecture": user_class(model).__name__,
-        "shared": dict(shared),
+        "shared": dict(shared()),
     }
 
 

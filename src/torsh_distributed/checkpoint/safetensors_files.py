@@ -72,21 +72,23 @@ def _write_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[st
         (directory / "generation_config.json").write_text(facts["generation"])
 
 
-def model_in(path: Path) -> HeldState:
+def model_in(path: Path, progress: Progress | None = None) -> HeldState:
     """The tensors of a safetensors file, or of a directory of them with or without an index, as a state to save.
 
-    Headers are read now, each tensor when it is saved.
+    Headers are read now, each tensor when it is saved; `progress` is told then.
     """
     state = HeldState(values={"model": {}})
     for name, stored in stored_tensors(path).items():
         layout = layout_of(stored.shape, whole_runs(stored.shape), stored.shape)
-        state.tensors.append(HeldTensor(f"model.{name}", layout, stored.dtype, partial(_read, stored)))
+        state.tensors.append(HeldTensor(f"model.{name}", layout, stored.dtype, partial(_read, stored, progress)))
     return state
 
 
-def _read(stored: FileTensor) -> Tensor:
+def _read(stored: FileTensor, progress: Progress | None) -> Tensor:
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     read_rows([RowRead(stored, 0, stored.shape[0] if stored.shape else 1, whole)])
+    if progress is not None:
+        progress(whole.nbytes)
     return whole
 
 

@@ -38,7 +38,7 @@ def describe(objects: Mapping[str, Any]) -> HeldState:
             module = _unwrapped(value)
             state.tensors += model_tensors(module, StateParts(), key)
             state.values[key] = extra_states(module)
-            facts = pretrained_facts(module, shared_names(module))
+            facts = pretrained_facts(module, partial(shared_names, module))
             if facts is not None:
                 state.values.setdefault(PRETRAINED, {})[key] = facts
         elif isinstance(value, Optimizer):

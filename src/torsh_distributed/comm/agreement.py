@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.collectives.objects import all_gather_bytes, all_gather_object
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, ProcessFailure, TorshError
 
@@ -64,6 +64,32 @@ def fail_together(operation: str, group: dist.ProcessGroup | None) -> Iterator[N
         failure = error
     if group is None or group.size() == 1:
         return
+    _raise_if_any(failure, operation, group)
+
+
+def exchange_or_fail(
+    operation: str, group: dist.ProcessGroup | None, make: Callable[[], bytes], *, num_bytes: int
+) -> list[bytes]:
+    """What `make` returns on every rank, `num_bytes` each, by rank; if it raises on any, all raise as `fail_together`.
+
+    One small collective, unless a rank fails. Every rank of `group` calls it; `make` does not communicate.
+    """
+    if group is None or group.size() == 1:
+        return [make()]
+    failure: Exception | None = None
+    made = bytes(num_bytes)
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    answers = all_gather_bytes(bytes([failure is not None]) + made, group=group)
+    if any(one[0] for one in answers):
+        _raise_if_any(failure, operation, group)
+    return [one[1:] for one in answers]
+
+
+def _raise_if_any(failure: Exception | None, operation: str, group: dist.ProcessGroup) -> None:
+    """Raise this rank's failure, or one that reports another rank's; nothing if there is none. Every rank calls it."""
     messages = all_gather_object(None if failure is None else _in_one_line(failure), group=group)
     if failure is not None:
         raise failure

@@ -23,7 +23,7 @@ from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import CheckpointError, IoError, TorshError
-from torsh_distributed.parallel.state.held_state import MODEL, HeldState
+from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER, HeldState
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.learning_rate import LearningRate
@@ -111,7 +111,7 @@ class EngineCheckpoints:
         self._manager(None).ask()
 
     def save_if_best(self, metric: float) -> bool:
-        """Save to the plan's directory if `metric`, equal on all ranks, is lower than all before; returns whether."""
+        """Save to the plan's directory if rank 0's `metric` is lower than all before; returns whether, on all ranks."""
         manager = self._manager(None)
         if not manager.is_best(metric):
             return False
@@ -203,9 +203,10 @@ class EngineCheckpoints:
                 f"{Path(saved.place).name} holds no Engine's state: a CheckpointManager of one's own loop saved it",
                 hint="load the model alone with model_only=True, or load it with CheckpointManager",
             )
+        keys = [MODEL] if model_only else [MODEL, OPTIMIZER]
         further = engine.strategy.shared_names()
         saved.alias({f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in further.items()})
-        manager.fit(saved, engine.strategy.held_state(engine.optimizer), [MODEL], strict=strict)
+        manager.fit(saved, engine.strategy.held_state(engine.optimizer), keys, strict=strict)
         with fail_together("load the checkpoint", world_group()):
             engine.strategy.load_held_state(engine.optimizer, saved, with_optimizer=not model_only)
         if not model_only:
@@ -238,7 +239,7 @@ class EngineCheckpoints:
             "num_skipped": engine.num_skipped,
             **engine.ledger.state_dict(),
         }
-        pretrained = run_facts.pretrained_facts(engine.strategy.whole_model, engine.strategy.shared_names())
+        pretrained = run_facts.pretrained_facts(engine.strategy.whole_model, engine.strategy.shared_names)
         if pretrained is not None:
             state.values[run_facts.PRETRAINED] = {MODEL: pretrained}
         return state

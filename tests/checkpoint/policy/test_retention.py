@@ -31,3 +31,9 @@ def test_what_stays_is_what_was_asked_for(found: list[StepLoss], keep: int, best
 def test_the_lowest_loss_stays() -> None:
     found = [StepLoss(step, loss) for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, math.nan), (5, None))]
     assert steps_to_remove(found, keep=1, keep_best=1) == [1, 3, 4]
+
+
+def test_what_was_just_saved_stays_though_damaged_ones_are_newer() -> None:
+    """Training went back to step 4, because 9 and 10 are damaged."""
+    found = [StepLoss(step, None) for step in (4, 5, 9, 10)]
+    assert steps_to_remove(found, keep=1, saved=5) == [4, 9]

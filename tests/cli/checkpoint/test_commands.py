@@ -110,6 +110,27 @@ def test_safetensors_go_out_and_come_in(saved: Path, tmp_path: Path) -> None:
         torsh("import", tmp_path / "bad.safetensors", tmp_path / "in2")
 
 
+def test_a_damaged_checkpoint_is_neither_exported_nor_compared(saved: Path, tmp_path: Path) -> None:
+    path = saved / "step-00000003" / data_file(0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for args in (("export", saved, tmp_path / "out"), ("diff", saved / "step-00000002", saved / "step-00000003")):
+        with pytest.raises(CheckpointError, match=r"step-00000003 is damaged: __0_0\.distcp, bytes 0 to"):
+            torsh(*args)
+    assert not (tmp_path / "out").exists()
+    assert torsh("export", saved, tmp_path / "out", "--step", 2)[0] == 0
+
+
+def test_prune_leaves_what_it_cannot_read(saved: Path) -> None:
+    (saved / "step-00000001" / "manifest.json").write_text("{}")
+    code, text = torsh("prune", saved, "--keep", 1, "--keep-best", 0)
+    assert code == 0
+    assert "not counted, and left as it is: step-00000001 is damaged: manifest.json" in text
+    assert "removed step-00000002\n1 of 2 checkpoints stay" in text
+    assert (saved / "step-00000001").exists()
+
+
 def test_looking_needs_no_torch(saved: Path) -> None:
     program = f"""
 import sys

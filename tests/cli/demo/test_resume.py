@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -30,7 +31,9 @@ def start(folder: Path, out: str, mesh: str, num_ranks: int, steps: int, section
     plan.write_text(f"[mesh]\n{mesh}\n{training}{section}")
     command = [*TORSH, "demo", "gpt", "--plan", str(plan), "--nproc-per-node", str(num_ranks)]
     command += ["--out", str(folder / out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, start_new_session=True
+    )
 
 
 def losses(text: str) -> dict[int, float]:
@@ -58,6 +61,8 @@ def end(job: subprocess.Popen[str], how: str) -> int:
     if how == "kill a worker":
         started = psutil.Process(job.pid).children(recursive=True)
         next(one for one in started if "cli.demo.worker" in str(one.cmdline())).kill()
+    elif how == "SIGINT":
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does at Ctrl-C
     else:
         job.send_signal(signal.Signals[how])
     job.communicate(timeout=100)
@@ -94,13 +99,24 @@ def test_a_job_whose_launcher_is_killed_goes_on_with_tensor_parallelism(world: W
     assert found == pytest.approx({step: expected[step] for step in found}, abs=2e-3)
 
 
-RESUMED = (("one", "dp = 1", 1), ("tp", "tp = 2", 2), ("pp", "pp = 2", 2), ("same", "shard = 2", 2))
-ON_FOUR = (("tp-pp", "tp = 2\npp = 2", 4), ("dp-tp", "dp = 2\ntp = 2", 4), ("shard-pp", "shard = 2\npp = 2", 4))
+RESUMED = (
+    ("one", "dp = 1", 1),
+    ("dp", "dp = 2", 2),
+    ("tp", "tp = 2", 2),
+    ("pp", "pp = 2", 2),
+    ("same", "shard = 2", 2),
+)
+ON_FOUR = (
+    ("dp-4", "dp = 4", 4),
+    ("tp-pp", "tp = 2\npp = 2", 4),
+    ("dp-tp", "dp = 2\ntp = 2", 4),
+    ("shard-pp", "shard = 2\npp = 2", 4),
+)
 CODES = {"SIGINT": 130, "SIGTERM": 75, "SIGUSR1": 75, "SIGKILL": -9, "kill a worker": 137}
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", CODES)
 def test_a_job_ended_in_any_way_goes_on_on_any_ranks(tmp_path: Path, how: str) -> None:
     steps = 40

@@ -17,6 +17,7 @@ from typing import Any, Self
 import xxhash
 from typing_extensions import override
 
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
@@ -53,6 +54,11 @@ class FileRecord:
 def hash_of(data: bytes | bytearray | memoryview) -> str:
     """The xxh3_128 of some bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of(data: bytes) -> bytes:
+    """The xxh3_128 of some bytes, in 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
 
 
 def record_of(data: bytes | memoryview) -> FileRecord:
@@ -93,6 +99,8 @@ class HashedFile:
         """Wait until the disk has it; returns its record."""
         try:
             os.fsync(self._file)
+        except OSError as error:  # a quota, or a full disk behind a network, may be noticed only now
+            raise self._named(error) from error
         finally:
             self.abandon()
         if self._in_block:
@@ -111,7 +119,10 @@ class HashedFile:
             try:
                 done += os.write(self._file, part[done:])
             except OSError as error:
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(self._path)) from error
+                raise self._named(error) from error
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, os.strerror(error.errno or 0), str(self._path))
 
     def _end_block(self) -> None:
         if self._file >= 0:
@@ -166,63 +177,44 @@ def check_file(
     record: FileRecord,
     blocks: Sequence[int] | None = None,
     progress: Progress | None = None,
+    opened: dict[str, MappedFile] | None = None,
 ) -> list[FileDamage]:
-    """Read a file, or some of its blocks, and compare it with its record."""
+    """Read a file, or some of its blocks, and compare it with its record; `opened` gets it, to be read again."""
     try:
-        file = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = MappedFile(directory / name)
     except OSError as error:
         reason = "it is a symbolic link" if (directory / name).is_symlink() else (error.strerror or str(error)).lower()
         return [FileDamage(name, f"cannot be read: {reason}")]
-    try:
-        size = os.fstat(file).st_size
-        if size != record.num_bytes:
-            low, high = sorted((size, record.num_bytes))
-            reason = f"it has {size} bytes, and {record.num_bytes} were written"
-            return [FileDamage(name, reason, low, high)]
-        chosen = range(len(record.hashes)) if blocks is None else blocks
-        return _differing_blocks(file, name, record, chosen, progress)
-    finally:
-        os.close(file)
+    if opened is not None:
+        opened[name] = file
+    if file.num_bytes != record.num_bytes:
+        low, high = sorted((file.num_bytes, record.num_bytes))
+        reason = f"it has {file.num_bytes} bytes, and {record.num_bytes} were written"
+        return [FileDamage(name, reason, low, high)]
+    chosen = range(len(record.hashes)) if blocks is None else blocks
+    return _differing_blocks(file, name, record, chosen, progress)
 
 
 def _differing_blocks(
-    file: int, name: str, record: FileRecord, blocks: Sequence[int], progress: Progress | None
+    file: MappedFile, name: str, record: FileRecord, blocks: Sequence[int], progress: Progress | None
 ) -> list[FileDamage]:
     found = []
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, record.num_bytes)))
-    ahead = iter(blocks)
-    for _ in range(_BLOCKS_AHEAD):
-        _start_reading(file, next(ahead, None))
-    for number in blocks:
-        _start_reading(file, next(ahead, None))
-        start = number * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, record.num_bytes)
+    bounds = [(number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, record.num_bytes)) for number in blocks]
+    for start, stop in bounds[:_BLOCKS_AHEAD]:
+        file.start_reading(start, stop)
+    for place, (number, (start, stop)) in enumerate(zip(blocks, bounds, strict=True)):
+        for ahead in bounds[place + _BLOCKS_AHEAD : place + _BLOCKS_AHEAD + 1]:
+            file.start_reading(*ahead)
         try:
-            read_exactly(file, buffer[: stop - start], start)
+            is_equal = hash_of(file.view(start, stop)) == record.hashes[number]
         except OSError as error:
             found.append(FileDamage(name, f"cannot be read: {(error.strerror or str(error)).lower()}", start, stop))
             continue
-        if hash_of(buffer[: stop - start]) != record.hashes[number]:
+        if not is_equal:
             found.append(FileDamage(name, "the bytes are not those that were written", start, stop))
         if progress is not None:
             progress(stop - start)
     return found
-
-
-def _start_reading(file: int, number: int | None) -> None:
-    """Let the disk read a block while another is hashed; a hint, as `start_writing` is."""
-    if number is not None:
-        os.posix_fadvise(file, number * BLOCK_BYTES, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
-
-
-def read_exactly(file: int, into: memoryview, start: int) -> None:
-    """Fill `into` from position `start` of a file; OSError if the file ends before."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(file, [into[done:]], start + done)
-        if count == 0:
-            raise OSError(f"the file ends at byte {start + done}")
-        done += count
 
 
 def damaged(where: Path, damage: Sequence[FileDamage]) -> CheckpointError:

@@ -6,13 +6,24 @@ from pathlib import Path
 
 from torsh_distributed.checkpoint.files.block_hashes import FileDamage, Progress, check_file
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 
 
 def find_damage(
-    directory: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1, progress: Progress | None = None
+    directory: Path,
+    manifest: Manifest,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    progress: Progress | None = None,
+    opened: dict[str, MappedFile] | None = None,
 ) -> list[FileDamage]:
-    """Read every file, or one of `num_parts` equal shares of all blocks, and compare it with the manifest."""
-    blocks = [(name, number) for name in sorted(manifest.files) for number in _blocks(manifest, name)]
+    """Read every file, or one of `num_parts` equal shares of all blocks, and compare it with the manifest.
+
+    A rank's share is about the file that it wrote, which it is likely to load next; `opened` gets the files.
+    """
+    names = sorted(manifest.files, key=lambda name: (len(name), name))
+    blocks = [(name, number) for name in names for number in _blocks(manifest, name)]
     first, last = part * len(blocks) // num_parts, (part + 1) * len(blocks) // num_parts
     mine: dict[str, list[int]] = {}
     for name, number in blocks[first:last]:
@@ -20,7 +31,9 @@ def find_damage(
     return [
         damage
         for name, numbers in mine.items()
-        for damage in check_file(directory, name, manifest.files[name], [one for one in numbers if one >= 0], progress)
+        for damage in check_file(
+            directory, name, manifest.files[name], [one for one in numbers if one >= 0], progress, opened
+        )
     ]
 
 

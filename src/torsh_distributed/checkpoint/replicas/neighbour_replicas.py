@@ -97,7 +97,8 @@ class NeighbourReplicas:
         Returns False, and does nothing, if an earlier copy is still on its way somewhere. A copy that did not arrive is
         a warning and an event: the next one is sent anew, and until then the one before counts.
         """
-        progress = gathered(self._progress(), self._group)
+        everyone = gathered([self._progress(), self._boxes.signature(state.tensors)], self._group)
+        progress = [one for one, _ in everyone]
         if "moving" in progress:
             events.emit(self._event("replica skipped", metadata.step))
             return False
@@ -106,7 +107,7 @@ class NeighbourReplicas:
                 self._kept.forget_other_worlds()
             self._agreed = self._latest
         started = time.monotonic()
-        has_changed, _ = self._boxes.update(state.tensors)
+        has_changed = self._boxes.settle([signature for _, signature in everyone])
         dropped = self._shelf.keep_only(self.rank, self._agreed)
         if has_changed:
             self._images = []

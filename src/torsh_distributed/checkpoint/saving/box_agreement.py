@@ -1,49 +1,63 @@
-"""The ranks agree on who stores which box: in full at first, by a signature while nothing changes."""
+"""The ranks agree on who stores which box: in full at first, by their signatures while nothing changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from torsh_distributed.checkpoint.files.block_hashes import hash_of
+from torsh_distributed.checkpoint.files.block_hashes import digest_of
 from torsh_distributed.checkpoint.files.manifest import data_file
 from torsh_distributed.checkpoint.files.tensor_index import IndexedTensor, StoredBox, TensorIndex
 from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim, assign, claims_of, from_plain, to_plain
 from torsh_distributed.checkpoint.saving.file_image import Allocate, FileImage, private_memory
 from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.comm.serialization import serialize
-from torsh_distributed.parallel.state.held_tensors import HeldTensor
+from torsh_distributed.parallel.state.held_tensors import HeldTensor, WholeLayout
+
+SIGNATURE_BYTES = 16
 
 
 class BoxAgreement:
-    """Who stores which box of which tensor; every rank of the group makes one and makes the same calls."""
+    """Who stores which box of which tensor; every rank of the group makes one and makes the same calls.
+
+    A rank's description of what it holds stays as it is from save to save, so it is kept, with its signature: a rank
+    compares what it holds now with what it held then, and tells the others the signature alone.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank = 0 if group is None else group.rank()
-        self._signatures: list[str] = []
+        self._held: list[tuple[str, torch.dtype, WholeLayout]] = []
+        self._mine: dict[str, TensorClaim] = {}
+        self._signature = b""
+        self._signatures: list[bytes] = []
         self.claims: list[dict[str, TensorClaim]] = []
         """What each rank holds."""
 
-    def update(self, tensors: Sequence[HeldTensor], token: Any = None) -> tuple[bool, Any]:
-        """Whether anything has changed since the last call on any rank, and the `token` of the first rank.
+    def signature(self, tensors: Sequence[HeldTensor]) -> bytes:
+        """`SIGNATURE_BYTES` that change with names, shapes, dtypes and boxes of what this rank holds. Local."""
+        held = [(one.name, one.dtype, one.layout) for one in tensors]
+        if not self._signature or held != self._held:
+            self._mine = claims_of(tensors)
+            self._held, self._signature = held, digest_of(serialize(to_plain(self._mine)))
+        return self._signature
 
-        Only a signature travels if nothing has.
+    def settle(self, signatures: Sequence[bytes]) -> bool:
+        """Whether what any rank holds has changed since the last call; then the ranks exchange it in full.
+
+        Every rank calls this with the `signature` of every rank, by rank.
         """
-        mine = claims_of(tensors)
-        signature = hash_of(serialize(to_plain(mine)))
-        signatures, everyone = [signature], [mine]
+        if list(signatures) == self._signatures:
+            return False
+        everyone = [to_plain(self._mine)]
         if self._group is not None:
-            answers = all_gather_object([signature, token], group=self._group)
-            signatures, token = [one for one, _ in answers], answers[0][1]
-            everyone = self.claims
-            if signatures != self._signatures:
-                everyone = [from_plain(one) for one in all_gather_object(to_plain(mine), group=self._group)]
-        has_changed = signatures != self._signatures
-        self._signatures, self.claims = signatures, everyone
-        return has_changed, token
+            everyone = all_gather_object(everyone[0], group=self._group)
+        self.claims = [from_plain(one) for one in everyone]
+        self._signatures = list(signatures)
+        return True
 
     def image(self, tensors: Sequence[HeldTensor], allocate: Allocate = private_memory) -> FileImage:
         """New memory for the boxes that this rank stores, pinned if tensors come from a GPU."""

@@ -18,8 +18,8 @@ from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.serial_thread import SerialThread
 from torsh_distributed.errors import CheckpointError, TorshError
 
-RemovalRule = Callable[[Mapping[int, float | None]], Sequence[int]]
-"""From the steps in the remote place, with their losses, to those that are not kept."""
+RemovalRule = Callable[[Mapping[int, float | None], int], Sequence[int]]
+"""From the steps in the remote place, with their losses, and the one saved last, to those that are not kept."""
 
 _MOST_WAITING = 2
 """Checkpoints that wait for their upload before the next save has to wait too: their local files cannot be removed."""
@@ -102,7 +102,7 @@ class CheckpointUploads:
         num_bytes = sum((path / name).stat().st_size for name in names)
         error = self._done(lambda: mirror.begin(step), by_first=True)
         error = error or self._done(lambda: mirror.upload(path, names))
-        error = error or self._done(lambda: self._finish(path), by_first=True)
+        error = error or self._done(lambda: self._finish(path, step), by_first=True)
         event = events.CheckpointEvent(
             action="uploaded",
             path=f"{mirror.url}/{path.name}",
@@ -119,9 +119,9 @@ class CheckpointUploads:
                 path=str(path),
             )
 
-    def _finish(self, path: Path) -> None:
+    def _finish(self, path: Path, saved: int) -> None:
         self._mirror.finish(path, [TENSORS, DCP_INDEX])
-        for step in self._to_remove(self._mirror.losses()):
+        for step in self._to_remove(self._mirror.losses(), saved):
             self._mirror.remove(step)
 
     def _done(self, action: Callable[[], None], *, by_first: bool = False) -> str | None:

@@ -1,9 +1,9 @@
 """Writes checkpoints: training waits for the copy into memory, a thread writes, hashes and publishes it.
 
 On the caller's thread, all ranks together: agree on who writes what, copy it into the file's image. On the writer's
-thread of each rank: write the rank's file, report to rank 0 over a group of its own (training's collectives have no
-order with these); rank 0 makes index, manifest and marker, which the keeper of each directory writes before it
-publishes it; all ranks learn how it went. Uploads have a thread and a group of their own, and no save waits for them.
+thread of each rank: write the rank's file, then commit it with the others (`checkpoint_commit`) over a group of its
+own, since training's collectives have no order with these. Uploads have a thread and a group of their own, and no save
+waits for them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,37 +23,22 @@ from typing import Any
 import torch.distributed as dist
 
 from torsh_distributed import events
-from torsh_distributed.checkpoint.files.block_hashes import (
-    FileDamage,
-    FileRecord,
-    HashedFile,
-    check_file,
-    record_of,
-    write_file,
-)
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage, FileRecord, HashedFile, check_file, write_file
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, DirectoryLock, cannot_write
-from torsh_distributed.checkpoint.files.dcp_metadata import dcp_metadata
 from torsh_distributed.checkpoint.files.manifest import (
-    DCP_INDEX,
-    MANIFEST,
-    MARKER,
     SHARED,
-    TENSORS,
     CheckpointMetadata,
-    Manifest,
     data_file,
-    marker_for,
     own_file,
     read_manifest,
 )
-from torsh_distributed.checkpoint.saving.box_agreement import BoxAgreement, index_of
-from torsh_distributed.checkpoint.saving.box_assignment import TensorClaim
+from torsh_distributed.checkpoint.saving.box_agreement import SIGNATURE_BYTES, BoxAgreement
+from torsh_distributed.checkpoint.saving.checkpoint_commit import CheckpointCommit, SaveTask
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
 from torsh_distributed.checkpoint.saving.file_image import FileImage
-from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
+from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, gathered
 from torsh_distributed.checkpoint.saving.zstd_archives import compressor
-from torsh_distributed.comm.agreement import fail_together
-from torsh_distributed.comm.collectives.objects import gather_object
+from torsh_distributed.comm.agreement import exchange_or_fail, fail_together
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.comm.groups.manager import group_over
 from torsh_distributed.comm.serial_thread import SerialThread
@@ -69,20 +53,10 @@ _WRITE_TIMEOUT = timedelta(hours=2)
 """How long the ranks wait for the slowest disk; a rank that dies is noticed at once."""
 SAVING = "save a checkpoint"
 """What ranks that could save say another one could not do."""
+_READY = struct.Struct(f"<{SIGNATURE_BYTES}s8sq")
+"""What a rank tells before a save: signature of its boxes, name of the job, uploads that have ended."""
 _NICENESS = 10
 """The writer's thread gives way to training."""
-
-
-@dataclass(frozen=True)
-class _SaveTask:
-    """A checkpoint that is copied and to be written."""
-
-    directory: Path
-    metadata: CheckpointMetadata
-    image: FileImage
-    claims: list[dict[str, TensorClaim]]
-    values: dict[str, bytes]
-    """File to contents: this rank's values that are not tensors."""
 
 
 class CheckpointWriter:
@@ -95,13 +69,14 @@ class CheckpointWriter:
         nodes: NodeRanks,
         compression_level: int = 0,
         verify: bool = False,
-        prune: Callable[[], None] | None = None,
+        prune: Callable[[int], None] | None = None,
         uploads: CheckpointUploads | None = None,
     ) -> None:
-        """`prune` runs on the keepers after a save."""
+        """`prune` runs on the keepers after the save of a step."""
         self._directory = directory
         self._nodes = nodes
         self._compress = compressor(compression_level)
+        self._commit = CheckpointCommit(directory, nodes, is_compressed=self._compress is not None)
         self._verify = verify
         self._prune = prune
         self._uploads = uploads
@@ -114,6 +89,8 @@ class CheckpointWriter:
         self._following: Future[None] | None = None
         self._boxes = BoxAgreement(self._group)
         self._image: FileImage | None = None
+        self._has_told_boxes = False
+        """Whether rank 0 knows where this rank's boxes are in its image."""
         self._job = ""
 
     @property
@@ -129,17 +106,17 @@ class CheckpointWriter:
         self.wait()
         started = time.monotonic()
         events.reached("save")
-        with fail_together(SAVING, self._group):
-            self._open()
-            values = {own_file(self._rank): serialize(own)}
-            if self._rank == 0:
-                values[SHARED] = serialize(state.values)
-        self._plan(state)
-        assert self._image is not None, "planned above"
-        self._image.copy_in(state.tensors)
+        values = self._agree(state, own)
+        assert self._image is not None, "agreed above"
+        error = None
+        try:
+            self._image.copy_in(state.tensors)
+        except Exception as failure:  # on this rank alone: all ranks learn of it as of a write that failed
+            _log.exception("this rank's state cannot be copied")
+            error = f"its state cannot be copied: {failure}"
         stalled_s = time.monotonic() - started
         directory = self._directory.path / f".step-{metadata.step:08d}.{self._job}"
-        task = _SaveTask(directory, metadata, self._image, self._boxes.claims, values)
+        task = SaveTask(directory, metadata, self._image, self._boxes.claims, values, error)
         self._committing = self._thread.submit(self._write_and_commit, task)
         self._following = self._thread.submit(self._follow_up, task, self._committing)
         events.emit(
@@ -227,32 +204,53 @@ class CheckpointWriter:
         except OSError as error:
             raise cannot_write(Path(error.filename or self._directory.path), error) from error
 
-    def _plan(self, state: HeldState) -> None:
-        """Agree on who writes what, and raise if an upload has failed: those count that rank 0 has seen the end of."""
+    def _agree(self, state: HeldState, own: dict[str, Any]) -> dict[str, bytes]:
+        """Agree on who writes what, in one small collective while nothing changes; returns this rank's small files.
+
+        Raises on every rank if one cannot save, or if an upload has failed: those count that rank 0 saw the end of.
+        """
+        values: dict[str, bytes] = {}
+
+        def ready() -> bytes:
+            self._open()
+            values[own_file(self._rank)] = serialize(own)
+            if self._rank == 0:
+                values[SHARED] = serialize(state.values)
+            finished = 0 if self._uploads is None else self._uploads.num_finished
+            return _READY.pack(self._boxes.signature(state.tensors), self._job.encode(), finished)
+
+        answers = [_READY.unpack(one) for one in exchange_or_fail(SAVING, self._group, ready, num_bytes=_READY.size)]
+        _, job, finished = answers[0]
+        self._job = job.decode()
         if self._group is not None and self._channel is None:
             ranks = dist.get_process_group_ranks(self._group)
             self._channel = group_over(ranks, backend=background_backend(), timeout=_WRITE_TIMEOUT)
             if self._uploads is not None:
                 self._uploads.open(group_over(ranks, backend=background_backend(), timeout=_WRITE_TIMEOUT))
-        finished = 0 if self._uploads is None else self._uploads.num_finished
-        has_changed, (self._job, finished) = self._boxes.update(state.tensors, [self._job, finished])
         if self._uploads is not None:
             self._uploads.settle(finished)
-        if has_changed or self._image is None:
+        if self._boxes.settle([signature for signature, *_ in answers]) or self._image is None:
             self._image = None  # frees its memory before the next one is made
-            self._image = self._boxes.image(state.tensors)
+            with fail_together(SAVING, self._group):
+                image = self._boxes.image(state.tensors)
+            self._image, self._has_told_boxes = image, False
+        return values
 
-    def _write_and_commit(self, task: _SaveTask) -> Path:
+    def _write_and_commit(self, task: SaveTask) -> Path:
         """On the writer's thread of every rank."""
         started = time.monotonic()
         _give_way()
-        written: dict[str, Any] = {"error": None}
+        written: dict[str, Any] = {"error": task.error, "boxes": None}
         try:
-            records, boxes = self._write(task)
-            written |= {"files": {name: record.to_json() for name, record in records.items()}, "boxes": boxes}
+            if task.error is None:
+                records, boxes = self._write(task)
+                written["files"] = {name: record.to_json() for name, record in records.items()}
+                is_known = self._has_told_boxes and self._compress is None
+                written["boxes"] = None if is_known else boxes
         except OSError as error:
             written["error"] = str(cannot_write(Path(error.filename or task.directory), error).message)
-        outcome = self._commit(task, written)
+        outcome = self._commit.run(task, written, self._channel)
+        self._has_told_boxes = self._has_told_boxes or written["boxes"] is not None
         path = self._directory.step_path(task.metadata.step)
         event = events.CheckpointEvent(
             action="saved",
@@ -271,7 +269,7 @@ class CheckpointWriter:
             )
         return path
 
-    def _write(self, task: _SaveTask) -> tuple[dict[str, FileRecord], list[list[Any]]]:
+    def _write(self, task: SaveTask) -> tuple[dict[str, FileRecord], list[list[Any]]]:
         """This rank's files: returns their records, and where each box is in the data file."""
         task.directory.mkdir(exist_ok=True)  # on every rank: another node may not see it yet
         records = {name: write_file(task.directory / name, data) for name, data in task.values.items()}
@@ -292,78 +290,7 @@ class CheckpointWriter:
             file.abandon()
         return records, boxes
 
-    def _commit(self, task: _SaveTask, written: dict[str, Any]) -> dict[str, Any]:
-        """On every rank: what all ranks wrote becomes a checkpoint in every directory, or is removed from all."""
-        everyone = [written] if self._channel is None else gather_object(written, 0, group=self._channel)
-        outcome: dict[str, Any] = {"error": None, "num_bytes": 0, "sizes": {}}
-        texts: dict[str, bytes] = {}
-        if everyone is not None:
-            outcome, texts = self._texts(task, everyone)
-        if not self._nodes.has_one_directory:
-            outcome, texts = first_ranks([outcome, texts], self._channel)
-        failed = self._put(task, outcome, texts) if self._nodes.is_keeper and outcome["error"] is None else None
-        if not self._nodes.has_one_directory:  # no directory gets its marker before all have their files
-            failed = next((one for one in gathered(failed, self._channel) if one is not None), None)
-        if failed is None and outcome["error"] is None and self._nodes.is_keeper:
-            failed = self._publish(task, texts)
-        if not self._nodes.has_one_directory:
-            failed = next((one for one in gathered(failed, self._channel) if one is not None), None)
-        outcome["error"] = outcome["error"] or failed
-        outcome = first_ranks(outcome, self._channel)
-        if outcome["error"] is not None and self._nodes.is_keeper:
-            shutil.rmtree(task.directory, ignore_errors=True)
-        return outcome
-
-    def _texts(self, task: _SaveTask, everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Rank 0: how it went, and the indexes and the manifest, which vouches for all files."""
-        failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(everyone) if one["error"] is not None]
-        if failed:
-            return {"error": "; ".join(failed[:3]), "num_bytes": 0, "sizes": {}}, {}
-        by_rank = [{name: FileRecord.from_json(one) for name, one in rank["files"].items()} for rank in everyone]
-        files = {name: record for theirs in by_rank for name, record in theirs.items()}
-        is_compressed = self._compress is not None
-        index = index_of(task.claims, [one["boxes"] for one in everyone])
-        texts = {TENSORS: index.to_bytes(), DCP_INDEX: dcp_metadata(index, is_compressed=is_compressed)}
-        files |= {name: record_of(text) for name, text in texts.items()}
-        manifest = Manifest(metadata=task.metadata, files=files, compression="zstd" if is_compressed else None)
-        texts[MANIFEST] = manifest.to_bytes()
-        if not self._nodes.has_one_directory:
-            texts[SHARED] = task.values[SHARED]
-        sizes = [{name: record.num_bytes for name, record in theirs.items()} for theirs in by_rank]
-        return {"error": None, "num_bytes": manifest.num_bytes, "sizes": sizes}, texts
-
-    def _put(self, task: _SaveTask, outcome: dict[str, Any], texts: dict[str, bytes]) -> str | None:
-        """A keeper: check that its ranks' files are there, and write what every directory has; returns what failed."""
-        try:
-            for rank in self._nodes.members:
-                for name, num_bytes in outcome["sizes"][rank].items():
-                    file = task.directory / name
-                    size = file.stat().st_size if file.exists() else None
-                    if size != num_bytes:
-                        return (
-                            f"{name} was written by rank {rank}, and rank {self._rank} "
-                            + ("does not see it" if size is None else f"sees {size} of its {num_bytes} bytes")
-                            + ": all ranks must see the same directory, or checkpoint.per_node must be set"
-                        )
-            for name, text in texts.items():
-                if not (name == SHARED and self._rank == 0):  # which has written it as its own
-                    write_file(task.directory / name, text)
-        except OSError as error:
-            return cannot_write(Path(error.filename or task.directory), error).message
-        return None
-
-    def _publish(self, task: _SaveTask, texts: dict[str, bytes]) -> str | None:
-        """A keeper: the marker, then the name; returns what failed."""
-        try:
-            write_file(task.directory / MARKER, marker_for(texts[MANIFEST]))
-            self._directory.publish(task.directory, task.metadata.step)
-        except OSError as error:
-            return cannot_write(Path(error.filename or task.directory), error).message
-        except CheckpointError as error:
-            return error.message
-        return None
-
-    def _follow_up(self, task: _SaveTask, committing: Future[Path]) -> None:
+    def _follow_up(self, task: SaveTask, committing: Future[Path]) -> None:
         """After the commit, on every rank: read the files back, hand them on; only then may older checkpoints go."""
         path = committing.result()
         mine = sorted({data_file(self._rank), *task.values})
@@ -377,7 +304,7 @@ class CheckpointWriter:
         if error is None and self._uploads is not None:
             self._uploads.submit(path, mine)
         if error is None:
-            error = self._first_error(self._cleared(path))
+            error = self._first_error(self._cleared(path, task.metadata.step))
         if error is not None:
             raise CheckpointError(
                 f"{path.name} was saved, but then: {error}",
@@ -389,12 +316,12 @@ class CheckpointWriter:
         """The first rank's error that has one, on every rank."""
         return next((one for one in gathered(mine, self._channel) if one is not None), None)
 
-    def _cleared(self, path: Path) -> str | None:
+    def _cleared(self, path: Path, saved: int) -> str | None:
         """A keeper removes what is not kept; returns what failed."""
         if self._prune is None or not self._nodes.is_keeper:
             return None
         try:
-            self._prune()
+            self._prune(saved)
         except TorshError as failure:
             return failure.message
         except OSError as failure:

@@ -21,11 +21,11 @@ from torsh_distributed.checkpoint.files.block_hashes import (
     FileRecord,
     HashedFile,
     check_file,
-    read_exactly,
     write_file,
 )
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, cannot_write
 from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest, marker_for, read_manifest
+from torsh_distributed.checkpoint.files.mapped_file import read_exactly
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.comm.agreement import fail_together

@@ -80,17 +80,18 @@ class FileImage:
         for entry in self.entries:
             _put(self.memory, entry.start, entry.archive.head)
             _put(self.memory, entry.start + entry.data_start + entry.archive.num_data_bytes, entry.archive.tail)
+        self._views = [entry.view(self.memory) for entry in self.entries]
 
     def copy_in(self, tensors: Sequence[HeldTensor]) -> None:
         """Copy this rank's boxes into the image and wait until all of them have arrived."""
         by_name = {held.name: held.read for held in tensors}
         last: tuple[str, Tensor] | None = None
         devices = set()
-        for entry in self.entries:
+        for entry, view in zip(self.entries, self._views, strict=True):
             if last is None or last[0] != entry.name:
                 last = (entry.name, _read(by_name[entry.name]))
                 devices.add(last[1].device)
-            entry.view(self.memory).copy_(entry.box.of(last[1]), non_blocking=True)
+            view.copy_(entry.box.of(last[1]), non_blocking=True)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

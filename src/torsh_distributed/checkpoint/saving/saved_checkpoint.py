@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from torsh_distributed.checkpoint.files.block_hashes import FileDamage, damaged, read_exactly
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage, damaged
 from torsh_distributed.checkpoint.files.manifest import SHARED, TENSORS, Manifest, own_file
+from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.saving.zstd_archives import decompress
@@ -21,9 +21,11 @@ from torsh_distributed.errors import SerializationError
 class SavedCheckpoint(SavedSnapshot):
     """The state in a checkpoint whose files have been verified."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, opened: dict[str, MappedFile] | None = None) -> None:
+        """`opened` are files that are open already, from verifying them."""
         self.directory = directory
         self.manifest = manifest
+        self._opened = {} if opened is None else opened
         try:
             index = TensorIndex.from_bytes((directory / TENSORS).read_bytes())
             values = deserialize((directory / SHARED).read_bytes())
@@ -38,20 +40,17 @@ class SavedCheckpoint(SavedSnapshot):
 
     @override
     def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
-        path = self.directory / stored.file
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if self.manifest.compression is None:
-                    read_exactly(file, into, stored.start + stored.data_start + begin)
-                    return
-                packed = bytearray(stored.length)
-                read_exactly(file, memoryview(packed), stored.start)
-            finally:
-                os.close(file)
+            if stored.file not in self._opened:
+                self._opened[stored.file] = MappedFile(self.directory / stored.file)
+            file = self._opened[stored.file]
+            if self.manifest.compression is None:
+                file.read_into(into, stored.start + stored.data_start + begin)
+                return
+            packed = bytes(file.view(stored.start, stored.start + stored.length))
         except OSError as error:
             raise damaged(self.directory, [FileDamage(stored.file, f"cannot be read: {error}")]) from error
         most = stored.data_start + math.prod(stored.sizes) * 16 + (1 << 16)
-        plain = decompress(bytes(packed), most)
+        plain = decompress(packed, most)
         first = stored.data_start + begin
         into[:] = memoryview(plain)[first : first + len(into)]

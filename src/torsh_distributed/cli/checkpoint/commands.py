@@ -125,9 +125,12 @@ def verify(
 @app.command("diff")
 def diff(first: Place, second: Place) -> None:
     """Compare two checkpoints, tensor by tensor; exit status 1 if they differ."""
-    from torsh_distributed.cli.checkpoint.exchange import print_differences
+    from torsh_distributed.cli.checkpoint.exchange import print_differences, verified
 
-    if print_differences(_one(first, None), _one(second, None)):
+    both = [_one(first, None), _one(second, None)]
+    with _progress("verifying both", sum(manifest.num_bytes for _, manifest in both)) as advance:
+        one, other = (verified(path, manifest, advance) for path, manifest in both)
+    if print_differences(one, other):
         raise typer.Exit(1)
 
 
@@ -150,7 +153,12 @@ def prune(
             damage = find_damage(path, manifest, progress=advance)
         if damage:
             raise damaged(path, damage)
-        found = [StepLoss(step, read_manifest(place.step_path(step)).metadata.loss) for step in place.complete_steps()]
+        found = []
+        for step in place.complete_steps():
+            try:
+                found.append(StepLoss(step, read_manifest(place.step_path(step)).metadata.loss))
+            except CheckpointError as error:
+                typer.echo(f"not counted, and left as it is: {error.message}")
         gone = steps_to_remove(found, keep=keep, keep_best=keep_best, keep_every=keep_every)
         for step in gone:
             if not dry_run:
@@ -191,7 +199,7 @@ def export(
     from torsh_distributed.cli.checkpoint.exchange import export_model
 
     path, manifest = _one(directory, step)
-    with _progress(f"exporting {path.name}", None) as advance:
+    with _progress(f"verifying and exporting {path.name}", None) as advance:
         files = export_model(path, manifest, out, key=key, shard_bytes=int(shard_gb * 1e9), progress=advance)
     typer.echo(f"wrote {len(files)} files to {out}")
 
@@ -204,7 +212,9 @@ def import_model(
     """Make a checkpoint of a model in safetensors files, to be loaded with model_only."""
     from torsh_distributed.cli.checkpoint.exchange import import_files
 
-    typer.echo(f"wrote {import_files(source, directory)}")
+    with _progress(f"importing {source.name}", None) as advance:
+        path = import_files(source, directory, advance)
+    typer.echo(f"wrote {path}")
 
 
 def _existing(directory: Path) -> list[Path]:

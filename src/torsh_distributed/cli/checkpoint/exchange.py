@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,15 +9,16 @@ from rich.console import Console
 from torch import Tensor
 
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
+from torsh_distributed.checkpoint.files.block_hashes import Progress, damaged
 from torsh_distributed.checkpoint.files.manifest import Manifest
+from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.safetensors_files import export, model_in
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
 from torsh_distributed.parallel.state.held_tensors import layout_of, whole_runs
 
 
-def print_differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> bool:
+def print_differences(one: SavedCheckpoint, other: SavedCheckpoint) -> bool:
     """Print how two checkpoints differ; returns whether they do."""
-    one, other = SavedCheckpoint(*first), SavedCheckpoint(*second)
     console = Console(soft_wrap=True, highlight=False)
     num_equal = num_different = 0
     for name in sorted({*one.tensors, *other.tensors}):
@@ -44,15 +44,23 @@ def _difference(name: str, one: SavedCheckpoint, other: SavedCheckpoint) -> str 
 
 
 def export_model(
-    path: Path, manifest: Manifest, out: Path, *, key: str, shard_bytes: int, progress: Callable[[int], None]
+    path: Path, manifest: Manifest, out: Path, *, key: str, shard_bytes: int, progress: Progress
 ) -> list[Path]:
-    """Write the model as safetensors files."""
-    return export(SavedCheckpoint(path, manifest), out, key=key, shard_bytes=shard_bytes, progress=progress)
+    """Write the model as safetensors files; of a damaged checkpoint, nothing."""
+    return export(verified(path, manifest, progress), out, key=key, shard_bytes=shard_bytes, progress=progress)
 
 
-def import_files(source: Path, directory: Path) -> Path:
+def verified(path: Path, manifest: Manifest, progress: Progress) -> SavedCheckpoint:
+    """A checkpoint to read from, once every byte of it has been compared with what was written."""
+    damage = find_damage(path, manifest, progress=progress)
+    if damage:
+        raise damaged(path, damage)
+    return SavedCheckpoint(path, manifest)
+
+
+def import_files(source: Path, directory: Path, progress: Progress) -> Path:
     """Save the model in safetensors files as step 0 of a directory."""
-    state = model_in(source)
+    state = model_in(source, progress)
     with CheckpointManager(directory) as manager:
         manager.save_held(0, state, "imported")
         manager.wait_for_commit()

@@ -32,6 +32,12 @@ def all_gather_varsize(tensor: Tensor, **options: Unpack[CallOptions]) -> list[T
     return [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
 
 
+def all_gather_bytes(data: bytes, **options: Unpack[CallOptions]) -> list[bytes]:
+    """The bytes of all ranks, by rank, which have one length: one collective, where `all_gather_object` takes two."""
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(options))
+    return [one.cpu().numpy().tobytes() for one in all_gather(sent, **options)]
+
+
 def all_gather_object(value: Any, **options: Unpack[CallOptions]) -> list[Any]:
     """The values of all ranks, by rank."""
     return [_decode(data) for data in all_gather_varsize(_encode(value, options), **options)]

@@ -151,10 +151,12 @@ def optimizer_state(
     tensors: list[HeldTensor] = []
     plain: dict[str, dict[str, Any]] = {}
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Asked once: whether an object follows a protocol takes longer than to describe a tensor.
+    stored_by = optimizer if isinstance(optimizer, StoredOptimizer) else None
     for param in params:
         name = names[id(param)]
-        if isinstance(optimizer, StoredOptimizer):
-            for entry, stored in optimizer.stored_state(param).items():
+        if stored_by is not None:
+            for entry, stored in stored_by.stored_state(param).items():
                 layout = _layout_of_stored(parts, name, param, stored)
                 tensors.append(HeldTensor(f"{start}{name}.{entry}", layout, stored.dtype, stored.read))
             continue
@@ -186,8 +188,7 @@ def _layout_of_stored(parts: StateParts, name: str, param: Tensor, stored: Store
 def _layout_of_value(parts: StateParts, name: str, param: Tensor, value: Tensor) -> WholeLayout:
     if value.dim() and value.shape == param.shape:
         return parts.layout(name, value)
-    is_split = parts.runs(name, param.shape)[0] != list(param.shape)
-    if value.dim() and is_split:
+    if value.dim() and parts.runs(name, param.shape)[0] != list(param.shape):
         raise InvalidArgument(
             f"the optimizer keeps a value for {name} in another shape than the parameter, which the plan splits",
             hint="use an optimizer whose state has the shape of the parameter, such as AdamW",
@@ -215,17 +216,19 @@ def load_optimizer(
     by_param = _saved_keys(saved, f"{key}.state.")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     values: dict[int, dict[str, Any]] = {}
+    stored_by = optimizer if isinstance(optimizer, StoredOptimizer) else None
     for number, param in enumerate(params):
         name = names[id(param)]
         found = by_param.get(name, {})
-        kept = {entry: _read_value(saved, parts, name, full, param) for entry, full in found.items()}
+        now = {} if stored_by is not None else optimizer.state.get(param, {})
+        kept = {entry: _read_value(saved, parts, name, full, param, now.get(entry)) for entry, full in found.items()}
         kept |= state["plain"].get(name, {})
-        if isinstance(optimizer, StoredOptimizer):
-            optimizer.put_state(param, kept or None)
+        if stored_by is not None:
+            stored_by.put_state(param, kept or None)
         elif kept:
             kept.pop("master", None)  # of an offloaded optimizer; this one updates the parameters themselves
             values[number] = kept
-    if isinstance(optimizer, StoredOptimizer):
+    if stored_by is not None:
         for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update(_settings(given))
         return
@@ -251,13 +254,21 @@ def _saved_keys(saved: SavedState, start: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def _read_value(saved: SavedState, parts: StateParts, name: str, full: str, param: Tensor) -> Tensor:
-    """The optimizer's tensor `full` of a parameter, in the form this rank keeps it."""
+def _read_value(
+    saved: SavedState, parts: StateParts, name: str, full: str, param: Tensor, now: Tensor | None
+) -> Tensor:
+    """The optimizer's tensor `full` of a parameter, in the form this rank keeps it; in place of `now` if that fits.
+
+    In place, because the state of all parameters would otherwise be in memory twice until the last one is read.
+    """
     kind, like = saved.tensors[full], parts.like(param)
     layout = parts.layout(name, like)
     device = local_part_of(like).device
     device = torch.device("cpu") if device.type == "meta" or not kind.shape else device
     if kind.shape and kind.shape == layout.shape:
+        if isinstance(now, Tensor) and _has_form_of(now, like) and now.dtype == kind.dtype:
+            saved.fill(full, layout, local_part_of(now))
+            return now
         local = torch.empty(layout.local_shape, dtype=kind.dtype, device=device)
         saved.fill(full, layout, local)
         return _in_form_of(like, local)
@@ -271,6 +282,14 @@ def _read_value(saved: SavedState, parts: StateParts, name: str, full: str, para
     whole = torch.empty(kind.shape, dtype=kind.dtype, device=device)
     saved.fill(full, StateParts().layout(name, whole), whole)
     return whole
+
+
+def _has_form_of(one: Tensor, like: Tensor) -> bool:
+    """Whether a tensor has the shape and device of another, and its shards if it is sharded."""
+    is_sharded = hasattr(like, "device_mesh")
+    if hasattr(one, "device_mesh") != is_sharded or one.shape != like.shape or one.device != like.device:
+        return False
+    return not is_sharded or (one.device_mesh, one.placements) == (like.device_mesh, like.placements)  # type: ignore[attr-defined]  # DTensors
 
 
 def _in_form_of(like: Tensor, local: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Nothing here communicates: a rank describes its own part.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ class HeldBox(NamedTuple):
     def of(self, local: Tensor) -> Tensor:
         """This box of the rank's tensor: a view."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
-            local = local.narrow(dim, start, size)
+            if size != local.shape[dim]:
+                local = local.narrow(dim, start, size)
         return local
 
 
@@ -93,6 +95,28 @@ def layout_of(shape: Sequence[int], runs: Sequence[Sequence[DimRun]], local_shap
         for one in itertools.product(*runs)
     )
     return WholeLayout(tuple(shape), boxes, tuple(local_shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def whole_layout(shape: tuple[int, ...]) -> WholeLayout:
+    """The layout of a tensor that this rank holds whole; kept, as those of shards are."""
+    return layout_of(shape, whole_runs(shape), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def shard_layout(
+    shape: tuple[int, ...],
+    runs: tuple[tuple[DimRun, ...], ...],
+    starts: tuple[int, ...],
+    sizes: tuple[int, ...],
+    local_shape: tuple[int, ...],
+) -> WholeLayout:
+    """The layout of a shard, from `starts` on and of `sizes`, of a piece whose dims are covered by `runs`.
+
+    Kept: a state has many tensors of few shapes, and is described at every save.
+    """
+    cut = [within(one, start, size) for one, start, size in zip(runs, starts, sizes, strict=True)]
+    return layout_of(shape, cut, local_shape)
 
 
 def local_part_of(tensor: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.state.held_tensors import (
     DimRun,
     WholeLayout,
-    layout_of,
     local_part_of,
     shard_bounds,
+    shard_layout,
+    whole_layout,
     whole_runs,
-    within,
 )
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -117,10 +117,12 @@ class StateParts:
 
     def layout(self, name: str, value: Tensor) -> WholeLayout:
         """Which part of the whole tensor this rank's `value` is: a piece of it, whole or as a shard (DTensor)."""
+        if type(self).runs is StateParts.runs and not hasattr(value, "device_mesh"):
+            return whole_layout(tuple(value.shape))
         shape, runs = self.runs(name, value.shape)
         starts, sizes = shard_bounds(value)
-        cut = [within(one, start, size) for one, start, size in zip(runs, starts, sizes, strict=True)]
-        return layout_of(shape, cut, local_part_of(value).shape)
+        covered = tuple(tuple(one) for one in runs)
+        return shard_layout(tuple(shape), covered, tuple(starts), tuple(sizes), tuple(local_part_of(value).shape))
 
     def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
         """Whether the optimizer's groups on this rank are those of a saved state."""
