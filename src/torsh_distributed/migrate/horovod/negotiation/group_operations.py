@@ -16,10 +16,10 @@ from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_sca
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.migrate.horovod.negotiation.adasum import adasum
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
 _FOLDS = {"Sum": ReduceOp.SUM, "Min": ReduceOp.MIN, "Max": ReduceOp.MAX, "Product": ReduceOp.PRODUCT}
 _BOOL_FOLDS = {"Sum": ReduceOp.MAX, "Max": ReduceOp.MAX, "Min": ReduceOp.MIN, "Product": ReduceOp.MIN}
@@ -51,7 +51,7 @@ class GroupOperations:
                 case OpKind.AVERAGED:
                     op = _own(ops)
                     assert op.run is not None, "it brings its code"
-                    op.result = op.run(self._group)
+                    op.result, op.wire_bytes = op.run(self._group)
                 case OpKind.ALLGATHER:
                     self._all_gather(_own(ops), step[0].sizes)
                 case OpKind.BROADCAST:
@@ -147,6 +147,8 @@ class GroupOperations:
                 return False
             buffer = step.buffer = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # untyped in torch
             step.views = _unflatten_dense_tensors(buffer, tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+        elif step.is_flat:
+            torch.cat(tensors, out=buffer)
         else:
             torch._foreach_copy_(step.views, tensors)
         folded = self._fold(buffer, request)

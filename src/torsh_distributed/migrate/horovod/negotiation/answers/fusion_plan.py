@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
 _SHARED = int(RequestFlags.SHARED)
 
@@ -22,6 +22,11 @@ class PackedStep(list[ReadyOp]):
     """Where a repeated step packs its tensors, once it has run."""
     views: tuple[Tensor, ...] = ()
     """The tensors in the buffer."""
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether all tensors have one dim, so they become the buffer in one operation."""
+        return all(len(shape) == 1 for one in self for _, shape in one.request.tensors)
 
     @functools.cached_property
     def names(self) -> list[str]:
