@@ -129,6 +129,12 @@ class SetEngine:
         if must_wake:
             self._outbox.wake()
 
+    def interrupt(self, reason: str) -> None:
+        """From any thread: fail everything on this rank; the others hear of the reason as this one did."""
+        self._end(reason, None)
+        if not self._ended:
+            self._outbox.wake()
+
     @property
     def failure(self) -> str | None:
         """Why the engine has ended; None while it works."""
@@ -343,7 +349,7 @@ class SetEngine:
         with self._changed:
             for name, op in zip(step.names, ops, strict=True):
                 if op is not None:
-                    del self._pending[name]
+                    self._pending.pop(name, None)
                     op.is_done = True
             self._changed.notify_all()
 
