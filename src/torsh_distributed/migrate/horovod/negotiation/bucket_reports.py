@@ -23,7 +23,7 @@ def report_buckets(ops: Sequence[PendingOp | None], duration_s: float, group: di
         events.emit(
             events.BucketEvent(
                 step=facts.step,
-                index=facts.index,
+                index=facts.bucket,
                 num_bytes=facts.num_bytes,
                 duration_s=duration_s,
                 codec=facts.codec,

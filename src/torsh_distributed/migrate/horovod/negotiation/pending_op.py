@@ -15,7 +15,7 @@ class BucketFacts(NamedTuple):
     """What is reported of an operation that is a bucket of gradients."""
 
     step: int
-    index: int
+    bucket: int
     num_bytes: int
     """Of the gradients, before they are compressed."""
     codec: str | None
