@@ -5,5 +5,6 @@ from torsh_distributed.migrate import pytorch as pytorch
 from torsh_distributed.migrate.report import KeyVerdict as KeyVerdict
 from torsh_distributed.migrate.report import MigrationReport as MigrationReport
 from torsh_distributed.migrate.report import Verdict as Verdict
+from torsh_distributed.migrate.script_stats import ScriptStats as ScriptStats
 from torsh_distributed.migrate.stand_in import install as install
 from torsh_distributed.migrate.stand_in import uninstall as uninstall

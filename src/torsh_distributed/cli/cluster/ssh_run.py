@@ -33,6 +33,10 @@ SshConfig = Annotated[
     Path | None,
     typer.Option(help="Configuration of ssh instead of ~/.ssh/config.", rich_help_panel=_PANEL),
 ]
+SshOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A setting of ssh, NAME=VALUE, such as Port=2222.", rich_help_panel=_PANEL),
+]
 SshPython = Annotated[
     str | None,
     typer.Option(help="Python on the hosts. Default: the path of this one.", rich_help_panel=_PANEL),
@@ -77,12 +81,19 @@ def ssh_hosts(
     hosts: str | None,
     *,
     config: Path | None,
+    options: Sequence[str],
     python: str | None,
     carry: Sequence[str],
     nproc_per_node: int,
 ) -> SshRun | None:
     """The hosts of a job over SSH; None if it is not one. Options that would have no effect are an error."""
-    given = {"--hosts": hosts, "--ssh-config": config, "--ssh-python": python, "--carry": carry}
+    given = {
+        "--hosts": hosts,
+        "--ssh-config": config,
+        "--ssh-option": options,
+        "--ssh-python": python,
+        "--carry": carry,
+    }
     if not wanted:
         idle = [name for name, value in given.items() if value]
         if idle:
@@ -92,6 +103,9 @@ def ssh_hosts(
         raise InvalidArgument("--ssh needs the hosts to start on", hint="for example --hosts a:4,b:4")
     if config is not None and not config.is_file():
         raise InvalidArgument("the file of --ssh-config does not exist", path=str(config))
+    unnamed = next((option for option in options if "=" not in option.strip("=")), None)
+    if unnamed is not None:
+        raise InvalidArgument("--ssh-option takes NAME=VALUE", hint="for example Port=2222", got=unnamed)
     from torsh_distributed.launch.ssh.host_order import carried_variables
     from torsh_distributed.launch.ssh.remote_hosts import parse_hosts, workers_per_host
     from torsh_distributed.launch.ssh.ssh_client import SshClient
@@ -103,6 +117,6 @@ def ssh_hosts(
     return SshRun(
         hosts=parsed,
         num_workers=workers_per_host(parsed, nproc_per_node),
-        client=SshClient(config=config, **({} if python is None else {"python": python})),
+        client=SshClient(config=config, options=tuple(options), **({} if python is None else {"python": python})),
         variables=carried_variables(os.environ, carry),
     )

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
-from torsh_distributed.cli.cluster.ssh_run import Carry, Hosts, Ssh, SshConfig, SshPython, ssh_hosts
+from torsh_distributed.cli.cluster.ssh_run import Carry, Hosts, Ssh, SshConfig, SshOption, SshPython, ssh_hosts
 from torsh_distributed.cli.observe.options import (
     DEFAULT_PAGE_PORT,
     Alerts,
@@ -155,6 +155,7 @@ def run(
     ssh: Ssh = False,
     hosts: Hosts = None,
     ssh_config: SshConfig = None,
+    ssh_option: SshOption = None,
     ssh_python: SshPython = None,
     carry: Carry = None,
     log_dir: LogDir = None,
@@ -189,7 +190,15 @@ def run(
     address, port = master_endpoint(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
-    remote = ssh_hosts(ssh, hosts, config=ssh_config, python=ssh_python, carry=carry or (), nproc_per_node=num_workers)
+    remote = ssh_hosts(
+        ssh,
+        hosts,
+        config=ssh_config,
+        options=ssh_option or (),
+        python=ssh_python,
+        carry=carry or (),
+        nproc_per_node=num_workers,
+    )
     if remote is not None:
         if mpi or num_nodes > 1 or node_rank:
             raise InvalidArgument(

@@ -51,19 +51,21 @@ class SshClient:
     config: Path | None = None
     """Configuration file instead of ~/.ssh/config."""
 
+    options: tuple[str, ...] = ()
+    """Settings as `ssh -o` takes them, such as Port=2222. They do not change what is checked: ssh takes the first."""
+
     python: str = sys.executable
     """The interpreter on the hosts; it must have this library."""
 
     def command(self, host: RemoteHost) -> list[str]:
         """The command line that starts a launcher's process on the host, which reads its order from stdin."""
         remote = f"exec {shlex.quote(self.python)} -m torsh_distributed.launch.ssh.host_start"
-        options = [word for option in _OPTIONS for word in ("-o", option)]
-        return [self._program(), *self._file(), "-T", *options, "--", _address(host), remote]
+        return [self._program(), *self._settings(), "-T", "--", _address(host), remote]
 
     def host_name(self, host: RemoteHost) -> str:
         """What the host is called on the network: ssh's own configuration may give it another name."""
         done = subprocess.run(
-            [self._program(), *self._file(), "-G", "--", _address(host)],
+            [self._program(), *self._settings(), "-G", "--", _address(host)],
             capture_output=True,
             text=True,
             timeout=_ASK_TIMEOUT_S,
@@ -86,8 +88,9 @@ class SshClient:
             )
         return path
 
-    def _file(self) -> list[str]:
-        return [] if self.config is None else ["-F", str(self.config)]
+    def _settings(self) -> list[str]:
+        file = [] if self.config is None else ["-F", str(self.config)]
+        return [*file, *(word for option in (*_OPTIONS, *self.options) for word in ("-o", option))]
 
 
 def _address(host: RemoteHost) -> str:

@@ -29,6 +29,7 @@ from torsh_distributed.migrate.deepspeed.surface import (
     config_models,
     device_accelerator,
     moe_layer,
+    moe_params,
     script_helpers,
 )
 from torsh_distributed.migrate.deepspeed.surface.refused_names import LATER_REFUSED, refused_names
@@ -40,6 +41,7 @@ from torsh_distributed.migrate.deepspeed.zero import (
     memory_estimates,
     param_access,
     tiled_linear,
+    zero_params,
 )
 
 VERSION = "0.19.8"
@@ -66,6 +68,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         **_public(gathered_parameters, "Init", "GatheredParameters", "unwrap_model_for_generation"),
         **_public(external_params, "register_external_parameter", "unregister_external_parameter"),
         **_public(tiled_linear, "TiledLinear", "TiledLinearReturnBias"),
+        **_public(zero_params, "ZeroParamStatus", "ZeroParamType"),
     }
     accelerator = _public(device_accelerator, "get_accelerator")
     checkpointing = _functions(activation_checkpointing)
@@ -155,6 +158,7 @@ def namespaces() -> Mapping[str, Mapping[str, Any]]:
         "deepspeed.elasticity": _functions(elasticity),
         "deepspeed.moe": {},
         "deepspeed.moe.layer": _public(moe_layer, "MoE"),
+        "deepspeed.moe.utils": _functions(moe_params),
         "deepspeed.monitor": {},
         "deepspeed.monitor.monitor": _public(run_monitors, "MonitorMaster"),
         "deepspeed.profiling": {},

@@ -59,6 +59,7 @@ def make_engine(
     gather_external(core.unwrapped, externals)
     scaler = make_scaler(settings.section("fp16"), is_zero=settings.stage > 0)
     update = UpdateStep(core, settings, scaler)
+    give_access(core, marks=settings.stage == 3)
     engine = DeepSpeedEngine(
         core,
         settings,
@@ -69,7 +70,6 @@ def make_engine(
         client_optimizer=inner if optimizer is not None else None,
     )
     engine.basic_optimizer = inner
-    give_access(core)
     return engine
 
 

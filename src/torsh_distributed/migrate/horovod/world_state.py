@@ -28,8 +28,8 @@ class RegisteredSet:
     """Numbers for operations without a name. By set: ranks of other sets do not make these calls."""
     num_joins: int = 0
     """How often all ranks have joined."""
-    repeated: dict[Any, Request] = field(default_factory=dict)
-    """All-reduces that this rank has submitted, by name and everything that was said about them."""
+    repeated: dict[str, tuple[tuple[Any, ...], Request, bool]] = field(default_factory=dict)
+    """By name, the all-reduce that this rank submitted last: what was said about it, its request, if it may gather."""
 
 
 class JoinedSet(RegisteredSet):

@@ -13,8 +13,7 @@ from torsh_distributed.migrate.deepspeed.launching.deepspeed_line import LOCAL_R
 OURS = {"--nproc-per-node": True, "--verbose": False, "--log-dir": True, "--master-port": True}
 PASSES = {LOCAL_RANK_VARIABLE: "1"}
 REFUSED = {
-    *("--bind_core_list", "--elastic_training", "--ssh_port", "--launcher", "--launcher_args", "--venv_script"),
-    "--autotuning",
+    *("--bind_core_list", "--elastic_training", "--launcher", "--launcher_args", "--venv_script", "--autotuning"),
 }
 
 
@@ -58,6 +57,25 @@ def test_a_hostfile_gives_the_slots(tmp_path: Path) -> None:
     args, env, _ = translate(f"--hostfile {hosts} -e localhost:0,3 t.py")
     assert args == ["--nproc-per-node", "2", "t.py"]
     assert env["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+def test_several_hosts_are_entered_over_ssh_unless_the_user_starts_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node2")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [])
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=4\nnode2 slots=4\n")
+    over_ssh = ["--ssh", "--hosts", "node1:4,node2:4"]
+    args, _, notes = translate(f"-H {hosts} --ssh_port 2222 --launcher pdsh t.py")
+    assert args == [*over_ssh, "--ssh-option", "Port=2222", "t.py"]
+    assert notes == ["--launcher pdsh has no effect: hosts are entered with ssh itself"]
+    assert translate(f"-H {hosts} -i node1:0,1@node2:0,1 t.py")[0] == ["--ssh", "--hosts", "node1:2,node2:2", "t.py"]
+    by_hand = ["--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "node1", "t.py"]
+    assert translate(f"-H {hosts} --no_ssh t.py")[0] == by_hand
+    assert translate(f"-H {hosts} --ssh_port 1 -e node1 t.py")[2] == [
+        "--ssh_port has no effect: no host is entered over SSH"
+    ]
 
 
 @pytest.mark.parametrize(

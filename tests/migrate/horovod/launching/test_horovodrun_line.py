@@ -12,8 +12,8 @@ from torsh_distributed.migrate.command_lines import find_run_as, translate_line
 from torsh_distributed.migrate.horovod.launching.horovodrun_line import FLAGS
 
 REFUSED = {
-    *("--version", "-cb", "--check-build", "-p", "--ssh-port", "-i", "--ssh-identity-file", "--jsrun", "--mpi-args"),
-    *("--binding-args", "--thread-affinity", "--host-discovery-script", "--blacklist-cooldown-range"),
+    *("--version", "-cb", "--check-build", "--jsrun", "--mpi-args", "--binding-args", "--thread-affinity"),
+    *("--host-discovery-script", "--blacklist-cooldown-range"),
 }
 OURS = {"--nproc-per-node": True, "--verbose": False, "--log-dir": True, "--mpi": False, "--max-restarts": True}
 
@@ -89,17 +89,37 @@ def test_every_option_is_honoured_noted_or_refused_by_name(flag: str, tmp_path: 
     assert line.notes or line.args != ["t.py"] or len(line.env) > 1 or does_nothing
 
 
-def test_several_hosts_are_nodes_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_are_entered_over_ssh_unless_the_user_starts_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [])
-    expected = ["--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "node1", "t.py"]
+    expected = ["--ssh", "--hosts", "node1:4,node2:4", "t.py"]
     assert translate("-np 8 -H node1:4,node2:4 t.py")[0] == expected
+    args, _, notes = translate("-np 4 -H node1:4,node2:4 -p 12345 -i key t.py")
+    assert args == [
+        "--ssh",
+        "--hosts",
+        "node1:4",
+        "--ssh-option",
+        "Port=12345",
+        "--ssh-option",
+        "IdentityFile=key",
+        "t.py",
+    ]
+    assert notes == []
+    by_hand = ["--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "node1", "t.py"]
+    ours = {**OURS, "--token-file": True}
+    line = ["--token-file", "f", "-np", "8", "-H", "node1:4,node2:4", "t.py"]
+    assert translate_line("horovod", line, ours).args == ["--token-file", "f", *by_hand]
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# two\nnode1 slots=4\n\nnode2 slots=4\n")
     assert translate(f"-np 8 --hostfile {hostfile} t.py")[0] == expected
     assert translate("-np 4 -H node2:4,node1:4 t.py")[0] == ["--nproc-per-node", "4", "t.py"]
     with pytest.raises(FeatureNotAvailable, match="no host of the list is this machine"):
-        translate("-H node1:4,node3:4 t.py")
+        translate_line("horovod", ["--token-file", "f", "-H", "node1:4,node3:4", "t.py"], ours)
+    with pytest.raises(InvalidArgument, match="localhost means another machine"):
+        translate("-H localhost:4,node3:4 t.py")
     with pytest.raises(FeatureNotAvailable, match="same number of workers"):
         translate("-np 6 -H node1:4,node2:4 t.py")
     with pytest.raises(InvalidArgument, match="above the 8 slots"):
@@ -126,7 +146,8 @@ def test_the_config_file_is_read_key_by_key(tmp_path: Path) -> None:
     assert env["HOROVOD_STALL_CHECK_DISABLE"] == "1"
     assert env["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "5"
     assert env["HOROVOD_TIMELINE_MARK_CYCLES"] == "1"
-    assert "--cycle-time-ms has no effect" in notes[0]
+    assert env["HOROVOD_CYCLE_TIME"] == "2"
+    assert notes == []
     config.write_text("params:\n  fusion: 8\n")
     with pytest.raises(InvalidArgument, match=r"params.fusion is not a key"):
         translate(f"--config-file {config} t.py")

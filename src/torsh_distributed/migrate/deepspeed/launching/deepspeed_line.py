@@ -15,7 +15,12 @@ from torsh_distributed.migrate.deepspeed.launching.deepspeed_hosts import (
     parse_filter,
     read_resources,
 )
-from torsh_distributed.migrate.horovod.launching.host_slots import HostSlots, is_this_machine, node_options
+from torsh_distributed.migrate.horovod.launching.host_slots import (
+    BY_HAND,
+    HostSlots,
+    is_this_machine,
+    node_options,
+)
 
 LOCAL_RANK_VARIABLE = "TORSH_DEEPSPEED_LOCAL_RANK"
 """Tells the stand-in to pass `--local_rank=N` to the script, as DeepSpeed's launcher does."""
@@ -37,6 +42,9 @@ class _DeepSpeedLine:
     num_gpus: int | None = None
     program: list[str] = field(default_factory=list)
     """`--module` or `--no-python`, before the script."""
+    ssh_port: int | None = None
+    is_by_hand: bool = False
+    """The user starts the line on every host."""
     passes_local_rank: bool = False
     """DeepSpeed's launcher always does; a line of our options alone is for scripts that read LOCAL_RANK."""
 
@@ -96,12 +104,22 @@ def _no_local_rank(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.env[LOCAL_RANK_VARIABLE] = "0"
 
 
+def _no_ssh(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    line.is_by_hand = True
+
+
+def _take_launcher(line: _DeepSpeedLine, flag: str, value: str) -> None:
+    if value.lower() != "pdsh":
+        submits = "use `torsh submit --to slurm`" if value.lower() == "slurm" else "use `torsh run --mpi`"
+        raise FeatureNotAvailable(f"{flag} {value} is not supported: {_OVER_SSH}", hint=submits, option=flag)
+    line.notes.append(f"{flag} {value} has no effect: {_OVER_SSH}")
+
+
 def _quiet(line: _DeepSpeedLine, flag: str, value: str) -> None:
     line.env["TORSH_LOG"] = "error"
 
 
-_HERE = "`torsh run` starts workers on its own machine"
-_EACH = "run the same command on every host, with a shared --token-file"
+_OVER_SSH = "hosts are entered with ssh itself"
 _RANGE = "the number of nodes is fixed while a job runs"
 
 OPTIONS: dict[str, LauncherOption] = {
@@ -124,19 +142,19 @@ OPTIONS: dict[str, LauncherOption] = {
     "--log_level": LauncherOption(True, lambda line, flag, value: line.env.update(TORSH_LOG=value)),
     "-q": LauncherOption(False, _quiet),
     "--quiet": LauncherOption(False, _quiet),
-    "--no_ssh": _unneeded(False, _HERE),
-    "--no_ssh_check": _unneeded(False, _HERE),
-    "--force_multi": _unneeded(False, _HERE),
+    "--no_ssh": LauncherOption(False, _no_ssh),
+    "--no_ssh_check": _unneeded(False, "a host that cannot be entered is named when the job starts"),
+    "--force_multi": _unneeded(False, "one host of the list is entered if it is not this machine"),
     "--save_pid": _unneeded(False, "`torsh ps` has the process ids"),
     "--bind_cores_to_rank": _unneeded(False, "threads are not pinned: use taskset or numactl"),
     "--bind_core_list": _refusal(True, "threads are not pinned", "use taskset or numactl"),
     "--min_elastic_nodes": _unneeded(True, _RANGE),
     "--max_elastic_nodes": _unneeded(True, _RANGE),
     "--elastic_training": _refusal(False, _RANGE, "use `torsh run --max-restarts`, or a plan with elastic.enabled"),
-    "--ssh_port": _refusal(True, _HERE, _EACH),
-    "--launcher": _refusal(True, _HERE, _EACH),
-    "--launcher_args": _refusal(True, _HERE, _EACH),
-    "--venv_script": _refusal(True, _HERE, "start `torsh` of the environment you want"),
+    "--ssh_port": _count("ssh_port"),
+    "--launcher": LauncherOption(True, _take_launcher),
+    "--launcher_args": _refusal(True, _OVER_SSH, "put settings of ssh into ~/.ssh/config"),
+    "--venv_script": _refusal(True, "no shell is started on the hosts", "name the interpreter with --ssh-python"),
     "--autotuning": _refusal(True, "it starts jobs of its own to try settings", "use `torsh plan`"),
 }
 """Every option of `deepspeed`, and what becomes of it."""
@@ -166,8 +184,13 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
         del rest[0]
     if line.passes_local_rank:
         line.env.setdefault(LOCAL_RANK_VARIABLE, "1")
+    where = _workers(line)
+    if line.ssh_port is not None and "--ssh" in where:
+        where += ["--ssh-option", f"Port={line.ssh_port}"]
+    elif line.ssh_port is not None:
+        line.notes.append("--ssh_port has no effect: no host is entered over SSH")
     line.env = {**_from_environment_file(), **line.env}
-    return TranslatedLine(args=[*line.options, *_workers(line), *line.program, *rest], env=line.env, notes=line.notes)
+    return TranslatedLine(args=[*line.options, *where, *line.program, *rest], env=line.env, notes=line.notes)
 
 
 def _workers(line: _DeepSpeedLine) -> list[str]:
@@ -194,7 +217,9 @@ def _workers(line: _DeepSpeedLine) -> list[str]:
     if line.num_gpus is not None:
         resources = {host: slots[: line.num_gpus] for host, slots in resources.items()}
     _choose_devices(line, resources)
-    return node_options([HostSlots(host, len(slots)) for host, slots in resources.items()], None)
+    by_hand = not BY_HAND.isdisjoint(word.partition("=")[0].replace("_", "-") for word in line.options)
+    hosts = [HostSlots(host, len(slots)) for host, slots in resources.items()]
+    return node_options(hosts, None, by_hand=by_hand or line.is_by_hand)
 
 
 def _resources(line: _DeepSpeedLine) -> Resources | None:

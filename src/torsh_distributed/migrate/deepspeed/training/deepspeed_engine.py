@@ -62,6 +62,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
         self.collate_fn, self.training_data = collate_fn, training_data
         self.loaded_checkpoint_tag: str | None = None
         self.is_compiled = False
+        self._halves_inputs = settings.dtype is torch.float16 and bool(settings.value("fp16.auto_cast", False))
         self._boundary: bool | None = None
         self._is_stepping = self._step_applied = False
         self._num_backwards = 0
@@ -78,7 +79,7 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's outputs on this rank's microbatch."""
-        if self._settings.value("fp16.auto_cast", False) and self._settings.dtype is torch.float16:
+        if self._halves_inputs:
             inputs, kwargs = _halved(inputs), _halved(kwargs)
         with self._report.timing(
             "forward", is_profiled=self.training and self.global_steps == self._report.profile_step
@@ -112,6 +113,8 @@ class DeepSpeedEngine(SettingMethods, EngineSaving, nn.Module):
                 if is_boundary:
                     self._loop.finish_gradients()
                     self._take_model_step(lr_kwargs or {})
+                    if self._whole is not None:
+                        self._whole.gather()
         finally:
             self._is_stepping = False
         self.micro_steps += 1

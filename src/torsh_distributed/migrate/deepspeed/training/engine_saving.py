@@ -14,8 +14,9 @@ from torsh_distributed.migrate.deepspeed.deepspeed_errors import NotOfThisEngine
 from torsh_distributed.migrate.deepspeed.training.loss_scales import LossScaler
 from torsh_distributed.migrate.deepspeed.training.run_settings import RunSettings
 from torsh_distributed.migrate.deepspeed.training.tagged_checkpoints import TaggedCheckpoints
-from torsh_distributed.migrate.deepspeed.zero.whole_state_dict import WholeStateDict
+from torsh_distributed.migrate.deepspeed.zero.whole_between_steps import WholeBetweenSteps
 from torsh_distributed.migrate.deepspeed.zero.whole_weights import frozen_names, whole_weights
+from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.train.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class EngineSaving:
     loss_scaler: LossScaler
 
     def _begin_saving(self) -> None:
-        self._whole_state = WholeStateDict(self.module) if self._settings.stage == 2 else None
+        is_stage_2 = self._settings.stage == 2 and isinstance(self._core.strategy, Sharded)
+        self._whole = WholeBetweenSteps(self._core) if is_stage_2 else None
         self._checkpoints = TaggedCheckpoints(self._core, self._settings)
 
     def save_checkpoint(
@@ -123,4 +125,4 @@ class EngineSaving:
 
     def _as_held(self) -> AbstractContextManager[None]:
         """Around what reads or writes the module's state as this rank holds it."""
-        return nullcontext() if self._whole_state is None else self._whole_state.paused()
+        return nullcontext() if self._whole is None else self._whole.as_held()

@@ -64,7 +64,8 @@ class MicrobatchLoop:
             "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors",
             got=tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__,
         )
-        share = loss / self._settings.batch.accumulation if scale_wrt_gas else loss
+        count = self._settings.batch.accumulation
+        share = loss / count if scale_wrt_gas and count > 1 else loss
         self._update.add_loss(share, is_last=ends_update)
         scale = self._update.scaler.loss_scale
         scaled = share if scale == 1.0 else share.float() * scale

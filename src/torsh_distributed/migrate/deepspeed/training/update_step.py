@@ -88,7 +88,8 @@ class UpdateStep:
     def _apply(self, scale: float) -> None:
         core, settings = self._core, self._settings
         total = self._factor_of_sum()
-        measured = self._measured() * total
+        measured = self._measured()
+        measured = measured if total == 1.0 else measured * total
         scaled = float(measured)
         self.overflow = settings.skips_overflow and not math.isfinite(scaled)
         self.scaler.update_scale(self.overflow)

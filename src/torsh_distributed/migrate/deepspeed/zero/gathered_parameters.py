@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torsh_distributed.comm.collectives.moves import broadcast
 from torsh_distributed.migrate.deepspeed.config.config_file import read_config
 from torsh_distributed.migrate.deepspeed.training.master_weights import MasterWeights
-from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of
+from torsh_distributed.migrate.deepspeed.zero.param_access import owner_of, trained_param
+from torsh_distributed.migrate.deepspeed.zero.zero_params import make_sharded, make_whole
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
 
@@ -70,10 +71,10 @@ def _dtype_of(config: Any) -> torch.dtype | None:
 
 
 class GatheredParameters:
-    """In the `with` block these parameters are whole in their modules; every rank enters and leaves it.
+    """In the `with` block these parameters are whole, in their modules and by themselves; every rank enters and leaves.
 
     With `modifier_rank` the values that this rank leaves in them become everyone's, masters included. Without it,
-    changes are lost, except those through a sharded parameter itself.
+    changes are lost.
     """
 
     def __init__(
@@ -86,33 +87,40 @@ class GatheredParameters:
         self._params = _listed(params) if enabled else []
         self._modifier = modifier_rank
         self._whole: list[tuple[nn.Parameter, nn.Parameter, list[tuple[nn.Module, str]]]] = []
+        """Each shard, its whole values, and the places where those stand for it."""
 
     def __enter__(self) -> None:
         self._whole = []
         places = _places({owner for param in self._params if (owner := owner_of(param)) is not None})
         for param in self._params:
-            if hasattr(param, "to_local"):
+            if hasattr(param, "to_local") and not hasattr(param, "ds_whole"):  # listed once, and by one block
                 gathered = nn.Parameter(whole(param.detach()).clone(), requires_grad=param.requires_grad)
                 found = places.get(id(param), [])
                 for module, name in found:
                     module._parameters[name] = gathered
+                make_whole(param, gathered)
                 self._whole.append((param, gathered, found))
+            elif (shard := trained_param(param)) is not param:  # whole already, as all are under stage 2
+                self._whole.append((shard, param, []))
 
     @torch.no_grad()
     def __exit__(self, kind: object, *rest: object) -> None:
         for param, _, found in self._whole:
+            if hasattr(param, "ds_whole"):
+                make_sharded(param)
             for module, name in found:
                 module._parameters[name] = param
         if kind is not None or self._modifier is None:
             return
-        wholes = {id(param): gathered for param, gathered, _ in self._whole}
-        for param in self._params:
-            value = wholes.get(id(param), param).detach()
+        shards = {id(trained_param(param)): trained_param(param) for param in self._params}
+        wholes = {id(shard): gathered for shard, gathered, _ in self._whole}
+        for shard in shards.values():
+            value = wholes.get(id(shard), shard).detach()
             if dist.is_initialized() and dist.get_world_size() > 1:
                 broadcast(value, self._modifier)
-            if id(param) in wholes:
-                _held(param).copy_(_held(part_of(value, param)))
-        for owner in {owner for param in self._params if (owner := owner_of(param)) is not None}:
+            if id(shard) in wholes:
+                _held(shard).copy_(_held(part_of(value, shard)))
+        for owner in {owner for shard in shards.values() if (owner := owner_of(shard)) is not None}:
             if isinstance(owner.optimizer, MasterWeights):
                 owner.optimizer.refresh_masters(owner.strategy.state_parts().like)
 

@@ -15,19 +15,35 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.training.master_weights import MASTER, MasterWeights
+from torsh_distributed.migrate.deepspeed.zero.zero_params import mark_sharded
 from torsh_distributed.parallel.state.whole_state import part_of, whole
 from torsh_distributed.train.engine import Engine
 
 _owners = WeakTensorKeyDictionary()
 """Parameter to a weak reference to its Engine."""
+_trained = WeakTensorKeyDictionary()
+"""Whole parameter of stage 2 to a weak reference to the shard that is trained in its place."""
 
 
-def give_access(core: Engine) -> None:
-    """From now on the functions below find the state of this engine's parameters."""
+def give_access(core: Engine, *, marks: bool) -> None:
+    """From now on the functions below find the state of this engine's parameters; `marks`: scripts see the shards."""
     for param in core.unwrapped.parameters():
         _owners[param] = weakref.ref(core)
-        if not hasattr(param, "ds_id"):
-            param.ds_id = id(param)  # type: ignore[attr-defined]  # scripts ask for it to see whether ZeRO holds it
+        if marks:
+            mark_sharded(param)
+
+
+def note_whole(param: Tensor, sharded: Tensor) -> None:
+    """`param` has the whole values of `sharded`, which is what the optimizer knows."""
+    if param is not sharded:
+        _trained[param] = weakref.ref(sharded)
+
+
+def trained_param(param: Tensor) -> Any:
+    """What is trained of a parameter: a shard in place of a whole one of stage 2. Any: parameters or tensors."""
+    found = _trained.get(param)  # type: ignore[no-untyped-call]  # untyped in torch
+    sharded = None if found is None else found()
+    return param if sharded is None else sharded
 
 
 def owner_of(param: Tensor) -> Engine | None:
@@ -38,6 +54,7 @@ def owner_of(param: Tensor) -> Engine | None:
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The whole parameter in fp32, from its master if it has one; every rank calls this."""
+    param = trained_param(param)
     core = owner_of(param)
     if core is None:
         return None
@@ -46,6 +63,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the whole parameter and its master; every rank calls this with the same value."""
+    param = trained_param(param)
     core = _owned(param)
     part = core.strategy.state_parts().like(param)
     with torch.no_grad():
@@ -55,6 +73,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A whole tensor of the optimizer's state, such as `exp_avg`; every rank calls this."""
+    param = trained_param(param)
     core = owner_of(param)
     value = None if core is None else core.optimizer.state.get(param, {}).get(optim_state_key)
     return whole(value.detach()).float() if isinstance(value, Tensor) else None
@@ -62,6 +81,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set a whole tensor of the optimizer's state; every rank calls this with the same value."""
+    param = trained_param(param)
     held = _owned(param).optimizer.state.get(param, {}).get(optim_state_key)
     if not isinstance(held, Tensor):
         raise InvalidArgument(f"the optimizer keeps no {optim_state_key} of this parameter yet")
@@ -71,23 +91,27 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole gradient between backward and step, in fp32 with the loss scale in it; every rank calls this."""
+    param = trained_param(param)
     return None if param.grad is None else whole(param.grad.detach()).float()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the whole gradient before step; every rank calls this with the same value."""
+    param = trained_param(param)
     if param.grad is not None:
         _held(param.grad).copy_(_held(part_of(value.to(param.grad.dtype), param.grad)))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the parameter, in fp32."""
+    param = trained_param(param)
     core = owner_of(param)
     return None if core is None else _held(_master(core, param)).detach().float()
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the parameter and of its master."""
+    param = trained_param(param)
     core = _owned(param)
     with torch.no_grad():
         for target in (_master(core, param), core.strategy.state_parts().like(param)):
@@ -96,17 +120,20 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the gradient, in fp32."""
+    param = trained_param(param)
     return None if param.grad is None else _held(param.grad).detach().float()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the gradient."""
+    param = trained_param(param)
     if param.grad is not None:
         _held(param.grad).copy_(value.view(_held(param.grad).shape))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's part of a tensor of the optimizer's state."""
+    param = trained_param(param)
     core = owner_of(param)
     value = None if core is None else core.optimizer.state.get(param, {}).get(optim_state_key)
     return _held(value).detach().float() if isinstance(value, Tensor) else None
@@ -114,6 +141,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's part of a tensor of the optimizer's state."""
+    param = trained_param(param)
     held = _owned(param).optimizer.state.get(param, {}).get(optim_state_key)
     if not isinstance(held, Tensor):
         raise InvalidArgument(f"the optimizer keeps no {optim_state_key} of this parameter yet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from torsh_distributed import events
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.collectives.reductions import reduce
 from torsh_distributed.comm.collectives.work import Work
@@ -66,6 +68,7 @@ class ShardedDataParallel(nn.Module):
         self._trained_before: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[OwnedBucket] = []
+        self._num_steps = 0
         self._backward = _Backward(self._group)
         self._averaged: dict[nn.Parameter, Tensor] = {}
         self._set_aside: dict[nn.Parameter, Tensor] = {}
@@ -194,7 +197,8 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _finish(self) -> None:
         """At the end of backward: all gradients are with their owners."""
-        self._averaged = self._backward.finish()
+        self._averaged = self._backward.finish(self._num_steps)
+        self._num_steps += 1
         for param, mean in self._averaged.items():
             earlier = self._set_aside.pop(param, None)
             if earlier is not None:
@@ -215,7 +219,8 @@ class _Backward:
         self._wire_dtype = wire_dtype
         self._bucket_of = {param: index for index, bucket in enumerate(buckets) for param in bucket.params}
         self._missing = [set(bucket.params) for bucket in buckets]
-        self._sent: list[Work[Tensor]] = []
+        self._sent: list[tuple[Work[Tensor], float]] = []
+        """What is on its way, and since when."""
 
     def add(self, param: nn.Parameter) -> None:
         """A gradient is complete; every bucket that is complete and next leaves."""
@@ -229,13 +234,24 @@ class _Backward:
         while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
             self._send()
 
-    def finish(self) -> dict[nn.Parameter, Tensor]:
-        """Send the rest, wait, and return the means of what this rank owns."""
+    def finish(self, step: int) -> dict[nn.Parameter, Tensor]:
+        """Send the rest, wait, and return the means of what this rank owns; `step` is for events."""
         while len(self._sent) < len(self._buckets):
             self._send()
         means = {}
-        for bucket, work in zip(self._buckets, self._sent, strict=True):
+        for index, (bucket, (work, started_s)) in enumerate(zip(self._buckets, self._sent, strict=True)):
             flat = work.wait()
+            if events.wanted(events.BucketEvent):
+                events.emit(
+                    events.BucketEvent(
+                        step=step,
+                        index=index,
+                        num_bytes=sum(param.nbytes for param in bucket.params),
+                        duration_s=time.monotonic() - started_s,
+                        codec=None if self._wire_dtype is None else str(self._wire_dtype),
+                        wire_bytes=None if self._wire_dtype is None else flat.nbytes,
+                    )
+                )
             if bucket.owner == self._group.rank():
                 parts = torch.split(flat.to(bucket.params[0].dtype), bucket.sizes)
                 means.update({param: part.view_as(param) for param, part in zip(bucket.params, parts, strict=True)})
@@ -249,7 +265,7 @@ class _Backward:
             param.grad = None
         flat = flat if self._wire_dtype is None else flat.to(self._wire_dtype)
         owner = dist.get_global_rank(self._group, bucket.owner)
-        self._sent.append(reduce(flat, owner, group=self._group, async_op=True))
+        self._sent.append((reduce(flat, owner, group=self._group, async_op=True), time.monotonic()))
 
 
 def _gradient(param: nn.Parameter) -> Tensor:

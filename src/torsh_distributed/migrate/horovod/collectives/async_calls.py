@@ -33,12 +33,12 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Reduce a tensor over the ranks; the result is a new tensor."""
-    key = None if name is None else (name, average, op, prescale_factor, postscale_factor)
-    handle = None if key is None else repeat_reduction(tensor, key, process_set, is_in_place=False)
+    said = (average, op, prescale_factor, postscale_factor)
+    handle = None if name is None else repeat_reduction(tensor, name, said, process_set, is_in_place=False)
     if handle is not None:
         return handle
     chosen = chosen_reduction(op, average)
-    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set, key=key)
+    return _reduce([tensor], None, name, chosen, prescale_factor, postscale_factor, process_set, said=said)
 
 
 def allreduce_async_(
@@ -51,12 +51,12 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """`allreduce_async` in place."""
-    key = None if name is None else (name, average, op, prescale_factor, postscale_factor)
-    handle = None if key is None else repeat_reduction(tensor, key, process_set, is_in_place=True)
+    said = (average, op, prescale_factor, postscale_factor)
+    handle = None if name is None else repeat_reduction(tensor, name, said, process_set, is_in_place=True)
     if handle is not None:
         return handle
     chosen = chosen_reduction(op, average)
-    return _reduce([tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, key=key)
+    return _reduce([tensor], [tensor], name, chosen, prescale_factor, postscale_factor, process_set, said=said)
 
 
 def grouped_allreduce_async(
@@ -97,7 +97,7 @@ def _reduce(
     process_set: ProcessSet,
     *,
     is_group: bool = False,
-    key: tuple[Any, ...] | None = None,
+    said: tuple[Any, ...] | None = None,
 ) -> int:
     kind = OpKind.ALLREDUCE
     if op == Adasum:
@@ -120,7 +120,7 @@ def _reduce(
         postscale=float(postscale),
         label="grouped_allreduce" if is_group else "allreduce",
         finish=all_results if is_group else None,
-        key=key if kind == OpKind.ALLREDUCE else None,
+        said=said if kind == OpKind.ALLREDUCE and name is not None else None,
     )
 
 

@@ -14,6 +14,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.horovod_compression import CodecCompressor
 from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit
 from torsh_distributed.migrate.horovod.collectives.reduction_names import Average, ReductionName, Sum
+from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, set_size
 
@@ -31,6 +32,7 @@ def submit_codec_mean(
     process_set: ProcessSet,
     *,
     ends_step: bool = True,
+    bucket: BucketFacts | None = None,
 ) -> int:
     """Average copies of the tensors through the codec, times `scale`; a Sum is the mean times the number of ranks.
 
@@ -42,16 +44,16 @@ def submit_codec_mean(
         raise InvalidArgument("a codec takes floating-point tensors", hint="use Compression.none for integers")
     factor = scale * (set_size(process_set) if op == Sum else 1)
 
-    def run(group: dist.ProcessGroup) -> list[Tensor]:
+    def run(group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
         kept = _compressors.setdefault(compression, {})
         if group.group_name not in kept:
             kept[group.group_name] = GradientCompressor(compression.config, group=group)
         compressor = kept[group.group_name]
         copies = [tensor.detach().clone() for tensor in tensors]
-        average_named(compressor, list(names), copies, group)
+        sent_bytes = average_named(compressor, list(names), copies, group)
         if ends_step:
             compressor.step()
-        return [copy if factor == 1.0 else copy.mul_(factor) for copy in copies]
+        return [copy if factor == 1.0 else copy.mul_(factor) for copy in copies], sent_bytes
 
     return submit(
         OpKind.AVERAGED,
@@ -62,5 +64,6 @@ def submit_codec_mean(
         postscale=scale,
         label="allreduce",
         run=run,
+        bucket=bucket,
         finish=all_results,
     )

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.horovod.collectives.reduction_names import MOVED_DTYPES, REDUCED_DTYPES
-from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
+from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts, PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import DTYPE_NAMES, OpKind, Request
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet, registered_set
 from torsh_distributed.migrate.horovod.world_state import world
 
 _REDUCES = frozenset({OpKind.ALLREDUCE, OpKind.ADASUM, OpKind.REDUCESCATTER})
 _MAX_REPEATED = 8192
+_MAY_GATHER_BYTES = 64 * 1024
+"""Operations up to this size may wait a moment for others; what is larger takes longer to send than to ask for."""
 
 
 def all_results(results: list[Any]) -> tuple[Any, ...]:
@@ -24,22 +26,25 @@ def all_results(results: list[Any]) -> tuple[Any, ...]:
     return tuple(results)
 
 
-def repeat_reduction(tensor: Tensor, key: tuple[Any, ...], process_set: ProcessSet, *, is_in_place: bool) -> int | None:
-    """Submit an all-reduce of one tensor as this rank has submitted it before, in less time; None if it is new.
+def repeat_reduction(
+    tensor: Tensor, name: str, said: tuple[Any, ...], process_set: ProcessSet, *, is_in_place: bool
+) -> int | None:
+    """Submit an all-reduce of one tensor as this rank submitted it the last time, in less time; None if it differs.
 
-    `key`: all that was said in the call.
+    `said`: everything else that was said in the call.
     """
     state = world()
     registered = state.sets.get(process_set.process_set_id)  # type: ignore[arg-type]  # None is the key of no set
     if registered is None:
         return None
-    request = registered.repeated.get((key, tensor.dtype, tensor.shape, tensor.device))
-    if request is None or not tensor.is_contiguous():
+    last = registered.repeated.get(name)
+    # Compared, not looked up: that takes no hashes.
+    if last is None or last[0] != (said, tensor.dtype, tensor.shape, tensor.device) or not tensor.is_contiguous():
         return None
     inputs = [tensor]
-    pending, engine = PendingOp(request, inputs, inputs if is_in_place else None), registered.engine
+    pending, engine = PendingOp(last[1], inputs, inputs if is_in_place else None), registered.engine
     assert engine is not None, "it has submitted this before"
-    engine.submit(pending)
+    engine.submit(pending, may_gather=last[2])
     handle = next(state.counter)
     state.handles[handle] = pending, engine
     return handle
@@ -59,14 +64,15 @@ def submit(
     splits: tuple[int, ...] = (),
     flags: int = 0,
     label: str | None = None,
-    run: Callable[..., Any] | None = None,
+    run: Callable[..., tuple[Any, int]] | None = None,
+    bucket: BucketFacts | None = None,
     finish: Callable[[list[Any]], Any] | None = None,
-    key: tuple[Any, ...] | None = None,
+    said: tuple[Any, ...] | None = None,
 ) -> int:
     """Hand an operation to the set's engine; returns its handle. Raises for what is wrong on this rank already.
 
     `label`: what the name starts with, if not the kind. `finish`: what `synchronize` makes of the results, if not the
-    first. `key`: that of `repeat_reduction`, which submits it the next time.
+    first. `said`: that of `repeat_reduction`, which submits it the next time.
     """
     registered = registered_set(process_set)
     allowed = REDUCED_DTYPES if kind in _REDUCES else MOVED_DTYPES
@@ -86,17 +92,21 @@ def submit(
         name = f"noname.{next(registered.unnamed)}"
     full_name = f"{label or kind}.{name}"
     request = Request(full_name, kind, tuple(described), op, prescale, postscale, root, splits, device, flags)
-    if key is not None:
+    may_gather = bool(tensors) and request.num_bytes <= _MAY_GATHER_BYTES
+    if said is not None:
         if len(registered.repeated) >= _MAX_REPEATED:
             registered.repeated.clear()
         tensor = tensors[0]
-        registered.repeated[key, tensor.dtype, tensor.shape, tensor.device] = request
+        what = (said, tensor.dtype, tensor.shape, tensor.device)
+        registered.repeated[name] = what, request, may_gather
     pending = PendingOp(request, list(tensors), outputs)
     if run is not None:
         pending.run = run
+    if bucket is not None:
+        pending.bucket = bucket
     if finish is not None:
         pending.finish = finish
-    registered.engine.submit(pending)
+    registered.engine.submit(pending, may_gather=may_gather)
     state = world()
     handle = next(state.counter)
     state.handles[handle] = pending, registered.engine
@@ -106,7 +116,10 @@ def submit(
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once; also for a handle that is not known."""
     found = world().handles.get(handle)
-    return found is None or found[0].is_finished()
+    if found is None or found[0].is_finished():
+        return True
+    found[1].hurry()
+    return False
 
 
 def synchronize(handle: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.migrate.horovod.basics import init, is_initialized, shutdown
+from torsh_distributed.migrate.horovod.basics import init, is_initialized, shutdown, size
 from torsh_distributed.migrate.horovod.elastic.elastic_state import State
 from torsh_distributed.migrate.horovod.elastic.job_members import members_of_job
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -68,6 +68,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
             num_resets += 1
             if not is_moved:
                 reset()
+            events.emit(events.MembershipEvent(action="recovered", world_size=size(), detail="hvd.elastic.run"))
             state.on_reset()
 
     return wrapper

@@ -26,6 +26,7 @@ class JobMembers:
         self._world = EpochWorld(client.member)
         self._entered_epoch = client.current.epoch
         self._stepped_epoch = client.current.epoch
+        client.call_on_news(self._interrupt)
         client.tell("ready")
 
     def join(self) -> None:
@@ -77,6 +78,15 @@ class JobMembers:
     def _enter(self) -> None:
         shutdown()
         enter_newest(self._client, self._enter_view, timeout_s=_ENTER_TIMEOUT_S)
+        self._client.call_on_news(self._interrupt)
+        self._interrupt()  # for a view that came in between
+
+    def _interrupt(self) -> None:
+        """A member is lost: fail what waits for it. Its links stay open if its host is cut off."""
+        if self._client.is_interrupted and is_up():
+            for one in world().sets.values():
+                if one.engine is not None:
+                    one.engine.interrupt("a member of the job is lost")
 
     def _enter_view(self, view: WorldView) -> None:
         client = self._client

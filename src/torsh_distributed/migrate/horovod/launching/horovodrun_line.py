@@ -11,6 +11,7 @@ from typing import Any
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
 from torsh_distributed.migrate.command_lines import TranslatedLine
 from torsh_distributed.migrate.horovod.launching.host_slots import (
+    BY_HAND,
     HostSlots,
     node_options,
     parse_hosts,
@@ -30,6 +31,8 @@ class _Line:
     most: int | None = None
     hosts: list[HostSlots] | None = None
     slots_per_host: int | None = None
+    ssh: dict[str, str] = field(default_factory=dict)
+    """By option: what ssh is told, if hosts are entered."""
 
 
 _Read = Callable[[_Line, str, list[str]], None]
@@ -67,6 +70,13 @@ def _option(name: str) -> _Flag:
 def _field(name: str) -> _Flag:
     def read(line: _Line, flag: str, values: list[str]) -> None:
         setattr(line, name, _whole_number(flag, values[0]))
+
+    return _Flag(1, read)
+
+
+def _ssh(name: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        line.ssh[flag] = f"{name}={values[0]}"
 
     return _Flag(1, read)
 
@@ -130,11 +140,8 @@ def _megabytes(text: str) -> str:
         raise InvalidArgument("--fusion-threshold-mb takes a number", got=text) from None
 
 
-_EVENTS = "operations are negotiated when they arrive, not in cycles"
 _BACKEND = "the torsh backend goes through shared memory on a node and over the network between nodes by itself"
-_TUNING = "there are no cycles or thresholds that need tuning"
-_ELSEWHERE = "`torsh run` starts workers on its own machine"
-_ON_EACH = "run the same command on every host, with a shared --token-file"
+_TUNING = "the defaults need no tuning"
 _ASKED = "hosts are not looked for: workers come and go by `torsh scale`"
 
 FLAGS: dict[str, _Flag] = {
@@ -154,14 +161,14 @@ FLAGS: dict[str, _Flag] = {
     "--version": _refused(0, "it is no part of a job", "run `torsh --version`"),
     "-cb": _refused(0, "it is no part of a job", "run `torsh env`"),
     "--check-build": _refused(0, "it is no part of a job", "run `torsh env`"),
-    "-p": _refused(1, _ELSEWHERE, _ON_EACH),
-    "--ssh-port": _refused(1, _ELSEWHERE, _ON_EACH),
-    "-i": _refused(1, _ELSEWHERE, _ON_EACH),
-    "--ssh-identity-file": _refused(1, _ELSEWHERE, _ON_EACH),
+    "-p": _ssh("Port"),
+    "--ssh-port": _ssh("Port"),
+    "-i": _ssh("IdentityFile"),
+    "--ssh-identity-file": _ssh("IdentityFile"),
     # Packing and tuning.
     "--fusion-threshold-mb": _variable("HOROVOD_FUSION_THRESHOLD", _megabytes),
     "--cache-capacity": _variable("HOROVOD_CACHE_CAPACITY"),
-    "--cycle-time-ms": _no_effect(1, _EVENTS),
+    "--cycle-time-ms": _variable("HOROVOD_CYCLE_TIME"),
     **{
         f"--{no}{what}": _no_effect(0, _BACKEND)
         for no in ("", "no-")
@@ -244,6 +251,10 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     if rest[:1] == ["--"]:
         del rest[0]
     where = _placement(line)
+    if "--ssh" in where:
+        where += [word for setting in line.ssh.values() for word in ("--ssh-option", setting)]
+    else:
+        line.notes += [f"{flag} has no effect: no host is entered over SSH" for flag in line.ssh]
     return TranslatedLine(args=[*line.options, *where, *_program(rest)], env=line.env, notes=line.notes)
 
 
@@ -264,7 +275,8 @@ def _placement(line: _Line) -> list[str]:
         return ["--nproc-per-node", str(line.num_proc)]
     if line.slots_per_host is not None:
         hosts = [HostSlots(one.host, line.slots_per_host) for one in hosts]
-    return node_options(hosts, line.num_proc)
+    by_hand = not BY_HAND.isdisjoint(word.partition("=")[0].replace("_", "-") for word in line.options)
+    return node_options(hosts, line.num_proc, by_hand=by_hand)
 
 
 def _check_range(line: _Line) -> None:

@@ -66,11 +66,12 @@ def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
     return [HostSlots(host, count) for host, count in slots.items()]
 
 
-def node_options(hosts: Sequence[HostSlots], num_proc: int | None) -> list[str]:
+def node_options(hosts: Sequence[HostSlots], num_proc: int | None, *, by_hand: bool = False) -> list[str]:
     """Options of `torsh run` for these hosts and so many ranks; None takes all slots.
 
-    One local host is one node. For several, `torsh run` is started on each of them with the same line: this machine
-    must be one, and each must have the same number of workers.
+    One host that is this machine is one node. Others are entered over SSH, as their own launchers do. With `by_hand`
+    the user starts the same line on each of several hosts: this machine must be one. All have the same number of
+    workers.
     """
     total = sum(one.slots for one in hosts)
     wanted = total if num_proc is None else num_proc
@@ -89,13 +90,26 @@ def node_options(hosts: Sequence[HostSlots], num_proc: int | None) -> list[str]:
             hint="give every host the same slots, and -np a multiple of them",
             hosts=", ".join(f"{one.host}:{one.slots}" for one in used),
         )
+    return _nodes_by_hand(used) if by_hand else _nodes_over_ssh(used)
+
+
+def _nodes_over_ssh(used: Sequence[HostSlots]) -> list[str]:
+    loopback = next((one.host for one in used if one.host in _LOOPBACK_NAMES), None)
+    if loopback is not None:
+        raise InvalidArgument(
+            f"on every host of the list {loopback} means another machine",
+            hint=f"write the name by which the others reach it, such as {socket.gethostname()}",
+            hosts=[one.host for one in used],
+        )
+    return ["--ssh", "--hosts", ",".join(f"{one.host}:{one.slots}" for one in used)]
+
+
+def _nodes_by_hand(used: Sequence[HostSlots]) -> list[str]:
     here = [index for index, one in enumerate(used) if is_this_machine(one.host)]
     if len(here) != 1:
         raise FeatureNotAvailable(
-            "workers on other hosts are started there: no host of the list is this machine"
-            if not here
-            else "two hosts of the list are this machine",
-            hint="run the same command on every host of the list, with a shared --token-file",
+            "no host of the list is this machine" if not here else "two hosts of the list are this machine",
+            hint="run the same command on every host, or leave out --token-file and --node-rank: then SSH is used",
             hosts=[one.host for one in used],
             this_machine=socket.gethostname(),
         )
@@ -105,6 +119,10 @@ def node_options(hosts: Sequence[HostSlots], num_proc: int | None) -> list[str]:
         *("--node-rank", str(here[0])),
         *("--master-addr", used[0].host),
     ]
+
+
+BY_HAND = frozenset({"--token-file", "--no-token", "--node-rank"})
+"""Options of `torsh run` that only a user who starts every node needs: with one of them, SSH is not used."""
 
 
 def _used(hosts: Sequence[HostSlots], wanted: int) -> list[HostSlots]:

@@ -1,5 +1,5 @@
-"""Operations meet by name: `request` says what a rank wants, `request_table` when all want it, `set_engine` runs it.
+"""Operations meet by name: `request` says what a rank wants, `answers` when all want it, `set_engine` runs it.
 
-One engine per process set: a thread, a group and control links of its own. Read `request`, `request_table`,
+One engine per process set: a thread, a group and control links of its own. Read `request`, `answers.request_table`,
 `set_engine`, then `group_operations`.
 """

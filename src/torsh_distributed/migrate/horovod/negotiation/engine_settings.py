@@ -15,6 +15,9 @@ class EngineSettings:
     fusion_threshold_bytes: int = 128 * 2**20
     """All-reduces that are ready together share a buffer up to this size."""
 
+    cycle_s: float = 1e-3
+    """How long small operations wait for others at most, unless somebody waits for them; 0 passes on each at once."""
+
     cache_capacity: int = 1024
     """Repeated operations that travel as a number; 0 sends every request in full."""
 
@@ -37,6 +40,7 @@ def read_settings(environ: Mapping[str, str], *, timeout_s: float) -> EngineSett
         warning_s = shutdown_s
     return EngineSettings(
         fusion_threshold_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", 128 * 2**20)),
+        cycle_s=_number(environ, "HOROVOD_CYCLE_TIME", 1.0) / 1000,
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", 1024)),
         stall_warning_s=warning_s if is_watched and warning_s else None,
         stall_shutdown_s=shutdown_s if is_watched and shutdown_s else None,

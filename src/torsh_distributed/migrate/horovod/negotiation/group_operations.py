@@ -16,10 +16,11 @@ from torsh_distributed.comm.collectives.reductions import all_reduce, reduce_sca
 from torsh_distributed.comm.reduce_op import ReduceOp
 from torsh_distributed.comm.shared_memory.buffers import share_buffer
 from torsh_distributed.migrate.horovod.negotiation.adasum import adasum
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
+from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
 _FOLDS = {"Sum": ReduceOp.SUM, "Min": ReduceOp.MIN, "Max": ReduceOp.MAX, "Product": ReduceOp.PRODUCT}
 _BOOL_FOLDS = {"Sum": ReduceOp.MAX, "Max": ReduceOp.MAX, "Min": ReduceOp.MIN, "Product": ReduceOp.MIN}
@@ -51,7 +52,7 @@ class GroupOperations:
                 case OpKind.AVERAGED:
                     op = _own(ops)
                     assert op.run is not None, "it brings its code"
-                    op.result = op.run(self._group)
+                    op.result, op.wire_bytes = op.run(self._group)
                 case OpKind.ALLGATHER:
                     self._all_gather(_own(ops), step[0].sizes)
                 case OpKind.BROADCAST:
@@ -132,10 +133,7 @@ class GroupOperations:
             torch._foreach_copy_(targets, results)
 
     def _all_reduce_in_place(self, step: PackedStep, ops: Sequence[PendingOp | None], request: Request) -> bool:
-        """Small tensors of a repeated step, all in place, through a buffer that stays; False if it is not such a step.
-
-        Making a view takes longer than sending a small tensor, so the views of the buffer stay with it.
-        """
+        """Small tensors of a repeated step, all in place, through a buffer that stays; False for any other step."""
         tensors: list[Tensor] = []
         for op in ops:
             if op is None or op.outputs is not op.inputs:
@@ -145,14 +143,12 @@ class GroupOperations:
         if buffer is None:
             if sum(tensor.nbytes for tensor in tensors) > _KEPT_TOGETHER_BYTES:
                 return False
-            buffer = step.buffer = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # untyped in torch
-            step.views = _unflatten_dense_tensors(buffer, tensors)  # type: ignore[no-untyped-call]  # untyped in torch
-        else:
-            torch._foreach_copy_(step.views, tensors)
-        folded = self._fold(buffer, request)
-        if folded is not buffer:
-            buffer.copy_(folded)
-        torch._foreach_copy_(tensors, step.views)
+            buffer = step.buffer = KeptBuffer(tensors)
+        buffer.pack(tensors)
+        folded = self._fold(buffer.values, request)
+        if folded is not buffer.values:
+            buffer.values.copy_(folded)
+        buffer.unpack(tensors)
         for op in ops:
             assert op is not None, "looked at above"
             op.result = op.outputs

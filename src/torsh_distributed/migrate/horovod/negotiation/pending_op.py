@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torsh_distributed.migrate.horovod.negotiation.request import Request
+
+
+class BucketFacts(NamedTuple):
+    """What is reported of an operation that is a bucket of gradients."""
+
+    step: int
+    bucket: int
+    num_bytes: int
+    """Of the gradients, before they are compressed."""
+    codec: str | None
 
 
 class PendingOp:
@@ -17,8 +27,12 @@ class PendingOp:
     What most operations do not need is set on the class, so that making one sets three attributes.
     """
 
-    run: Callable[..., Any] | None = None
-    """For operations that bring their own code: called with the group on the engine's thread."""
+    run: Callable[..., tuple[Any, int]] | None = None
+    """For operations that bring their own code: called with the group on the engine's thread; the result, and the bytes
+    that this rank sent."""
+    bucket: BucketFacts | None = None
+    wire_bytes: int | None = None
+    """What this rank sent, where that is not what an all-reduce of the tensors sends."""
     finish: Callable[[list[Any]], Any] | None = None
     """What `synchronize` returns, of the results; None for the only one."""
     result: Any = None

@@ -12,7 +12,6 @@ submitted then fails on every rank with the reason.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 import time
@@ -26,15 +25,17 @@ from torsh_distributed import events
 from torsh_distributed.comm.groups.abort import abort, forget_group
 from torsh_distributed.errors import InvalidArgument, TorshError
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
-from torsh_distributed.migrate.horovod.negotiation.agreed_answers import AnswerReader, AnswerWriter
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import AnswerReader, AnswerWriter
+from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import RequestTable
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
+from torsh_distributed.migrate.horovod.negotiation.bucket_reports import report_buckets
 from torsh_distributed.migrate.horovod.negotiation.control_links import ControlLink, LinkLost, connect_members
 from torsh_distributed.migrate.horovod.negotiation.engine_settings import EngineSettings
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep
 from torsh_distributed.migrate.horovod.negotiation.group_operations import GroupOperations
+from torsh_distributed.migrate.horovod.negotiation.outbox import Outbox
 from torsh_distributed.migrate.horovod.negotiation.pending_op import PendingOp
 from torsh_distributed.migrate.horovod.negotiation.request import Request, request_from_wire
-from torsh_distributed.migrate.horovod.negotiation.request_table import RequestTable
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.timeline_file import TimelineFile
 
 _log = logging.getLogger(__name__)
@@ -72,16 +73,15 @@ class SetEngine:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._pending: dict[str, PendingOp] = {}
-        self._outbox: list[PendingOp] = []
-        self._is_awake = False
+        self._outbox = Outbox(settings.cycle_s)
         self._is_stopping = False
         self._failure: str | None = None
         self._cause: BaseException | None = None
         self._ended = False
         self.timeline: TimelineFile | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        self._poll.register(self._wake_fd, select.POLLIN)
+        self._poll.register(self._outbox.wake_fd, select.POLLIN)
+        self._poll.register(self._outbox.alarm_fd, select.POLLIN)
         self._by_fd: dict[int, tuple[int, ControlLink]] = {}
         for rank, link in self._links.items():
             self._poll.register(link, select.POLLIN)
@@ -91,8 +91,11 @@ class SetEngine:
 
     # --- callers ----------------------------------------------------------------------------------------------
 
-    def submit(self, op: PendingOp) -> None:
-        """Ask for an operation; it runs when every rank of the set has asked for it by the same name."""
+    def submit(self, op: PendingOp, *, may_gather: bool = False) -> None:
+        """Ask for an operation; it runs when every rank of the set has asked for it by the same name.
+
+        `may_gather`: it is small, so others may be asked for with it; see `outbox`.
+        """
         name = op.request.name
         with self._lock:
             if self._failure is not None:
@@ -104,21 +107,33 @@ class SetEngine:
                     name=name,
                 )
             self._pending[name] = op
-            self._outbox.append(op)
             if self.timeline is not None:
                 op.submitted_s = time.monotonic()
-            must_wake = not self._is_awake
-            self._is_awake = True
+            must_wake = self._outbox.put(op, may_gather=may_gather)
         if must_wake:
-            os.eventfd_write(self._wake_fd, 1)
+            self._outbox.wake()
 
     def wait(self, op: PendingOp) -> Any:
         """The result of a submitted operation, or what it failed with."""
         if not op.is_done:
+            self.hurry()
             with self._changed:
                 while not op.is_done:
                     self._changed.wait()
         return op.take_result()
+
+    def hurry(self) -> None:
+        """Pass on what was submitted now: somebody waits for it."""
+        with self._lock:
+            must_wake = self._outbox.hurry()
+        if must_wake:
+            self._outbox.wake()
+
+    def interrupt(self, reason: str) -> None:
+        """From any thread: fail everything on this rank; the others hear of the reason as this one did."""
+        self._end(reason, None)
+        if not self._ended:
+            self._outbox.wake()
 
     @property
     def failure(self) -> str | None:
@@ -132,8 +147,8 @@ class SetEngine:
         self._ended = True
         with self._lock:
             self._is_stopping = True
-            self._is_awake = True
-        os.eventfd_write(self._wake_fd, 1)
+            self._outbox.hurry()
+        self._outbox.wake()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             # Blocked in a collective of a rank that is gone: release it.
@@ -142,7 +157,7 @@ class SetEngine:
             self._thread.join(_CLOSE_S)
         for link in self._links.values():
             link.close()
-        os.close(self._wake_fd)
+        self._outbox.close()
         self._release_group()
 
     def _release_group(self) -> None:
@@ -169,8 +184,7 @@ class SetEngine:
     def _turn(self) -> bool:
         """Pass on what was submitted, take what has arrived, run what is ready; False at the end."""
         with self._lock:
-            submitted, self._outbox = self._outbox, []
-            self._is_awake = bool(submitted)
+            submitted = self._outbox.take()
             is_stopping = self._is_stopping
         if self._failure is not None:
             return False
@@ -217,8 +231,9 @@ class SetEngine:
     def _take_messages(self, *, wait: bool, at_most_s: float | None = None) -> None:
         timeout_ms = 0 if not wait else self._patience_ms(at_most_s)
         for fd, mask in self._poll.poll(timeout_ms):
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            if fd not in self._by_fd:
+                with self._lock:
+                    self._outbox.was_polled(fd)
                 continue
             rank, link = self._by_fd[fd]
             if mask & select.POLLOUT:
@@ -329,10 +344,12 @@ class SetEngine:
                     asked_s = start_s if op.submitted_s is None else op.submitted_s
                     timeline.note(one.request.name, f"NEGOTIATE_{label}", asked_s, start_s)
                 timeline.note(one.request.name, label, start_s, end_s, bytes=one.request.num_bytes, packed=len(step))
+        if events.wanted(events.BucketEvent):
+            report_buckets(ops, time.monotonic() - start_s, self._group)
         with self._changed:
             for name, op in zip(step.names, ops, strict=True):
                 if op is not None:
-                    del self._pending[name]
+                    self._pending.pop(name, None)
                     op.is_done = True
             self._changed.notify_all()
 

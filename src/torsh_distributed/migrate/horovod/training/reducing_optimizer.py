@@ -46,6 +46,7 @@ class GradientReduction:
     bucket_of: dict[nn.Parameter, ReductionBucket] = field(default_factory=dict)
     passes_left: dict[nn.Parameter, int] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    num_steps: int = 0
     is_synchronized: bool = False
     must_synchronize: bool = True
 
@@ -103,6 +104,7 @@ class ReducingOptimizer(Optimizer):
         except HorovodInternalError:
             reduction.drop_step()
             raise
+        reduction.num_steps += 1
         reduction.begin_step()
         reduction.is_synchronized = True
 
@@ -206,7 +208,7 @@ class ReducingOptimizer(Optimizer):
         for index, members in enumerate(planned):
             names = [reduction.names[param] for param in members]
             label = names[0] if len(names) == 1 else f"{names[0]}+{len(names) - 1}"
-            bucket = ReductionBucket(f"optimizer.{number}.{index}.{label}", members, names, reduction)
+            bucket = ReductionBucket(f"optimizer.{number}.{index}.{label}", index, members, names, reduction)
             reduction.buckets.append(bucket)
             for param in members:
                 reduction.bucket_of[param] = bucket

@@ -26,6 +26,7 @@ from torsh_distributed.migrate.horovod.collectives.horovod_compression import (
 from torsh_distributed.migrate.horovod.collectives.operation_submission import all_results, submit, synchronize
 from torsh_distributed.migrate.horovod.collectives.reduction_names import ReductionName
 from torsh_distributed.migrate.horovod.horovod_errors import HorovodInternalError
+from torsh_distributed.migrate.horovod.negotiation.pending_op import BucketFacts
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
 from torsh_distributed.migrate.horovod.process_sets import ProcessSet
 from torsh_distributed.migrate.horovod.world_state import is_up
@@ -43,13 +44,18 @@ class Reduction(Protocol):
     postscale: float
     process_set: ProcessSet
     compression: type[Compressor] | Compressor
+    num_steps: int
+    """Steps that were reduced."""
 
 
 class ReductionBucket:
     """Parameters whose gradients travel as one operation."""
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter], names: Sequence[str], reduction: Reduction) -> None:
+    def __init__(
+        self, name: str, index: int, params: Sequence[nn.Parameter], names: Sequence[str], reduction: Reduction
+    ) -> None:
         self.name = name
+        self._index = index
         self.params = list(params)
         self._names = list(names)
         self._checksum = zlib.crc32("\0".join(names).encode())
@@ -152,7 +158,14 @@ class ReductionBucket:
         grads = [torch.zeros_like(param) if param.grad is None else param.grad.to_dense() for param in self.params]
         scale = reduction.prescale * reduction.postscale
         self._handle = submit_codec_mean(
-            grads, self._names, self.name, compression, reduction.op, scale, reduction.process_set
+            grads,
+            self._names,
+            self.name,
+            compression,
+            reduction.op,
+            scale,
+            reduction.process_set,
+            bucket=self._facts(compression.config.method),
         )
 
     def _send(self, tensors: list[Tensor], outputs: list[Tensor] | None, flags: RequestFlags) -> None:
@@ -168,8 +181,13 @@ class ReductionBucket:
             postscale=reduction.postscale,
             splits=(self._checksum,),
             flags=flags,
+            bucket=self._facts(None if tensors[0].dtype == self.params[0].dtype else str(tensors[0].dtype)),
             finish=all_results,
         )
+
+    def _facts(self, codec: str | None) -> BucketFacts:
+        num_bytes = sum(param.nbytes for param in self.params)
+        return BucketFacts(self._reduction.num_steps, self._index, num_bytes, codec)
 
     def _allocate(self) -> None:
         first = self.params[0]

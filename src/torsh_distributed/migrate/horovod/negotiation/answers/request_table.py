@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver
 
 _ZEROS_ARE_FINE = frozenset({OpKind.ALLREDUCE})
 """Operations to which a joined rank can contribute zeros."""

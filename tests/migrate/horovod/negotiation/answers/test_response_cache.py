@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
 
 
 def ask(name: str) -> Request:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp, RequestTable
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp, RequestTable
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver
 
 
 def ask(name: str, **fields: object) -> Request:

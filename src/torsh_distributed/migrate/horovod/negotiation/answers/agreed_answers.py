@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import PackedStep, fuse
+from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import PackedStep, fuse
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp, RequestTable
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, request_from_wire
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp, RequestTable
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
 
 _UNNAMED = ".noname."
 _CACHED = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCESCATTER, OpKind.ADASUM, OpKind.AVERAGED})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.migrate.horovod.negotiation.fusion_plan import fuse
+from torsh_distributed.migrate.horovod.negotiation.answers.fusion_plan import fuse
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
 KINDS = st.sampled_from([("allreduce", "Sum"), ("allreduce", "Max"), ("allgather", ""), ("broadcast", "")])
 

@@ -6,10 +6,10 @@ import msgpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torsh_distributed.migrate.horovod.negotiation.agreed_answers import AnswerReader, AnswerWriter
+from torsh_distributed.migrate.horovod.negotiation.answers.agreed_answers import AnswerReader, AnswerWriter
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import RequestTable
+from torsh_distributed.migrate.horovod.negotiation.answers.response_cache import NumberGiver, RequestNumbers
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, Request, request_from_wire
-from torsh_distributed.migrate.horovod.negotiation.request_table import RequestTable
-from torsh_distributed.migrate.horovod.negotiation.response_cache import NumberGiver, RequestNumbers
 
 
 def ask(name: str, numel: int = 4) -> Request:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 
-from torch import Tensor
-
+from torsh_distributed.migrate.horovod.negotiation.answers.request_table import ReadyOp
+from torsh_distributed.migrate.horovod.negotiation.kept_buffer import KeptBuffer
 from torsh_distributed.migrate.horovod.negotiation.request import OpKind, RequestFlags
-from torsh_distributed.migrate.horovod.negotiation.request_table import ReadyOp
 
 _SHARED = int(RequestFlags.SHARED)
 
@@ -18,10 +17,8 @@ class PackedStep(list[ReadyOp]):
 
     is_repeated = False
     """Whether the same object comes again when ranks repeat the operations."""
-    buffer: Tensor | None = None
+    buffer: KeptBuffer | None = None
     """Where a repeated step packs its tensors, once it has run."""
-    views: tuple[Tensor, ...] = ()
-    """The tensors in the buffer."""
 
     @functools.cached_property
     def names(self) -> list[str]:
