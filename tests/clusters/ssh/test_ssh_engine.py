@@ -15,6 +15,8 @@ from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec, Entry
 
+SCRIPT = Path(__file__).parents[1] / "grow_job.py"
+
 
 def submission(**changes: object) -> Submission:
     values: dict[str, object] = {"entry": Entry(target="train.py", args=("--lr", "1")), "name": "job"}
@@ -50,31 +52,6 @@ def test_what_ssh_cannot_give_is_refused() -> None:
             SshEngine({"hosts": "a"}).render(submission(**changes))
 
 
-GROW = """
-import sys, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import torsh_distributed as td
-td.init()
-torch.manual_seed(0)
-x = torch.randn(64, 4)
-model = torch.nn.Linear(4, 1)
-engine = td.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.01), td.Plan(training={"steps": 100000}),
-                        loss_fn=torch.nn.functional.mse_loss)
-count = 0
-for batch in engine.batches(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)):
-    size = td.world_size()
-    engine.step(batch)
-    if engine.num_steps == 2:
-        print("two steps", flush=True)
-    time.sleep(0.05)
-    count += size == 3
-    if count == 3:
-        break
-print(f"ends with {td.world_size()} workers", flush=True)
-"""
-
-
 @pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.needs_netns
@@ -82,8 +59,6 @@ print(f"ends with {td.world_size()} workers", flush=True)
 @pytest.mark.timeout(300)
 def test_an_elastic_job_grows_when_it_is_told_to(lab: Lab, tmp_path: Path) -> None:
     """Two hosts with a worker each; the job ends when it has a third."""
-    script = tmp_path / "grow.py"
-    script.write_text(GROW)
     torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
     env = {"TORSH_STATE_DIR": str(tmp_path / "state")}
     with SshHosts(lab.hosts(2), tmp_path) as ssh:
@@ -91,7 +66,9 @@ def test_an_elastic_job_grows_when_it_is_told_to(lab: Lab, tmp_path: Path) -> No
         settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
         limits = ["--nodes", "2", "--elastic", "--min-workers", "1", "--max-workers", "3"]
         here.run(
-            [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(script)], env=env, timeout_s=120
+            [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(SCRIPT), "3"],
+            env=env,
+            timeout_s=120,
         )
         log = tmp_path / "state" / "jobs" / "grow" / "output.log"
         deadline = time.monotonic() + 120

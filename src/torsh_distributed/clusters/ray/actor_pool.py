@@ -64,9 +64,19 @@ class RayPool:
     engine = "ray"
 
     def __init__(
-        self, ray: Any, config: RayConfig, *, is_elastic: bool = False, leader_name: str | None = None
+        self,
+        ray: Any,
+        config: RayConfig,
+        *,
+        is_elastic: bool = False,
+        leader_name: str | None = None,
+        prepares: bool = False,
     ) -> None:
-        """`leader_name` lets other processes find the job's leader, to change the size of an elastic job."""
+        """`leader_name` lets other processes find the job's leader, to change the size of an elastic job.
+
+        `prepares`: ranks are functions, so their actors may import torch as soon as they are up.
+        """
+        self._prepares = prepares
         self._ray = ray
         self._config = config
         self._is_elastic = is_elastic
@@ -134,9 +144,9 @@ class RayPool:
         return False
 
     def _start_actors(self, count: int, deadline_s: float) -> list[RankHost]:
-        self._open_leader()
         hosts = [self._new_host(bundle) for bundle in range(count)]
-        refs = [host.actor.describe.remote() for host in hosts]
+        refs = [self._describe(host) for host in hosts]
+        self._open_leader()  # last: Ray has as many processes ready as there are cores, and ranks need theirs longer
         try:
             facts = self._ray.get(refs, timeout=max(1.0, deadline_s - time.monotonic()))
         except self._ray.exceptions.GetTimeoutError as error:
@@ -200,8 +210,15 @@ class RayPool:
         # First in the places of workers that are gone: the group still holds them for this job.
         hosts = [self._new_host(self._free_bundles.pop() if self._free_bundles else None) for _ in range(count)]
         for host in hosts:
-            self._starting[host.actor.describe.remote()] = host.host_id
+            self._starting[self._describe(host)] = host.host_id
         return [host.host_id for host in hosts]
+
+    def _describe(self, host: _ActorHost) -> Any:
+        """Ask an actor for its facts, and let it go on to what its rank will need."""
+        facts = host.actor.describe.remote()
+        if self._prepares:
+            host.actor.prepare.remote()
+        return facts
 
     def open_store(self, hosts: Sequence[RankHost], secret: str) -> tuple[str, int]:
         """The leader's store; on loopback if the leader and all ranks share one."""
