@@ -8,6 +8,7 @@ starts for its workers.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import resource
@@ -204,6 +205,7 @@ def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
 def _play(num_ranks: int, port: int) -> None:
     """In the process of the others: be them all, and say how many messages that took."""
     counts, sizes = [0], [0]
+    gc.disable()  # it would look through the tasks of all ranks again and again, which real ranks do not share
     print("ready", flush=True)
     sys.stdin.readline()
     asyncio.run(_join_all(num_ranks, port, counts, sizes))

@@ -62,7 +62,10 @@ def jobs(json: Json = False, forget: Forget = None) -> None:
     table = Table("job", "engine", "id", "ranks", "submitted", "state", "detail", box=None)
     for record, status in found:
         at = datetime.fromtimestamp(record.submitted_at_s).strftime("%Y-%m-%d %H:%M:%S")
-        detail = status.detail.splitlines()[0] if status.detail else ""
+        code = f"exit code {status.exit_code}" if status.exit_code else ""
+        detail = status.detail.splitlines()[0] if status.detail else code
         row = (record.name, record.engine, record.job_id, str(record.workers), at, status.state, detail)
         table.add_row(*row)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     Console(highlight=False, soft_wrap=True, markup=False).print(table)

@@ -175,7 +175,12 @@ class RayPool:
     def _open_leader(self) -> None:
         if self._leader is not None:
             return
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # Beside the driver, without which the job ends anyway: an actor that needs nothing would be put on any node,
+        # and take the job with it when that node is lost.
+        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=True)
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
         if self._leader_name is not None:
             options.update(name=self._leader_name, namespace=LEADER_NAMESPACE)
         self._leader = self._ray.remote(LeaderActor).options(**options).remote(is_elastic=self._is_elastic)
