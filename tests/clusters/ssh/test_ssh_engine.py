@@ -24,7 +24,7 @@ def submission(**changes: object) -> Submission:
 
 
 def test_the_job_gets_the_first_hosts_that_are_large_enough() -> None:
-    engine = SshEngine({"hosts": "a:2,b:8,c", "port_range": "29500-29510"})
+    engine = SshEngine({"hosts": "a:2,b:8,c", "port_range": "29500-29510", "heartbeat_timeout": "5"})
     shown = engine.render(
         submission(
             nodes=2,
@@ -34,7 +34,8 @@ def test_the_job_gets_the_first_hosts_that_are_large_enough() -> None:
             elastic=ElasticSpec(min_workers=2, max_workers=8),
         )
     )
-    assert "run --ssh --hosts b:4,c:4 --port-range 29500-29510 --carry KEY --rdzv-id job --plan /plan.toml" in shown
+    assert "run --ssh --hosts b:4,c:4 --port-range 29500-29510 --heartbeat-timeout 5 --carry KEY " in shown
+    assert " --rdzv-id job --plan /plan.toml " in shown
     assert shown.endswith("--elastic --min-workers 2 --max-workers 8 --on-loss replace train.py --lr 1")
     assert "hush-hush" not in shown
 
@@ -63,7 +64,7 @@ def test_an_elastic_job_grows_when_it_is_told_to(lab: Lab, tmp_path: Path) -> No
     env = {"TORSH_STATE_DIR": str(tmp_path / "state")}
     with SshHosts(lab.hosts(2), tmp_path) as ssh:
         here = lab.host(2)
-        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
+        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}", "--set", "heartbeat_timeout=60"]
         limits = ["--nodes", "2", "--elastic", "--min-workers", "1", "--max-workers", "3"]
         here.run(
             [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(SCRIPT), "3"],

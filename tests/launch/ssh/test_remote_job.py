@@ -42,6 +42,10 @@ while True:  # signal.pause() sleeps through a signal that comes just before it
 """
 
 
+PATIENT = ("--heartbeat-timeout", "60")
+"""For jobs that lose no host: on a busy machine launchers may not run for seconds."""
+
+
 @pytest.fixture
 def ssh(lab: Lab, tmp_path: Path) -> Iterator[SshHosts]:
     with SshHosts(lab.hosts(2), tmp_path) as hosts:
@@ -72,7 +76,7 @@ def test_one_launcher_per_host_with_directory_and_variables_and_no_secret_in_sig
 ) -> None:
     script = tmp_path / "tell.py"
     script.write_text(TELL)
-    words = command(ssh, script, "--carry", "MINE", "--port-range", "29600-29650")
+    words = command(ssh, script, *PATIENT, "--carry", "MINE", "--port-range", "29600-29650")
     job = start(lab.host(2), words, tmp_path, TORSH_CARRIED="1", MINE="2")
     assert job.wait(timeout=60) == 0, (tmp_path / "out").read_text()
     told = [(tmp_path / f"rank-{rank}").read_text() for rank in range(4)]
@@ -99,7 +103,7 @@ def test_whoever_ends_the_job_here_ends_it_on_every_host(
 ) -> None:
     script = tmp_path / "stay.py"
     script.write_text(STAY)
-    job = start(lab.host(2), command(ssh, script), tmp_path)
+    job = start(lab.host(2), command(ssh, script, *PATIENT), tmp_path)
     for rank in range(4):
         wait_for_text(tmp_path / f"rank-{rank}")
     os.kill(job.pid, number)
