@@ -1,13 +1,14 @@
 """Thousands of ranks without a process each: tasks that join a real store, over real sockets, as `init()` does.
 
-Each makes the two connections of a real client (one for requests, one to wait on), proves the job's secret, announces
-itself, waits for rank 0's verdict and reads it. Rank 0 is real: it runs `comm.meeting.rendezvous.join`. The store is in
-the process that `torsh run` starts for its workers.
+Each makes the one connection of a real client, proves the job's secret, announces itself, waits for rank 0's verdict
+and reads it. Rank 0 is real: it runs `comm.meeting.rendezvous.join`. The store is in the process that `torsh run`
+starts for its workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import resource
@@ -15,16 +16,18 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from benchmarks.machine import ROOT
 from benchmarks.process_usage import cpu_s, peak_bytes
 from torsh_distributed.comm.meeting.rendezvous import join
+from torsh_distributed.comm.meeting.software_versions import own_software
 from torsh_distributed.comm.store.registry import open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.trust.handshake import Handshake
@@ -35,7 +38,7 @@ _PREFIX = "torsh/0/"
 _RANKS_PER_NODE = 8
 _GREETINGS_AT_ONCE = 128
 _TIMEOUT_S = 240.0
-_WANTED_FILES = 2 * 10_000 + 1_000
+_WANTED_FILES = 10_000 + 1_000
 _PAUSES_S = (0.02, 0.5)
 """The real client's first and longest pause between attempts to connect."""
 
@@ -130,28 +133,28 @@ async def _join_lightly(
     rank: int, world_size: int, port: int, gate: _Gate, counts: list[int], sizes: list[int]
 ) -> None:
     """One rank's part: what `join` does, without a process."""
-    main, waiting = _LightConnection(counts, gate), _LightConnection(counts, gate)
-    await main.open(port)
-    number = await main.ask(tcp_protocol.ADD_HEADER.pack(tcp_protocol.ADD, 1) + f"{_PREFIX}arrivals".encode())
+    store = _LightConnection(counts, gate)
+    await store.open(port)
+    number = await store.ask(tcp_protocol.ADD_HEADER.pack(tcp_protocol.ADD, 1) + f"{_PREFIX}arrivals".encode())
     arrival = {
         "rank": rank,
         "world_size": world_size,
         "host": f"host{rank // _RANKS_PER_NODE}",
         "pid": rank,
-        "node": f"node-{rank // _RANKS_PER_NODE}",
-        "network": f"net-{rank // _RANKS_PER_NODE}",
+        "node": f"{uuid.UUID(int=rank // _RANKS_PER_NODE)}:4026531836:4026531840:1000",
+        "network": f"{uuid.UUID(int=rank // _RANKS_PER_NODE)}:4026531840",
+        "software": asdict(own_software()),
     }
     key = f"{_PREFIX}arrival/{int(number[1:])}".encode()
-    main.tell(tcp_protocol.KEY_HEADER.pack(tcp_protocol.SET, len(key)) + key + json.dumps(arrival).encode())
-    await waiting.open(port)
+    store.tell(tcp_protocol.KEY_HEADER.pack(tcp_protocol.SET, len(key)) + key + json.dumps(arrival).encode())
+    await store.ask(tcp_protocol.FIELDS + tcp_protocol.encode([b"flush"]))
     verdict = f"{_PREFIX}verdict/0".encode()
     request = tcp_protocol.encode([b"wait", tcp_protocol.number(_TIMEOUT_S), verdict])
-    await waiting.ask(tcp_protocol.FIELDS + request)
-    said = await main.ask(tcp_protocol.GET + verdict)
+    await store.ask(tcp_protocol.FIELDS + request)
+    said = await store.ask(tcp_protocol.GET + verdict)
     assert "error" not in json.loads(said[1:]), said[:500]
     sizes[0] = len(said)
-    waiting.close()
-    main.close()
+    store.close()
 
 
 async def _join_all(world_size: int, port: int, counts: list[int], sizes: list[int]) -> None:
@@ -202,6 +205,7 @@ def _measure(num_ranks: int, port: int, pid: int, own: dist.Store) -> JoinCost:
 def _play(num_ranks: int, port: int) -> None:
     """In the process of the others: be them all, and say how many messages that took."""
     counts, sizes = [0], [0]
+    gc.disable()  # it would look through the tasks of all ranks again and again, which real ranks do not share
     print("ready", flush=True)
     sys.stdin.readline()
     asyncio.run(_join_all(num_ranks, port, counts, sizes))
@@ -209,8 +213,8 @@ def _play(num_ranks: int, port: int) -> None:
 
 
 def most_ranks() -> int:
-    """As many ranks as this process and the store may have connections for, two each."""
-    return (_most_files() - 200) // 2
+    """As many ranks as the store and the process that plays them may have connections for."""
+    return _most_files() - 500
 
 
 def _most_files() -> int:

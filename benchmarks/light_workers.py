@@ -30,12 +30,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.process_usage import cpu_s, peak_bytes
+from torsh_distributed.comm.meeting.software_versions import own_software
 from torsh_distributed.launch.control.spare_process import ForkedWorker
 from torsh_distributed.launch.job import launch_job
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.nodes import node
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
-from torsh_distributed.launch.nodes.node_software import own_software
 from torsh_distributed.launch.nodes.records import (
     ChangeMembers,
     End,

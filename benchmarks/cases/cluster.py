@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.cases.cluster_ray import actor_start, local_ray
 from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 from benchmarks.light_ranks import JoinCost, join_ranks, most_ranks
 from tests.bed import needs
+from tests.clusters.dask.conftest import DaskProcesses
 from tests.lab.network import Lab
 from tests.lab.slurm_cluster import PROGRAMS, SlurmCluster
 from tests.lab.ssh_hosts import SshHosts
 
 _TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _TIMEOUT_S = 120.0
+_FIRST, _JOINS = "submit", "ranks join"
 _FIRST_STEP = """
 import torch
 from torch import nn
@@ -69,56 +72,126 @@ def _here(**env: str) -> Run:
     return run
 
 
+def _mpi(ranks: list[str], state: dict[str, str]) -> Iterator[tuple[str, list[str], Run] | Note]:
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for name, program in (("MPICH", needs.mpiexec()), ("Open MPI", "mpiexec.openmpi")):
+        if shutil.which(program) is None:
+            yield Note(text=f"No row for {name}: there is no {program} on this machine.")
+        else:
+            yield f"mpi ({name})", _submit("mpi", ranks, f"mpiexec={program}"), _here(**state, **root)
+
+
+def _slurm(
+    stack: contextlib.ExitStack, folder: Path, ranks: list[str], state: dict[str, str]
+) -> Iterator[tuple[str, list[str], Run] | Note]:
+    if os.geteuid() != 0 or any(shutil.which(program) is None for program in PROGRAMS):
+        yield Note(text="No row for SLURM: it is not installed here, or this user is not root.")
+        return
+    (folder / "slurm").mkdir()
+    slurm = stack.enter_context(SlurmCluster(folder / "slurm"))
+    yield "slurm", _submit("slurm", ranks), _here(**state, **slurm.env)
+
+
+def _ssh(
+    stack: contextlib.ExitStack, folder: Path, num_ranks: int, state: dict[str, str]
+) -> Iterator[tuple[str, list[str], Run] | Note]:
+    if needs.netns() is not None or shutil.which("/usr/sbin/sshd") is None:
+        yield Note(text="No row for SSH: no network namespaces or no sshd here.")
+        return
+    lab = stack.enter_context(Lab())
+    (folder / "ssh").mkdir()
+    ssh = stack.enter_context(SshHosts(lab.hosts(2), folder / "ssh"))
+    two_hosts = ["--nodes", "2", "--nproc-per-node", str(num_ranks // 2)]
+    submitter = lab.host(2)
+    yield (
+        "ssh, two hosts",
+        _submit("ssh", two_hosts, "hosts=node0,node1", f"config={ssh.config}"),
+        lambda words, **options: submitter.popen(words, env=state, **options),
+    )
+
+
+def _dask(
+    stack: contextlib.ExitStack, folder: Path, num_ranks: int, ranks: list[str], state: dict[str, str]
+) -> Iterator[tuple[str, list[str], Run] | Note]:
+    if (missing := needs.library("distributed")) is not None:
+        yield Note(text=f"No row for Dask: {missing}.")
+        return
+    (folder / "dask").mkdir()
+    processes = stack.enter_context(DaskProcesses(folder / "dask"))
+    for _ in range(num_ranks):
+        processes.add_worker()
+    yield "dask", _submit("dask", ranks, f"address={processes.address}", "start_timeout_s=120"), _here(**state)
+
+
+def _in_turns(command: list[str], run: Run, plain: list[str], num_samples: int) -> tuple[list[float], list[float]]:
+    """Seconds to the first step by a command, and by `torsh run`."""
+    ours, base = [], []
+    for _ in range(num_samples):
+        ours.append(_until_first_step(command, run))
+        base.append(_until_first_step(plain, _here()))
+    return ours, base
+
+
 def _first_steps(budget: Budget, folder: Path) -> Iterator[Row | Note]:
     """The engines that this machine has, each in turns with `torsh run`."""
-    num_ranks, num_samples = (2, 1) if budget.is_quick else (4, 7)
-    script = folder / "first_step.py"
+    num_ranks, num_samples = (2, 1) if budget.is_quick else (4, 3)
+    script = folder / "job" / "first_step.py"
+    script.parent.mkdir()  # of its own: Ray uploads the working directory
     script.write_text(_FIRST_STEP)
     state = {"TORSH_STATE_DIR": str(folder / "state")}
-    here = ["--nproc-per-node", str(num_ranks)]
-    with contextlib.ExitStack() as stack:
-        engines: dict[str, tuple[list[str], Run]] = {}
-        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        for name, program in (("MPICH", needs.mpiexec()), ("Open MPI", "mpiexec.openmpi")):
-            if shutil.which(program) is None:
-                yield Note(text=f"No row for {name}: there is no {program} on this machine.")
-            else:
-                engines[f"submit --to mpi ({name})"] = (
-                    _submit("mpi", here, f"mpiexec={program}"),
-                    _here(**state, **root),
+    ranks = ["--nproc-per-node", str(num_ranks), "--working-dir", str(script.parent)]
+    plain = [*_TORSH, "run", "--nproc-per-node", str(num_ranks), str(script)]
+    _until_first_step(plain, _here())  # fills the page cache, for whoever would come first
+    for engine in (
+        lambda _: _mpi(ranks, state),
+        lambda stack: _slurm(stack, folder, ranks, state),
+        lambda stack: _ssh(stack, folder, num_ranks, state),
+        lambda stack: _dask(stack, folder, num_ranks, ranks, state),
+    ):
+        with contextlib.ExitStack() as stack:
+            for found in engine(stack):
+                if isinstance(found, Note):
+                    yield found
+                    continue
+                name, command, run = found
+                ours, base = _in_turns([*command, str(script)], run, plain, num_samples)
+                yield Row(
+                    name=f"submit --to {name}, {num_ranks} ranks: command to first step",
+                    unit=Unit.SECONDS,
+                    ours=Measurement.of(ours),
+                    rivals={"torsh run": Measurement.of(base)},
                 )
-        if os.geteuid() != 0 or any(shutil.which(program) is None for program in PROGRAMS):
-            yield Note(text="No row for SLURM: it is not installed here, or this user is not root.")
-        else:
-            (folder / "slurm").mkdir()
-            slurm = stack.enter_context(SlurmCluster(folder / "slurm"))
-            engines["submit --to slurm"] = _submit("slurm", here), _here(**state, **slurm.env)
-        if needs.netns() is not None or shutil.which("/usr/sbin/sshd") is None:
-            yield Note(text="No row for SSH: no network namespaces or no sshd here.")
-        else:
-            lab = stack.enter_context(Lab())
-            (folder / "ssh").mkdir()
-            ssh = stack.enter_context(SshHosts(lab.hosts(2), folder / "ssh"))
-            two_hosts = ["--nodes", "2", "--nproc-per-node", str(num_ranks // 2)]
-            command = _submit("ssh", two_hosts, "hosts=node0,node1", f"config={ssh.config}")
-            submitter = lab.host(2)
-            engines["submit --to ssh, two hosts"] = (
-                command,
-                lambda words, **options: submitter.popen(words, env=state, **options),
-            )
-        plain = [*_TORSH, "run", *here]
-        _until_first_step([*plain, str(script)], _here())  # fills the page cache, for whoever would come first
-        for name, (command, run) in engines.items():
-            ours, base = [], []
-            for _ in range(num_samples):
-                ours.append(_until_first_step([*command, str(script)], run))
-                base.append(_until_first_step([*plain, str(script)], _here()))
-            yield Row(
-                name=f"{name}, {num_ranks} ranks: command to first step",
-                unit=Unit.SECONDS,
-                ours=Measurement.of(ours),
-                rivals={"torsh run": Measurement.of(base)},
-            )
+    yield from _ray_first_steps(folder, script, num_ranks, num_samples, plain, ranks, state)
+
+
+def _ray_first_steps(
+    folder: Path,
+    script: Path,
+    num_ranks: int,
+    num_samples: int,
+    plain: list[str],
+    ranks: list[str],
+    state: dict[str, str],
+) -> Iterator[Row | Note]:
+    """Ray, whose actors start first: what that takes is measured beside it."""
+    if (missing := needs.library("ray")) is not None:
+        yield Note(text=f"No row for Ray: {missing}.")
+        return
+    (folder / "ray").mkdir()
+    with local_ray(folder / "ray", include_dashboard=True) as ray:
+        address = f"address=http://{ray._private.worker.global_worker.node.webui_url}"
+        command = [*_submit("ray", ranks, address, f"python={sys.executable}"), str(script)]
+        _until_first_step(command, _here(**state))  # starts the job server's own processes
+        actors = [actor_start(ray, num_ranks) for _ in range(num_samples)]
+        ours, base = _in_turns(command, _here(**state), plain, num_samples)
+    together = [one + other for one, other in zip(base, actors, strict=True)]
+    yield Row(
+        name=f"submit --to ray, {num_ranks} ranks: command to first step",
+        unit=Unit.SECONDS,
+        ours=Measurement.of(ours),
+        rivals={"torsh run": Measurement.of(base), "torsh run + start of actors": Measurement.of(together)},
+    )
+    yield Note(text=f"submit: {num_ranks} empty actors of Ray start in {Measurement.of(actors).median:.2f} s.")
 
 
 def _joins(budget: Budget) -> Iterator[Row | Note]:
@@ -136,7 +209,7 @@ def _joins(budget: Budget) -> Iterator[Row | Note]:
     few, many = (min(found[size], key=lambda cost: cost.wall_s) for size in sizes)
     allowed = (many.num_ranks * math.log2(many.num_ranks)) / (few.num_ranks * math.log2(few.num_ranks))
     yield Note(
-        text=f"A load test: ranks are tasks over real sockets, not processes. Messages per join, both ways: "
+        text=f"ranks join, a load test: tasks over real sockets, not processes. Messages per join, both ways: "
         f"{few.messages_per_join:.1f} at {few.num_ranks:,} ranks, {many.messages_per_join:.1f} at {many.num_ranks:,}. "
         f"From {few.num_ranks:,} to {many.num_ranks:,} ranks the time grows {many.wall_s / few.wall_s:.1f} times, the "
         f"store's processor time {many.store_cpu_s / max(few.store_cpu_s, 0.01):.1f} times; N log N grows "
@@ -145,16 +218,19 @@ def _joins(budget: Budget) -> Iterator[Row | Note]:
 
 
 def _rows(budget: Budget) -> Iterator[Row | Note]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield from _first_steps(budget, Path(folder))
-    yield from _joins(budget)
+    if budget.wants(_FIRST):
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _first_steps(budget, Path(folder))
+    if budget.wants(_JOINS):
+        yield from _joins(budget)
 
 
 CASE = Case(
     title="Clusters: first steps by engine, and ranks by the thousand",
     about="""Seconds from the command to the end of the first training step on rank 0, whole processes with the import
-    of torch: `torsh submit --follow` to a real mpiexec, SLURM or two hosts over SSH, in turns with `torsh run` on one
-    node. Then ranks that join one store at the same moment, over real sockets and with the proof of the job's
-    secret: the time until all know each other, and what it takes of the process that serves the store.""",
+    of torch: `torsh submit --follow` to a real mpiexec, SLURM, two hosts over SSH, Dask or Ray that is up, in turns
+    with `torsh run` on one node. Then ranks that join one store at the same moment, over real sockets and with the
+    proof of the job's secret: the time until all know each other, and what it takes of the store's process.""",
     rows=_rows,
+    parts=(_FIRST, _JOINS),
 )

@@ -21,6 +21,8 @@ from benchmarks.harness import Budget, Case, Measurement, Note, Row, Unit
 _NUM_WORKERS = 4
 _WIDTH = 1024
 """Eight layers of this width have 8.4 million parameters."""
+_BATCHES = (8, 32)
+"""Samples of each rank in a step: as in the case `steps`, and one where products of matrices take most of the time."""
 _TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AIR_NEW_OUTPUT": "0"}
 
@@ -34,32 +36,48 @@ def _model() -> Any:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(8)))
 
 
-def _engine_step() -> Callable[[], object]:
-    """A step of an Engine in the world that is up."""
+def _engine_step() -> Callable[[int], object]:
+    """A step of an Engine in the world that is up, with so many samples on each rank."""
     import torch
 
     import torsh_distributed as td
 
-    model, batch = _model(), torch.randn(32, _WIDTH)
+    model, rows = _model(), torch.randn(max(_BATCHES), _WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine = td.parallelize(model, optimizer, td.Plan(), loss_fn=lambda output, _: output.square().mean())
-    return lambda: engine.step((batch, batch))
+    return lambda num_samples: engine.step((rows[:num_samples], rows[:num_samples]))
 
 
-def _ddp_step() -> Callable[[], object]:
+def _ddp_step() -> Callable[[int], object]:
     """A step as Ray Train's guide for PyTorch writes it."""
     import ray.train.torch
+
+    return _bare_step(ray.train.torch.prepare_model(_model()))
+
+
+def _bare_step(model: Any) -> Callable[[int], object]:
+    """A step of a bare loop; with an unwrapped model nothing is communicated, which is the limit for all."""
     import torch
 
-    model, batch = ray.train.torch.prepare_model(_model()), torch.randn(32, _WIDTH)
+    rows = torch.randn(max(_BATCHES), _WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step() -> None:
-        model(batch).square().mean().backward()
+    def step(num_samples: int) -> None:
+        model(rows[:num_samples]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
+
+
+def _median_s(step: Callable[[int], object], num_samples: int, num_steps: int) -> float:
+    times = []
+    for number in range(num_steps + 3):
+        started = time.perf_counter()
+        step(num_samples)
+        if number >= 3:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def first_step() -> float:
@@ -67,7 +85,7 @@ def first_step() -> float:
     import torsh_distributed as td
 
     td.init()
-    _engine_step()()
+    _engine_step()(max(_BATCHES))
     return time.time()
 
 
@@ -108,9 +126,10 @@ class _Bare:
         return time.time()
 
 
-def _actor_start(ray: Any) -> float:
+def actor_start(ray: Any, num_actors: int) -> float:
+    """Seconds until so many actors that do nothing answer."""
     started = time.time()
-    actors = [ray.remote(_Bare).options(num_cpus=1).remote() for _ in range(_NUM_WORKERS)]
+    actors = [ray.remote(_Bare).options(num_cpus=1).remote() for _ in range(num_actors)]
     taken_s = max(ray.get([actor.ping.remote() for actor in actors])) - started
     for actor in actors:
         ray.kill(actor)
@@ -122,22 +141,20 @@ def _train_loop(config: dict[str, Any]) -> None:
     import ray.train
 
     step = _engine_step() if config["is_ours"] else _ddp_step()
-    step()
+    step(max(_BATCHES))
     first_at = time.time()
-    for _ in range(3):
-        step()
-    times = []
-    for _ in range(config["steps"]):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
+    found: dict[str, Any] = {"first_at": first_at}
+    found["step_s"] = [_median_s(step, samples, config["steps"]) for samples in _BATCHES]
+    if config["is_ours"]:
+        alone = _bare_step(_model())
+        found["alone_s"] = [_median_s(alone, samples, config["steps"]) for samples in _BATCHES]
     # Ray Train keeps metrics of reports with a checkpoint alone, so the numbers go into a file.
     if ray.train.get_context().get_world_rank() == 0:
-        Path(config["out"]).write_text(json.dumps({"first_at": first_at, "step_s": statistics.median(times)}))
+        Path(config["out"]).write_text(json.dumps(found))
 
 
-def _by_ray_train(folder: Path, *, is_ours: bool, steps: int) -> tuple[float, float]:
-    """Seconds to the first step, and of a step, under Ray Train."""
+def _by_ray_train(folder: Path, *, is_ours: bool, steps: int) -> tuple[float, dict[str, list[float]]]:
+    """Seconds to the first step, and of a step with each number of samples by who does it, under Ray Train."""
     import ray.train
     from ray.train.torch import TorchTrainer
 
@@ -152,11 +169,15 @@ def _by_ray_train(folder: Path, *, is_ours: bool, steps: int) -> tuple[float, fl
     started = time.time()
     trainer.fit()
     measured = json.loads((folder / "measured.json").read_text())
-    return float(measured["first_at"]) - started, float(measured["step_s"])
+    steps_of = {"ours" if is_ours else "gloo": measured["step_s"]}
+    if is_ours:
+        steps_of["alone"] = measured["alone_s"]
+    return float(measured["first_at"]) - started, steps_of
 
 
 @contextlib.contextmanager
-def _ray(folder: Path) -> Iterator[Any]:
+def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
+    """A Ray of four workers' room on this machine, with its token in the folder."""
     before = dict(os.environ)
     root = str(Path(__file__).parents[2])
     os.environ.update({**_QUIET, "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "PYTHONPATH": root})
@@ -168,7 +189,7 @@ def _ray(folder: Path) -> Iterator[Any]:
 
         from torsh_distributed.clusters.ray.ray_connection import start_local
 
-        start_local(ray, num_cpus=_NUM_WORKERS, log_to_driver=False)
+        start_local(ray, num_cpus=_NUM_WORKERS, log_to_driver=False, **arguments)
         try:
             yield ray
         finally:
@@ -177,29 +198,35 @@ def _ray(folder: Path) -> Iterator[Any]:
             os.environ.update(before)
 
 
-def _ray_rows(folder: Path, rounds: int, steps: int) -> Iterator[Row]:
+def _ray_rows(folder: Path, rounds: int, steps: int) -> Iterator[Row | Note]:
     first: dict[str, list[float]] = {"ours": [], "torsh run + actors": [], "Ray Train on gloo": []}
+    actors: list[float] = []
     train_first: dict[str, list[float]] = {"ours": [], "gloo": []}
-    train_steps: dict[str, list[float]] = {"ours": [], "gloo": []}
-    with _ray(folder) as ray:
+    train_steps: dict[tuple[str, int], list[float]] = {
+        (who, samples): [] for who in (*train_first, "alone") for samples in _BATCHES
+    }
+    with local_ray(folder) as ray:
         # The first ones fill the page cache, and compile what Ray Train imports.
         _by_ray()
         _by_ray_train(folder, is_ours=False, steps=1)
         for number in range(rounds):
             first["ours"].append(_by_ray())
-            first["torsh run + actors"].append(_by_torsh_run(folder) + _actor_start(ray))
+            actors.append(actor_start(ray, _NUM_WORKERS))
+            first["torsh run + actors"].append(_by_torsh_run(folder) + actors[-1])
             both = [("ours", True), ("gloo", False)]
             for who, is_ours in both if number % 2 else reversed(both):
-                wait_s, step_s = _by_ray_train(folder, is_ours=is_ours, steps=steps)
+                wait_s, found = _by_ray_train(folder, is_ours=is_ours, steps=steps)
                 train_first[who].append(wait_s)
-                train_steps[who].append(1 / step_s)
+                for whose, step_s in found.items():
+                    for samples, one_s in zip(_BATCHES, step_s, strict=True):
+                        train_steps[whose, samples].append(1 / one_s)
             first["Ray Train on gloo"].append(train_first["gloo"][-1])
     measured = {who: Measurement.of(values) for who, values in first.items()}
-    yield Row(
-        name="Ray, run_training to the first step",
-        unit=Unit.SECONDS,
-        ours=measured.pop("ours"),
-        rivals=measured,
+    ours, run = measured.pop("ours"), measured["torsh run + actors"]
+    yield Row(name="Ray, run_training to the first step", unit=Unit.SECONDS, ours=ours, rivals=measured)
+    yield Note(
+        text=f"Four empty actors of Ray start in {statistics.median(actors):.2f} s. run_training takes "
+        f"{ours.median / run.median:.2f} times `torsh run` and their start together; 1.2 times is the line."
     )
     yield Row(
         name="Ray Train, fit() to the first step",
@@ -207,12 +234,16 @@ def _ray_rows(folder: Path, rounds: int, steps: int) -> Iterator[Row]:
         ours=Measurement.of(train_first["ours"]),
         rivals={"TorchTrainer on gloo": Measurement.of(train_first["gloo"])},
     )
-    yield Row(
-        name="Ray Train, steps of the 8.4 M MLP",
-        unit=Unit.PER_SECOND,
-        ours=Measurement.of(train_steps["ours"]),
-        rivals={"TorchTrainer on gloo": Measurement.of(train_steps["gloo"])},
-    )
+    for samples in _BATCHES:
+        yield Row(
+            name=f"Ray Train, steps of the 8.4 M MLP, {samples} samples a rank",
+            unit=Unit.PER_SECOND,
+            ours=Measurement.of(train_steps["ours", samples]),
+            rivals={
+                "TorchTrainer on gloo": Measurement.of(train_steps["gloo", samples]),
+                "no communication, the limit": Measurement.of(train_steps["alone", samples]),
+            },
+        )
 
 
 def _dask_rows(folder: Path, rounds: int) -> Iterator[Row]:

@@ -11,5 +11,5 @@ pytestmark = pytest.mark.ranks
 
 def test_ranks_that_connect_at_once_are_all_let_in_and_each_costs_the_same() -> None:
     few, many = join_ranks(20), join_ranks(200)
-    assert few.messages_per_join == many.messages_per_join == 17.0
-    assert many.verdict_bytes < 20 * 200 / 8 + 100
+    assert few.messages_per_join == many.messages_per_join == 14.0
+    assert many.verdict_bytes < 200, "it does not grow with the world"

@@ -80,11 +80,17 @@ def wait_forever(marker: str) -> None:
 
 
 def train(
-    *, steps: int = 8, die_at: int | None = None, until_size: int | None = None, directory: str | None = None
+    *,
+    steps: int = 8,
+    die_at: int | None = None,
+    until_size: int | None = None,
+    directory: str | None = None,
+    marker: str | None = None,
 ) -> dict[str, Any]:
     """A few steps of a small model. The worker that began as rank 1 is killed at step `die_at`, once.
 
-    With `until_size`, and steps without end, it ends three steps after the world had that size.
+    With `until_size`, and steps without end, it ends three steps after the world had that size. `marker` is a file
+    that appears with the second step.
     """
     import time
 
@@ -117,6 +123,8 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
         number, size = engine.num_steps, td.world_size()
         losses[number] = engine.step(batch)
+        if number == 1 and marker is not None:
+            Path(marker).touch()
         sizes.add(size)
         if until_size is not None:
             time.sleep(0.02)  # a step of this model takes a millisecond, and nothing is learned from ten thousand

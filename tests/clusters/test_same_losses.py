@@ -66,7 +66,7 @@ def by_ssh(out: Path, request: pytest.FixtureRequest) -> None:
     """One rank on each of two hosts of the lab, submitted from a third."""
     lab: Lab = request.getfixturevalue("lab")
     with SshHosts(lab.hosts(2), out.parent) as ssh:
-        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
+        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}", "--set", "heartbeat_timeout=60"]
         command = [*TORSH, "submit", "--to", "ssh", "--nodes", "2", *settings, "--follow", str(SCRIPT), str(out)]
         done = lab.host(2).run(command, timeout_s=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,5 +15,5 @@ def parse_memory(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _FACTORS[match[2].upper()]) if match is not None else 0
     if size <= 0:
-        raise InvalidArgument("memory must read like 8G, 512M or 1.5T", got=text)
+        raise InvalidArgument(f"{text!r} is no amount of memory", hint="write it like 8G, 512M or 1.5T")
     return size

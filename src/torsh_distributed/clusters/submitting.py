@@ -112,7 +112,14 @@ def hand_over(submission: Submission, *, to: str) -> SubmittedJob:
     except BaseException:
         forget(submission.name)
         raise
-    return SubmittedJob(remember(submission, engine=to, job_id=job_id), engine)
+    try:
+        record = remember(submission, engine=to, job_id=job_id)
+    except BaseException:
+        # Nobody would find it again.
+        engine.cancel(job_id)
+        forget(submission.name)
+        raise
+    return SubmittedJob(record, engine)
 
 
 def check_submission(submission: Submission) -> None:

@@ -25,7 +25,7 @@ def parse_duration(text: str) -> float:
         value = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not 0 < value < float("inf"):
         raise InvalidArgument(
-            "a duration must be a positive number of seconds, or like 90s, 15m, 12h, 2d, 12:00:00", got=text
+            f"{text!r} is no duration", hint="a positive number of seconds, or like 90s, 15m, 12h, 2d, 12:00:00"
         )
     return value
 

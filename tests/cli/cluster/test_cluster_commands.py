@@ -98,7 +98,9 @@ def test_wrong_words_are_refused(script: str, tmp_path: Path) -> None:
         "submit", "--to", "ssh", "--nodes", "2", "--nproc-per-node", "4", "--set", "hosts=a:2,b:8", script
     )
     assert "must read key=value" in refusal("submit", "--to", "mpi", "--set", "x", script)
-    assert "--env takes NAME=VALUE" in refusal("submit", "--to", "mpi", "--env", "NOT_SET_ANYWHERE", script)
+    assert "--env NOT_SET_ANYWHERE: no variable of that name is set here" in refusal(
+        "submit", "--to", "mpi", "--env", "NOT_SET_ANYWHERE", script
+    )
     assert "without --follow has no effect" in refusal("submit", "--to", "mpi", "--queue-timeout", "1m", script)
     assert "no job named 'x'" in refusal("cancel", "x")
     for words in (

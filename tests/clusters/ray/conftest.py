@@ -26,8 +26,8 @@ _QUIET = {
 
 
 @contextlib.contextmanager
-def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
-    """Ray with its token, logs and sockets in a directory of the test."""
+def quiet_ray(folder: Path) -> Iterator[Any]:
+    """The package, with its token in a directory of the test and nothing that it need not say."""
     import warnings
 
     before = dict(os.environ)
@@ -38,15 +38,22 @@ def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
         warnings.simplefilter("ignore")  # Ray's own
         import ray
 
-        from torsh_distributed.clusters.ray.ray_connection import start_local
-
-        start_local(ray, num_cpus=4, log_to_driver=False, **arguments)
         try:
             yield ray
         finally:
             ray.shutdown()
             os.environ.clear()
             os.environ.update(before)
+
+
+@contextlib.contextmanager
+def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
+    """Ray with its token, logs and sockets in a directory of the test."""
+    from torsh_distributed.clusters.ray.ray_connection import start_local
+
+    with quiet_ray(folder) as ray:
+        start_local(ray, num_cpus=4, log_to_driver=False, **arguments)
+        yield ray
 
 
 @pytest.fixture(scope="module")

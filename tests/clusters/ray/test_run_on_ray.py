@@ -26,7 +26,7 @@ pytestmark = [
 
 def await_end(pid: int) -> None:
     """Return when there is no such process: Ray says that an actor is dead a moment before its process is."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.02)
@@ -34,7 +34,7 @@ def await_end(pid: int) -> None:
 
 def assert_all_free(ray: Any) -> None:
     """All that the job reserved is free again, within the moment that Ray takes to count."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while ray.available_resources().get("CPU") != 4.0:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.05)

@@ -43,7 +43,7 @@ def write(folder: Path, name: str, body: str) -> Path:
     return path
 
 
-def wait_until_over(job: SubmittedJob, timeout_s: float = 60.0) -> JobState:
+def wait_until_over(job: SubmittedJob, timeout_s: float = 120.0) -> JobState:
     deadline = time.monotonic() + timeout_s
     while not (status := job.status()).state.is_over:
         assert time.monotonic() < deadline, (status, list(job.logs()))
@@ -52,7 +52,7 @@ def wait_until_over(job: SubmittedJob, timeout_s: float = 60.0) -> JobState:
 
 
 def test_the_first_rank_that_failed_is_named_and_arrays_get_gpus(slurm: SlurmCluster, tmp_path: Path) -> None:
-    failing = write(tmp_path, "failing", 'if rank == 1:\n    raise ValueError("bad batch")\ntime.sleep(30)\n')
+    failing = write(tmp_path, "failing", 'if rank == 1:\n    raise ValueError("bad batch")\ntime.sleep(600)\n')
     shown = ("SLURM_ARRAY_TASK_ID", "CUDA_VISIBLE_DEVICES", "SLURM_NTASKS", "OMP_NUM_THREADS", "MINE")
     telling = write(tmp_path, "telling", f'print(" ".join(os.environ[name] for name in {shown}))')
     failed = submit(failing, to="slurm", nproc_per_node=2)
@@ -106,7 +106,7 @@ def test_a_cancelled_job_ends_for_good_and_one_that_never_starts_is_given_up(
     assert job.status().state is JobState.CANCELLED
     assert wait_until_over(outside) is JobState.CANCELLED
     job.cancel()
-    assert still_running(script, timeout_s=10) == []
+    assert still_running(script, timeout_s=60) == []
     assert job.status().state is JobState.CANCELLED
 
 

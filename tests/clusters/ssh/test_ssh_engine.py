@@ -15,6 +15,8 @@ from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec, Entry
 
+SCRIPT = Path(__file__).parents[1] / "grow_job.py"
+
 
 def submission(**changes: object) -> Submission:
     values: dict[str, object] = {"entry": Entry(target="train.py", args=("--lr", "1")), "name": "job"}
@@ -22,7 +24,7 @@ def submission(**changes: object) -> Submission:
 
 
 def test_the_job_gets_the_first_hosts_that_are_large_enough() -> None:
-    engine = SshEngine({"hosts": "a:2,b:8,c", "port_range": "29500-29510"})
+    engine = SshEngine({"hosts": "a:2,b:8,c", "port_range": "29500-29510", "heartbeat_timeout": "5"})
     shown = engine.render(
         submission(
             nodes=2,
@@ -32,7 +34,8 @@ def test_the_job_gets_the_first_hosts_that_are_large_enough() -> None:
             elastic=ElasticSpec(min_workers=2, max_workers=8),
         )
     )
-    assert "run --ssh --hosts b:4,c:4 --port-range 29500-29510 --carry KEY --rdzv-id job --plan /plan.toml" in shown
+    assert "run --ssh --hosts b:4,c:4 --port-range 29500-29510 --heartbeat-timeout 5 --carry KEY " in shown
+    assert " --rdzv-id job --plan /plan.toml " in shown
     assert shown.endswith("--elastic --min-workers 2 --max-workers 8 --on-loss replace train.py --lr 1")
     assert "hush-hush" not in shown
 
@@ -50,31 +53,6 @@ def test_what_ssh_cannot_give_is_refused() -> None:
             SshEngine({"hosts": "a"}).render(submission(**changes))
 
 
-GROW = """
-import sys, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import torsh_distributed as td
-td.init()
-torch.manual_seed(0)
-x = torch.randn(64, 4)
-model = torch.nn.Linear(4, 1)
-engine = td.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.01), td.Plan(training={"steps": 100000}),
-                        loss_fn=torch.nn.functional.mse_loss)
-count = 0
-for batch in engine.batches(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=24)):
-    size = td.world_size()
-    engine.step(batch)
-    if engine.num_steps == 2:
-        print("two steps", flush=True)
-    time.sleep(0.05)
-    count += size == 3
-    if count == 3:
-        break
-print(f"ends with {td.world_size()} workers", flush=True)
-"""
-
-
 @pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.needs_netns
@@ -82,16 +60,16 @@ print(f"ends with {td.world_size()} workers", flush=True)
 @pytest.mark.timeout(300)
 def test_an_elastic_job_grows_when_it_is_told_to(lab: Lab, tmp_path: Path) -> None:
     """Two hosts with a worker each; the job ends when it has a third."""
-    script = tmp_path / "grow.py"
-    script.write_text(GROW)
     torsh = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
     env = {"TORSH_STATE_DIR": str(tmp_path / "state")}
     with SshHosts(lab.hosts(2), tmp_path) as ssh:
         here = lab.host(2)
-        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}"]
+        settings = ["--set", "hosts=node0,node1", "--set", f"config={ssh.config}", "--set", "heartbeat_timeout=60"]
         limits = ["--nodes", "2", "--elastic", "--min-workers", "1", "--max-workers", "3"]
         here.run(
-            [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(script)], env=env, timeout_s=120
+            [*torsh, "submit", "--to", "ssh", *limits, *settings, "--name", "grow", str(SCRIPT), "3"],
+            env=env,
+            timeout_s=120,
         )
         log = tmp_path / "state" / "jobs" / "grow" / "output.log"
         deadline = time.monotonic() + 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -28,6 +29,36 @@ def test_every_rank_reads_every_record_in_order() -> None:
     for thread in threads:
         thread.join()
     assert found == {rank: [{"rank": 0}, {"rank": 1}, {"rank": 2}] for rank in range(3)}
+
+
+def test_every_rank_learns_what_rank_0_decides_from_all_records() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda rank: meeting(store, rank, num_ranks=3).settle("size", rank + 1, sum), range(3))
+    assert list(found) == [6, 6, 6]
+    assert meeting(dist.HashStore(), 0, num_ranks=1).settle("size", (1, 2), list) == [[1, 2]]
+
+
+def test_every_rank_that_came_learns_who_is_missing_when_rank_0_cannot_decide() -> None:
+    store = dist.HashStore()
+
+    def settle(rank: int) -> None:
+        with pytest.raises(OperationTimeout, match="missing: rank 2") as caught:
+            meeting(store, rank, num_ranks=3, timeout_s=0.3).settle("size", rank, sum)
+        assert caught.value.context["missing_ranks"] == [2]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(settle, range(2)))
+    with pytest.raises(OperationTimeout, match="missing: rank 0"):
+        meeting(dist.HashStore(), 1, timeout_s=0.1).settle("size", 1, sum)
+
+
+def test_records_that_have_not_come_are_none_among_those_that_have() -> None:
+    store = dist.HashStore()
+    meeting(store, 1).publish("arrival", 2, "here")
+    assert meeting(store, 0).poll_many("arrival", range(1, 4), timeout_s=0.1) == [None, "here", None]
+    assert meeting(store, 0).poll_many("arrival", [2]) == ["here"]
+    assert meeting(store, 0).poll_many("arrival", []) == []
 
 
 def test_the_missing_ranks_are_named_at_the_deadline() -> None:

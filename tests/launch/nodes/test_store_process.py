@@ -52,6 +52,19 @@ def test_a_client_that_comes_before_the_server_is_ready_is_served(store: StorePr
             assert other.get("key") == b"value"
 
 
+def test_a_launcher_that_leaves_with_a_report_unread_ends_it_without_a_word(
+    store: StoreProcess, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.serve([listener])
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0")
+            assert select.select([store.reports], [], [], 60)[0], "the stranger is not reported"
+        store.reports.close()
+        assert select.select([store.pidfd], [], [], 60)[0], "it goes on"
+    assert capfd.readouterr().err == ""
+
+
 def test_a_unix_socket_is_the_same_store(store: StoreProcess, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as local:
         local.bind(str(tmp_path / "store"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_LOOKS_AT_ONCE = 8
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON array.")]
 Forget = Annotated[
@@ -42,7 +45,10 @@ def jobs(json: Json = False, forget: Forget = None) -> None:
             # One cluster that does not answer must not hide the jobs of the others.
             return JobStatus(state=JobState.LOST, detail=f"{error.code}: {error.message}")
 
-    found = [(record, look(record)) for record in all_records()]
+    records = all_records()
+    # At once: a cluster that does not answer takes its time to be given up.
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
+        found = list(zip(records, pool.map(look, records), strict=True))
     if json:
         rows = [{**dataclasses.asdict(record), **dataclasses.asdict(status)} for record, status in found]
         typer.echo(json_format.dumps(rows, indent=1))
@@ -56,7 +62,10 @@ def jobs(json: Json = False, forget: Forget = None) -> None:
     table = Table("job", "engine", "id", "ranks", "submitted", "state", "detail", box=None)
     for record, status in found:
         at = datetime.fromtimestamp(record.submitted_at_s).strftime("%Y-%m-%d %H:%M:%S")
-        detail = status.detail.splitlines()[0] if status.detail else ""
+        code = f"exit code {status.exit_code}" if status.exit_code else ""
+        detail = status.detail.splitlines()[0] if status.detail else code
         row = (record.name, record.engine, record.job_id, str(record.workers), at, status.state, detail)
         table.add_row(*row)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     Console(highlight=False, soft_wrap=True, markup=False).print(table)

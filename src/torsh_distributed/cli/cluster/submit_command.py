@@ -169,7 +169,8 @@ def given_variables(words: list[str] | tuple[str, ...]) -> dict[str, str]:
         name, given, value = word.partition("=")
         if not name or (not given and name not in os.environ):
             raise InvalidArgument(
-                "--env takes NAME=VALUE, or the NAME of a variable that is set here", got=word.partition("=")[0]
+                f"--env {name}: no variable of that name is set here" if name else "--env needs a name",
+                hint="--env NAME=VALUE, or --env NAME for a variable that is set",
             )
         found[name] = value if given else os.environ[name]
     return found

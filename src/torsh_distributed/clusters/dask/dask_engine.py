@@ -40,7 +40,7 @@ class DaskEngine:
     def render(self, submission: Submission) -> str:
         """The job as its driver on the scheduler reads it."""
         job = self._job(submission, submission.name)
-        return json.dumps({**job, "env": dict.fromkeys(job["env"], "…")}, indent=2)
+        return json.dumps({**job, "env": dict.fromkeys(job["env"], "…")}, indent=2, ensure_ascii=False)
 
     def submit(self, submission: Submission) -> str:
         """Start the job's driver beside the scheduler."""

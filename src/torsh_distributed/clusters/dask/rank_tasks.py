@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torsh_distributed.clusters.hosted.rank_host import RankOutcome, RankTask, own_facts
-from torsh_distributed.clusters.hosted.rank_run import RankRun
+from torsh_distributed.clusters.hosted.rank_run import RankRun, import_for_ranks
 
 _LOOK_S = 1.0
 """How often a worker looks whether anybody still wants its rank: a client that died says nothing."""
@@ -26,8 +26,11 @@ _stores: dict[str, Any] = {}
 """Of the jobs of this scheduler, by their topic."""
 
 
-def hold_rank(topic: str, host_id: int, data: dict[str, Any]) -> RankOutcome:
-    """The task: say that there is room, wait for the rank, run it. `data` has the worker's own partitions by name."""
+def hold_rank(topic: str, host_id: int, data: dict[str, Any], prepares: bool) -> RankOutcome:
+    """The task: say that there is room, wait for the rank, run it. `data` has the worker's own partitions by name.
+
+    `prepares`: the rank will be a function, so what it needs is imported while the job still gathers others.
+    """
     from distributed import get_worker
     from distributed.worker import thread_state
 
@@ -42,6 +45,8 @@ def hold_rank(topic: str, host_id: int, data: dict[str, Any]) -> RankOutcome:
     try:
         facts = own_facts(f"Dask worker {worker.address}", address=_host_of(worker.address))
         say({"type": "ready", "facts": asdict(facts)})
+        if prepares:
+            import_for_ranks()
         task = mailbox.get()
         if not isinstance(task, RankTask):
             return RankOutcome()  # the job does not start

@@ -80,5 +80,6 @@ def run_training(
             workers=workers,
             partitions=partitions_for(connected, data) if data else None,
             follows_size=elastic is not None,
+            prepares=True,
         )
         return HostedJob(pool, spec).run()

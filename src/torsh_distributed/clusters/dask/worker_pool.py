@@ -77,8 +77,13 @@ class DaskPool:
         workers: Sequence[str] | None = None,
         partitions: Partitions | None = None,
         follows_size: bool = False,
+        prepares: bool = False,
     ) -> None:
-        """`workers` limits the choice; with `follows_size`, workers that come later are offered to the job."""
+        """`workers` limits the choice; with `follows_size`, workers that come later are offered to the job.
+
+        `prepares`: ranks are functions, so their workers may import torch as soon as they are held.
+        """
+        self._prepares = prepares
         self._client = client
         self._start_timeout_s = start_timeout_s
         self._chosen = None if workers is None else frozenset(workers)
@@ -169,6 +174,7 @@ class DaskPool:
             self._topic,
             host_id,
             dict(data),
+            self._prepares,
             workers=[worker],
             allow_other_workers=False,
             pure=False,

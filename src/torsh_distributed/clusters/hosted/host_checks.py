@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torsh_distributed.clusters.hosted.rank_host import HostFacts
+from torsh_distributed.comm.meeting.software_versions import comparable
 from torsh_distributed.errors import ConfigurationError
 
 _COMPARED = {"python": "Python", "torch": "torch", "torsh": "torsh-distributed"}
@@ -13,11 +14,11 @@ _COMPARED = {"python": "Python", "torch": "torch", "torsh": "torsh-distributed"}
 def require_fitting(hosts: Sequence[HostFacts], driver: HostFacts, *, engine: str) -> None:
     """Raise ConfigurationError, naming hosts and versions, if ranks on these hosts could not work together.
 
-    Patch versions of Python may differ: pickles and wheels do not depend on them.
+    Patch versions of Python may differ, and builds of one torch.
     """
     for field, shown in _COMPARED.items():
-        mine = _comparable(field, driver)
-        others = [host for host in hosts if _comparable(field, host) != mine]
+        mine = comparable(field, getattr(driver, field))
+        others = [host for host in hosts if comparable(field, getattr(host, field)) != mine]
         if others:
             found = ", ".join(f"{getattr(host, field)} on {host.name}" for host in others[:4])
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""
@@ -36,11 +37,6 @@ def require_fitting(hosts: Sequence[HostFacts], driver: HostFacts, *, engine: st
                 engine=engine,
                 pid=host.pid,
             )
-
-
-def _comparable(field: str, host: HostFacts) -> str:
-    value = str(getattr(host, field))
-    return ".".join(value.split(".")[:2]) if field == "python" else value
 
 
 def visible_gpus(hosts: Sequence[HostFacts], rank: int) -> str | None:

@@ -243,6 +243,11 @@ class RankRun:
         )
 
 
+def import_for_ranks() -> None:
+    """Import torch and `td.init`, which take seconds, before the rank that needs them is there."""
+    importlib.import_module("torsh_distributed.launch.worker.init")
+
+
 def _failure_of(error: BaseException) -> RankFailure:
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error = error.with_traceback(error.__traceback__.tb_next)  # without the line of this file that called it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,18 +35,23 @@ def order_by_node(nodes: Sequence[str]) -> list[int]:
 
 def places_on(nodes: Sequence[str]) -> list[HostedPlace]:
     """The places of ranks 0, 1, …, whose nodes are given in that order; the ranks of a node are neighbours."""
-    distinct = list(dict.fromkeys(nodes))
-    return [
-        HostedPlace(
-            rank=rank,
-            local_rank=nodes[:rank].count(node),
-            local_world_size=nodes.count(node),
-            node_rank=distinct.index(node),
-            num_nodes=len(distinct),
-            world_size=len(nodes),
+    sizes = Counter(nodes)
+    numbers = {node: number for number, node in enumerate(sizes)}
+    before = Counter[str]()
+    places = []
+    for rank, node in enumerate(nodes):
+        places.append(
+            HostedPlace(
+                rank=rank,
+                local_rank=before[node],
+                local_world_size=sizes[node],
+                node_rank=numbers[node],
+                num_nodes=len(sizes),
+                world_size=len(nodes),
+            )
         )
-        for rank, node in enumerate(nodes)
-    ]
+        before[node] += 1
+    return places
 
 
 def joining_place(member: int, node: str, running: Sequence[str]) -> HostedPlace:

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,10 @@ from typing import Any
 from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.job_records import job_directory, state_directory
 from torsh_distributed.clusters.log_following import read_growing
-from torsh_distributed.errors import IoError, OperationTimeout
+from torsh_distributed.errors import CommunicationError, IoError, OperationTimeout
 
 PROCESS_FILE, EXIT_FILE, CANCEL_FILE, LOG_FILE = "process.json", "exit.json", "cancelled", "output.log"
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 60.0
 _KILL_WAIT_S = 10.0
 
 
@@ -81,6 +82,9 @@ def background_status(name: str) -> JobStatus:
         return JobStatus(state=JobState.RUNNING)
     if not (folder / PROCESS_FILE).exists():
         return JobStatus(state=JobState.LOST, detail="no process of this machine runs it")
+    elsewhere = _other_host(folder)
+    if elsewhere is not None:
+        return JobStatus(state=JobState.LOST, detail=f"its process was started on {elsewhere}: ask there")
     return JobStatus(state=JobState.LOST, detail="its process ended without a word: killed, or the machine restarted")
 
 
@@ -95,6 +99,13 @@ def cancel_background(name: str, *, grace_s: float) -> None:
     folder = _folder(name)
     pidfd = _pidfd_of(folder)
     if pidfd is None:
+        elsewhere = _other_host(folder)
+        if elsewhere is not None and _read(folder / EXIT_FILE) is None:
+            raise CommunicationError(
+                f"the job {name!r} was started on {elsewhere}, and only there it can be ended",
+                hint=f"`torsh cancel {name}` on {elsewhere}",
+                job=name,
+            )
         return
     (folder / CANCEL_FILE).touch(mode=0o600)
     # The first asks the command to end; the second has it killed.
@@ -133,6 +144,14 @@ def start_ticks(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def _other_host(folder: Path) -> str | None:
+    """The machine that runs the job, if it is another one: several may share a state directory."""
+    noted = _read(folder / PROCESS_FILE)
+    if noted is None or noted.get("boot") == boot_id() or noted.get("host") in (None, socket.gethostname()):
+        return None
+    return str(noted["host"])
 
 
 def _pidfd_of(folder: Path) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torsh_distributed.clusters.local.background_jobs import EXIT_FILE, LOG_FILE
 from torsh_distributed.private_files import open_private
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE_S = 40.0  # beyond the 25 s that launchers give workers to save
 
 
 def main(folder: Path) -> None:
@@ -44,7 +46,12 @@ def main(folder: Path) -> None:
     watch = _Signals(command)
     for number in _ENDING:
         signal.signal(number, watch.take)
-    me = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "boot": boot_id()}
+    me = {
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "boot": boot_id(),
+        "host": socket.gethostname(),
+    }
     write_private(folder / PROCESS_FILE, json.dumps(me))
     os.write(1, b"started\n")
     # The submitter closes its end: from now on there is nobody to talk to.
@@ -69,14 +76,21 @@ class _Signals:
                 os.killpg(self._command.pid, signal.SIGKILL)
 
 
-def _run(command: subprocess.Popen[bytes], watch: _Signals, limit_s: float | None) -> dict[str, Any]:
+def _run(
+    command: subprocess.Popen[bytes], watch: _Signals, limit_s: float | None, grace_s: float = _GRACE_S
+) -> dict[str, Any]:
+    """Wait for the command; one that ignores the end of its time is killed after `grace_s`."""
     reason = ""
     try:
         code = command.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         reason = f"ended at its time limit of {limit_s:g} s"
         watch.take(signal.SIGTERM, None)
-        code = command.wait()
+        try:
+            code = command.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            watch.take(signal.SIGTERM, None)
+            code = command.wait()
     return {"exit_code": code if code >= 0 else 128 - code, "reason": reason}
 
 

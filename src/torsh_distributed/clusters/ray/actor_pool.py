@@ -64,9 +64,19 @@ class RayPool:
     engine = "ray"
 
     def __init__(
-        self, ray: Any, config: RayConfig, *, is_elastic: bool = False, leader_name: str | None = None
+        self,
+        ray: Any,
+        config: RayConfig,
+        *,
+        is_elastic: bool = False,
+        leader_name: str | None = None,
+        prepares: bool = False,
     ) -> None:
-        """`leader_name` lets other processes find the job's leader, to change the size of an elastic job."""
+        """`leader_name` lets other processes find the job's leader, to change the size of an elastic job.
+
+        `prepares`: ranks are functions, so their actors may import torch as soon as they are up.
+        """
+        self._prepares = prepares
         self._ray = ray
         self._config = config
         self._is_elastic = is_elastic
@@ -134,9 +144,9 @@ class RayPool:
         return False
 
     def _start_actors(self, count: int, deadline_s: float) -> list[RankHost]:
-        self._open_leader()
         hosts = [self._new_host(bundle) for bundle in range(count)]
-        refs = [host.actor.describe.remote() for host in hosts]
+        refs = [self._describe(host) for host in hosts]
+        self._open_leader()  # last: Ray has as many processes ready as there are cores, and ranks need theirs longer
         try:
             facts = self._ray.get(refs, timeout=max(1.0, deadline_s - time.monotonic()))
         except self._ray.exceptions.GetTimeoutError as error:
@@ -165,7 +175,12 @@ class RayPool:
     def _open_leader(self) -> None:
         if self._leader is not None:
             return
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # Beside the driver, without which the job ends anyway: an actor that needs nothing would be put on any node,
+        # and take the job with it when that node is lost.
+        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=True)
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
         if self._leader_name is not None:
             options.update(name=self._leader_name, namespace=LEADER_NAMESPACE)
         self._leader = self._ray.remote(LeaderActor).options(**options).remote(is_elastic=self._is_elastic)
@@ -200,8 +215,15 @@ class RayPool:
         # First in the places of workers that are gone: the group still holds them for this job.
         hosts = [self._new_host(self._free_bundles.pop() if self._free_bundles else None) for _ in range(count)]
         for host in hosts:
-            self._starting[host.actor.describe.remote()] = host.host_id
+            self._starting[self._describe(host)] = host.host_id
         return [host.host_id for host in hosts]
+
+    def _describe(self, host: _ActorHost) -> Any:
+        """Ask an actor for its facts, and let it go on to what its rank will need."""
+        facts = host.actor.describe.remote()
+        if self._prepares:
+            host.actor.prepare.remote()
+        return facts
 
     def open_store(self, hosts: Sequence[RankHost], secret: str) -> tuple[str, int]:
         """The leader's store; on loopback if the leader and all ranks share one."""

@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from torsh_distributed.clusters.hosted.rank_host import HostFacts, RankOutcome, RankTask, own_facts
-from torsh_distributed.clusters.hosted.rank_run import RankRun
+from torsh_distributed.clusters.hosted.rank_run import RankRun, import_for_ranks
 
 _LISTEN_S = 10.0
 
@@ -37,6 +37,10 @@ class RankActor:
         address = ray.util.get_node_ip_address()
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
         return own_facts(f"Ray worker {self._host_id} on {address}", address=address, gpus=gpus)
+
+    def prepare(self) -> None:
+        """Import what a rank's function needs, while the job still gathers others and opens its store."""
+        import_for_ranks()
 
     def run(self, task: RankTask, leader: Any) -> RankOutcome:
         """Run the rank to its end; messages pass through `leader` meanwhile."""

@@ -64,7 +64,7 @@ class RayEngine:
         job = json.loads(runtime_env["env_vars"].pop(JOB_VARIABLE))
         hidden = dict.fromkeys(job.pop("env"), "…")
         shown = {"entrypoint": self._entry_point(), "runtime_env": runtime_env, "job": {**job, "env": hidden}}
-        return json.dumps(shown, indent=2)
+        return json.dumps(shown, indent=2, ensure_ascii=False)
 
     def submit(self, submission: Submission) -> str:
         """Upload the working directory and start the job's driver on the cluster."""

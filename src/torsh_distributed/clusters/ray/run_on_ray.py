@@ -52,4 +52,4 @@ def run_training(
             time_limit_s=time_limit_s,
             on_report=on_report,
         )
-        return HostedJob(RayPool(ray, chosen, is_elastic=elastic is not None), spec).run()
+        return HostedJob(RayPool(ray, chosen, is_elastic=elastic is not None, prepares=True), spec).run()

@@ -38,7 +38,7 @@ def read_settings(cloud: str, submission: Submission, own: Mapping[str, str], *r
     for key in ("image", *required):
         if not submission.options.get(key):
             meaning = {**COMMON_SETTINGS, **own}[key]
-            raise InvalidArgument(f"{cloud} needs --set {key}=…: {meaning}", setting=key)
+            raise InvalidArgument(f"{cloud} needs --set {key}=…", hint=meaning, setting=key)
     if submission.options.get("spot", "no") not in ("yes", "no"):
         raise InvalidArgument("spot must be yes or no", spot=submission.options["spot"])
     if submission.plan is not None or submission.entry.kind is EntryKind.SCRIPT:

@@ -65,7 +65,7 @@ class SlurmEngine(ClusterEngine):
             ask_program(["sbatch", "--test-only", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
             said = ask_program(["sbatch", "--parsable", str(script)], timeout_s=ASK_TIMEOUT_S, hint="")
         except CommunicationError as error:
-            error.hint = f"what there is: {_available()}"
+            error.hint = _available()
             raise
         return said.strip().split(";")[0]
 
@@ -171,10 +171,10 @@ def _with_rank(line: str) -> str:
 
 
 def _available() -> str:
-    """What the cluster has, in one line."""
+    """What the cluster has, in one line; or that it does not answer."""
     command = ["sinfo", "--noheader", "--format=%P: %D nodes %t, %c CPUs, %m MB, gres %G"]
     try:
         said = ask_program(command, timeout_s=ASK_TIMEOUT_S, hint="`scontrol ping` says whether the controller runs")
-    except (CommunicationError, FileNotFoundError) as error:
-        return f"unknown ({error})"
-    return "; ".join(said.split("\n")).strip("; ") or "nothing"
+    except (CommunicationError, OperationTimeout, FileNotFoundError):
+        return "SLURM does not answer here: `scontrol ping` says why, and SLURM_CONF names another slurm.conf"
+    return f"what there is: {'; '.join(said.splitlines()) or 'nothing'}"

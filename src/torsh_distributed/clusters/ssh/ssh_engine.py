@@ -30,6 +30,7 @@ OPTIONS = {
     "python": "Python on the hosts",
     "port_range": "FIRST-LAST, the only ports to listen on",
     "master_port": "port on the first host where launchers meet",
+    "heartbeat_timeout": "seconds of silence after which a host counts as lost; more where hosts are overloaded",
 }
 _GRACE_S = 40.0  # beyond the 25 s that launchers give workers to save
 
@@ -66,7 +67,7 @@ class SshEngine(ClusterEngine):
         words = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--ssh", "--hosts", hosts]
         for name in ("config", "python"):
             words += [f"--ssh-{name}", self._options[name]] if name in self._options else []
-        for name in ("port_range", "master_port"):
+        for name in ("port_range", "master_port", "heartbeat_timeout"):
             words += [f"--{name.replace('_', '-')}", self._options[name]] if name in self._options else []
         words += [word for name in sorted(rank_variables(submission)) for word in ("--carry", name)]
         return [*words, *entry_arguments(submission)]

@@ -198,8 +198,10 @@ class GroupManager:
 def _nodes(ranks_per_node: int | None) -> Sequence[tuple[int, ...]]:
     size = process_group.world_size()
     if ranks_per_node is None:
-        nodes = roster().nodes
-        return [tuple(r for r in range(size) if nodes[r] == node) for node in roster().node_order]
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(roster().nodes):
+            members.setdefault(node, []).append(rank)
+        return [tuple(ranks) for ranks in members.values()]
     if ranks_per_node < 1 or size % ranks_per_node:
         raise InvalidArgument(
             f"{ranks_per_node} ranks per node do not divide the world of {size}",

@@ -41,6 +41,7 @@ from torsh_distributed.plan.sections.retry import RetryConfig
 _log = logging.getLogger(__name__)
 
 _BRING_UP_TIMEOUT_S = 10.0
+_CLOCK_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class _World:
     master_port: int
     told: tuple[str, ...]
     """Environment variables that name the network interface to torch's backends, set while the world is up."""
+    node: str | None
+    """The name of this rank's node, where its launcher gave one."""
     generation: int = 0
 
 
@@ -102,19 +105,33 @@ def start_world(
         roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
     if not roster.shares_loopback:
         require_encryption(chosen)
+        _warn_of_clock(roster, rank)
     told = tell_backends(job_interface(master_addr, is_one_host=roster.shares_loopback), os.environ)
     try:
         _bring_up(chosen, prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, store_port=master_port)
     except BaseException:
         _withdraw(told)
         raise
-    _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told)
+    _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node)
     events.set_rank(rank)
     if backend == "auto":
         reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
+
+
+def _warn_of_clock(roster: Roster, rank: int) -> None:
+    """One rank of each node reports a clock that is far from rank 0's, under launchers that do not compare them too."""
+    ahead_s = roster.clock_ahead_s
+    if abs(ahead_s) < _CLOCK_LIMIT_S or roster.local_rank(rank) != 0:
+        return
+    message = (
+        f"the clock of rank {rank}'s node is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} rank 0's: "
+        "times of events will not compare"
+    )
+    _log.warning("%s", message)
+    events.emit(events.LogEvent(level="warning", message=message))
 
 
 def _withdraw(told: Sequence[str]) -> None:
@@ -190,7 +207,7 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     store = dist.PrefixStore(f"generation/{generation}", old.prefixed)
     new_rank = members.index(me)
     with translate_errors("regroup", rank=new_rank, world_size=len(members)):
-        found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.roster.nodes[me])
+        found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.node)
     _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
     _world = replace(old, rank=new_rank, roster=found, timeout_s=limit_s, generation=generation)
     events.set_rank(new_rank)
@@ -207,11 +224,10 @@ def enter_world(store: dist.Store, *, rank: int, world_size: int, epoch: int, ti
     """
     global _world
     old = _require_world()
-    node = old.roster.nodes[old.rank]
     if dist.is_initialized():
         _take_down()
     with translate_errors("regroup", rank=rank, world_size=world_size):
-        found = join(store, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+        found = join(store, rank=rank, world_size=world_size, timeout_s=timeout_s, node=old.node)
     try:
         # All have arrived: what takes long now is a member that died in between, and gloo would try it until the end.
         limit_s = min(timeout_s, _BRING_UP_TIMEOUT_S)

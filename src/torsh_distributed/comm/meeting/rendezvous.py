@@ -8,9 +8,10 @@ name, where c10d alone would hang or time out without saying who.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import socket
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -23,6 +24,8 @@ from torsh_distributed.comm.meeting.job_store import job_store_url, open_job_sto
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import network_identity
 from torsh_distributed.comm.meeting.node_identity import node_identity
+from torsh_distributed.comm.meeting.node_packing import pack_nodes, unpack_nodes
+from torsh_distributed.comm.meeting.software_versions import NodeSoftware, own_software, software_differences
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.comm.store.registry import open_store as open_store_at
 from torsh_distributed.comm.store.tcp.tcp_server import tcp_url
@@ -55,6 +58,8 @@ class Arrival:
     """Equal for ranks of one node; see `node_identity`."""
     network: str
     """Equal for ranks that share a loopback; see `network_identity`."""
+    software: dict[str, str]
+    """The fields of `NodeSoftware`: not every launcher compares them before it starts ranks."""
 
     @override
     def __str__(self) -> str:
@@ -63,20 +68,22 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Roster:
-    """Where every rank of the world lives: `nodes[rank]` is the identity of its node."""
+    """Where every rank of the world lives: `nodes[rank]` is its node's number, in the order of their lowest ranks."""
 
-    nodes: tuple[str, ...]
+    nodes: tuple[int, ...]
     shares_loopback: bool = False
     """Whether all ranks reach each other without a network, whatever their launcher calls a node."""
+    clock_ahead_s: float = 0.0
+    """How far this rank's wall clock is ahead of rank 0's, to within the moment in which the verdict travels."""
 
     @cached_property
-    def node_order(self) -> tuple[str, ...]:
+    def node_order(self) -> tuple[int, ...]:
         """The distinct nodes, in the order of their lowest rank."""
         return tuple(dict.fromkeys(self.nodes))
 
     def node_rank(self, rank: int) -> int:
         """The index of the rank's node."""
-        return self.node_order.index(self.nodes[rank])
+        return self.nodes[rank]
 
     def node_ranks(self, rank: int) -> tuple[int, ...]:
         """All ranks of the same node, in order."""
@@ -188,12 +195,13 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         pid=os.getpid(),
         node=node or node_identity(),
         network=network_identity(),
+        software=asdict(own_software()),
     )
     meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
     # Arrivals are numbered in order, not by rank: two processes may claim one rank.
     meeting.publish("arrival", store.add("arrivals", 1), asdict(me))
     if rank == 0 and store.add("leader", 1) == 1:
-        verdict = _decide(meeting, me)
+        verdict = _decide(store, meeting, me)
         meeting.publish("verdict", 0, verdict)
         if "error" in verdict:
             _await_acknowledgements(store)
@@ -201,36 +209,56 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         verdict = _await_verdict(store, meeting, me)
     if "error" in verdict:
         raise _to_error(verdict)
-    return Roster(_spread(verdict["nodes"]), verdict["shares_loopback"])
+    # All wait for the verdict, so they read it at nearly the same moment.
+    return Roster(unpack_nodes(verdict["nodes"]), verdict["shares_loopback"], time.time() - verdict["clock_s"])
 
 
-def _decide(meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
+def _decide(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
     """On rank 0: read arrivals until the world is complete, wrong, or late."""
     present: dict[int, Arrival] = {}
-    index = 0
+    num_read = 0
     while len(present) < me.world_size:
-        index += 1
-        arrival = _read_arrival(meeting, index)
-        if arrival is None:
+        # All that have a number by now, in one question: thousands arrive at once. At least the next one.
+        newest = max(num_read + 1, store.add("arrivals", 0))
+        arrivals = _read_arrivals(meeting, range(num_read + 1, newest + 1))
+        num_read = newest
+        for arrival in arrivals:
+            if arrival is None:
+                continue
+            objection = _objection(arrival, me, present)
+            if objection is not None:
+                return objection
+            present[arrival.rank] = arrival
+        if None in arrivals:
             return _absent(present, me.world_size)
-        if arrival.world_size != me.world_size:
-            return {
-                "error": "config",
-                "message": f"the ranks disagree on the world size: {me} says {me.world_size}, "
-                f"{arrival} says {arrival.world_size}",
-                "hint": "start every rank with the same WORLD_SIZE",
-            }
-        if arrival.rank in present:
-            return {
-                "error": "config",
-                "message": f"two processes joined as rank {arrival.rank}: {present[arrival.rank]} and {arrival}",
-                "hint": "give every process its own RANK; LOCAL_RANK repeats on each node and is not it",
-            }
-        present[arrival.rank] = arrival
     return {
-        "nodes": _folded([present[rank].node for rank in range(me.world_size)]),
+        "nodes": pack_nodes([present[rank].node for rank in range(me.world_size)]),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
+        "clock_s": time.time(),
     }
+
+
+def _objection(arrival: Arrival, me: Arrival, present: dict[int, Arrival]) -> dict[str, Any] | None:
+    """Why there can be no world with this rank, as a verdict; None if there can."""
+    if arrival.world_size != me.world_size:
+        message = (
+            f"the ranks disagree on the world size: {me} says {me.world_size}, {arrival} says {arrival.world_size}"
+        )
+        return {"error": "config", "message": message, "hint": "start every rank with the same WORLD_SIZE"}
+    if arrival.rank in present:
+        return {
+            "error": "config",
+            "message": f"two processes joined as rank {arrival.rank}: {present[arrival.rank]} and {arrival}",
+            "hint": "give every process its own RANK; LOCAL_RANK repeats on each node and is not it",
+        }
+    differences = software_differences(NodeSoftware(**me.software), NodeSoftware(**arrival.software))
+    if differences:
+        return {
+            "error": "config",
+            "message": f"{arrival} runs other software than {me}: {'; '.join(differences)}",
+            "hint": "start all ranks from the same environment",
+        }
+    return None
 
 
 def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:
@@ -243,10 +271,12 @@ def _absent(present: dict[int, Arrival], world_size: int) -> dict[str, Any]:
     }
 
 
-def _read_arrival(meeting: StoreMeeting, index: int, timeout_s: float | None = None) -> Arrival | None:
+def _read_arrivals(
+    meeting: StoreMeeting, numbers: Sequence[int], timeout_s: float | None = None
+) -> list[Arrival | None]:
     try:
-        record = meeting.poll("arrival", index, timeout_s)
-        return None if record is None else Arrival(**record)
+        records = meeting.poll_many("arrival", numbers, timeout_s)
+        return [None if record is None else Arrival(**record) for record in records]
     except (TypeError, ValueError) as error:
         raise SerializationError(
             "an arrival in the store cannot be read",
@@ -267,12 +297,8 @@ def _await_verdict(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dic
 
 def _verdict_without_leader(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
     """Rank 0 never decided: say who is there, from the log."""
-    present: dict[int, Arrival] = {}
-    for index in range(1, store.add("arrivals", 0) + 1):
-        arrival = _read_arrival(meeting, index, 1.0)
-        if arrival is not None:
-            present[arrival.rank] = arrival
-    return _absent(present, me.world_size)
+    arrivals = _read_arrivals(meeting, range(1, store.add("arrivals", 0) + 1), 1.0)
+    return _absent({arrival.rank: arrival for arrival in arrivals if arrival is not None}, me.world_size)
 
 
 def _await_acknowledgements(store: dist.Store) -> None:
@@ -298,12 +324,3 @@ def _ranges(ranks: list[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _folded(nodes: list[str]) -> list[list[Any]]:
-    """Neighbours of one node as [node, number]: every rank reads the verdict, and its size is that of the world."""
-    return [[node, len(list(ranks))] for node, ranks in itertools.groupby(nodes)]
-
-
-def _spread(folded: list[list[Any]]) -> tuple[str, ...]:
-    return tuple(node for node, count in folded for _ in range(count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.errors import CommunicationError, OperationTimeout
 
 _LEAVE_S = 5.0
+_SETTLE_GRACE_S = 2.0
+"""Ranks that wait for rank 0 give it this long beyond the deadline to say who is missing."""
 
 
 class StoreMeeting:
@@ -42,6 +44,26 @@ class StoreMeeting:
         self.publish(name, self._rank, record)
         return self._read(name, self._ranks)
 
+    def settle(self, name: str, record: object, decide: Callable[[list[Any]], object]) -> Any:
+        """Publish this rank's record; every rank returns what rank 0 decided from all. Raises as `exchange` does.
+
+        For thousands of ranks, where few bytes can say what all must know: with `exchange` each reads every record.
+        """
+        if self._rank == 0:
+            try:
+                records = [json.loads(json.dumps(record)), *self._read(name, self._ranks[1:])]
+                verdict: Any = {"settled": decide(records)}
+            except OperationTimeout as error:
+                verdict = {"missing": error.context["missing_ranks"]}
+            self.publish(f"{name}/settled", 0, verdict)
+        else:
+            self.publish(name, self._rank, record)
+            verdict = self.poll(f"{name}/settled", 0, self.remaining_s + _SETTLE_GRACE_S) or {"missing": [0]}
+        if "missing" in verdict:
+            self._leave_without(verdict["missing"])
+            raise self._too_late(verdict["missing"])
+        return verdict["settled"]
+
     def publish(self, name: str, index: int, record: object) -> None:
         """Set one record."""
         with self._store_errors():
@@ -59,6 +81,16 @@ class StoreMeeting:
                 return None
             return json.loads(self._store.get(key))
 
+    def poll_many(self, name: str, indices: Sequence[int], timeout_s: float | None = None) -> list[Any | None]:
+        """These records in order, each as `poll` returns it; two round trips if all are there. Raises ValueError."""
+        with self._store_errors():
+            keys = [_key(name, index) for index in indices]
+            there = set(keys)
+            if keys and not wait_for_keys(self._store, keys, self.remaining_s if timeout_s is None else timeout_s):
+                there = {key for key in keys if self._store.check([key])}
+            values = iter(self._store.multi_get([key for key in keys if key in there]) if there else ())
+            return [json.loads(next(values)) if key in there else None for key in keys]
+
     def missing(self, name: str) -> list[int]:
         """The ranks whose record is not set by the deadline."""
         with self._store_errors():
@@ -72,10 +104,20 @@ class StoreMeeting:
 
         One of them may host the store, and the others would read of a lost store instead of what is wrong.
         """
+        self._leave(self._ranks, min(self.remaining_s, _LEAVE_S))
+
+    def _leave_without(self, missing: Sequence[int]) -> None:
+        """The same after the deadline: rank 0 stays for those who came."""
+        absent = set(missing)
+        others = [rank for rank in self._ranks if rank not in absent] if self._rank == 0 else []
+        self._leave(others, _SETTLE_GRACE_S)
+
+    def _leave(self, ranks: Sequence[int], timeout_s: float) -> None:
         try:
             self._store.set(_key("left", self._rank), "")
             # A rank that died cannot say that it has read, so the result does not matter.
-            wait_for_keys(self._store, [_key("left", rank) for rank in self._ranks], min(self.remaining_s, _LEAVE_S))
+            if ranks:
+                wait_for_keys(self._store, [_key("left", rank) for rank in ranks], timeout_s)
         except dist.DistNetworkError:
             # The host has left, which it does only when this rank was done or the time was over.
             return
@@ -83,15 +125,20 @@ class StoreMeeting:
     def _read(self, name: str, ranks: Sequence[int]) -> list[Any]:
         with self._store_errors():
             keys = [_key(name, rank) for rank in ranks]
+            if not keys:
+                return []
             if wait_for_keys(self._store, keys, self.remaining_s):
                 return [json.loads(value) for value in self._store.multi_get(keys)]
             missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-        raise OperationTimeout(
+        raise self._too_late(missing)
+
+    def _too_late(self, missing: Sequence[int]) -> OperationTimeout:
+        return OperationTimeout(
             f"the group did not come together within {self._timeout_s:g} s; "
             f"missing: {', '.join(f'rank {rank}' for rank in missing) or 'no rank any more, the last came too late'}",
             hint="every rank of the group must create it; look at the output of the missing ones",
             operation=self._operation,
-            missing_ranks=missing,
+            missing_ranks=list(missing),
             timeout_s=self._timeout_s,
         )
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Self
 
+from torsh_distributed.comm.meeting.software_versions import own_software
 from torsh_distributed.errors import CommunicationError, ConfigurationError, OperationTimeout
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -16,7 +17,6 @@ from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.listening_sockets import resolve
 from torsh_distributed.launch.nodes.node import Node
-from torsh_distributed.launch.nodes.node_software import own_software
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,

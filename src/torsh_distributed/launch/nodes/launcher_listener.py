@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import Self
 
+from torsh_distributed.comm.meeting.software_versions import NodeSoftware, own_software, software_differences
 from torsh_distributed.comm.trust.stranger_pool import PROOF_TIMEOUT_S, StrangerPool
 from torsh_distributed.launch.control.worker_health import Health, HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -16,7 +17,6 @@ from torsh_distributed.launch.nodes.coordinator import JobPhase
 from torsh_distributed.launch.nodes.heartbeat import HeartbeatSender
 from torsh_distributed.launch.nodes.leader import Leader
 from torsh_distributed.launch.nodes.listening_sockets import listen_on
-from torsh_distributed.launch.nodes.node_software import NodeSoftware, own_software, software_differences
 from torsh_distributed.launch.nodes.records import (
     DiagnosisWanted,
     Ended,

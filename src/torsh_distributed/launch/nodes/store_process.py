@@ -98,7 +98,12 @@ def main() -> None:
     torch_stores: list[object] = []
 
     def obey() -> None:
-        order, fds, _, _ = socket.recv_fds(control, 1, 2)
+        try:
+            order, fds, _, _ = socket.recv_fds(control, 1, 2)
+        except ConnectionResetError:
+            # The launcher left with a report unread: its end, as an end of file is.
+            loop.stop()
+            return
         torch_stores.clear()
         if order == _SERVE:
             loop.serve([socket.socket(fileno=fd) for fd in fds])

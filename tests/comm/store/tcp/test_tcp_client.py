@@ -259,6 +259,66 @@ def test_threads_that_wait_do_not_hold_up_the_others(tcp_url: str) -> None:
         assert [future.result(timeout=20) for future in waiting] == [b"0", b"1", b"2", b"3"]
 
 
+def connections_to(port: int) -> int:
+    """How many connections this process's clients have to the server."""
+    import psutil
+
+    return sum(
+        entry.status == psutil.CONN_ESTABLISHED and entry.raddr.port == port
+        for entry in psutil.Process().net_connections("tcp")
+        if entry.raddr
+    )
+
+
+def test_a_client_that_waits_alone_has_one_connection_and_others_open_theirs_meanwhile(tcp_url: str) -> None:
+    with open_store(tcp_url) as store, open_store(tcp_url) as other, ThreadPoolExecutor(1) as pool:
+        other.set("there", "1")
+        assert store.get("there", timeout_s=20) == b"1"
+        assert connections_to(port_of(tcp_url)) == 2
+        store.set("before", "1")
+        waiting = pool.submit(store.get, "key", timeout_s=60)
+        while not store.check(["before"]) or connections_to(port_of(tcp_url)) < 3:
+            assert not waiting.done()
+        store.set("key", "2")
+        assert waiting.result(timeout=60) == b"2"
+        for _ in range(3):
+            assert store.get("key", timeout_s=20) == b"2"
+        assert connections_to(port_of(tcp_url)) == 3, "both are used again"
+
+
+def test_a_server_without_files_for_more_says_so_and_serves_those_it_has() -> None:
+    command = [sys.executable, "-c", FEW_FILES + SERVE]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        try:
+            url = server.stdout.readline().strip()
+            with contextlib.ExitStack() as stack:
+                clients = []
+                with ThreadPoolExecutor(1) as pool:
+                    told = pool.submit(server.stderr.readline)
+                    while not told.done():
+                        with contextlib.suppress(OperationTimeout):
+                            clients.append(stack.enter_context(open_store(url, timeout_s=1.0)))
+                    assert "raise the limit of open files (`ulimit -n`)" in told.result()
+                clients[0].set("key", "1")
+                assert clients[-1].get("key", timeout_s=30) == b"1"
+                clients.pop(0).close()
+                stack.enter_context(open_store(url, timeout_s=30))
+        finally:
+            server.kill()
+
+
+FEW_FILES = """
+import logging, resource
+from torsh_distributed.comm.store import TcpStoreServer
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+"""
+
+
 def test_a_server_that_ends_releases_who_waits() -> None:
     with ThreadPoolExecutor(1) as pool, TcpStoreServer() as server, open_store(server.url) as store:
         waiting = pool.submit(store.get, "never", timeout_s=60)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from torsh_distributed.comm.meeting.node_identity import node_identity
+from torsh_distributed.comm.meeting.node_packing import pack_nodes, unpack_nodes
 from torsh_distributed.comm.meeting.store_meeting import StoreMeeting
 from torsh_distributed.errors import ConfigurationError
 
@@ -58,15 +59,26 @@ def find_layout(
     meeting = StoreMeeting(
         store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, operation="create the torsh group"
     )
-    members: dict[tuple[str | None, str], list[int]] = {}
-    wanted: dict[str, list[int]] = {}
-    for other, (name, identity, leg) in enumerate(meeting.exchange("node", (node, node_identity(), between))):
-        members.setdefault((name, identity), []).append(other)
-        wanted.setdefault(leg, []).append(other)
-    if len(wanted) > 1:
-        said = ", ".join(f"{leg} on ranks {ranks}" for leg, ranks in sorted(wanted.items()))
+    found = meeting.settle("node", (node, node_identity(), between), _decide)
+    if found["dispute"]:
+        meeting.leave()
         raise ConfigurationError(
-            f"the ranks do not agree on what carries data between nodes: {said}",
+            f"the ranks do not agree on what carries data between nodes: {found['dispute']}",
             hint="give all of them the same TORSH_BETWEEN_NODES, or the same TorshOptions(between=…)",
         )
+    members: dict[int, list[int]] = {}
+    for other, number in enumerate(unpack_nodes(found["nodes"])):
+        members.setdefault(number, []).append(other)
     return NodeLayout(tuple(tuple(ranks) for ranks in members.values()), rank)
+
+
+def _decide(records: list[tuple[str | None, str, str]]) -> dict[str, str | None]:
+    """On rank 0: the node of every rank, and what they do not agree on."""
+    wanted: dict[str, list[int]] = {}
+    for rank, (_, _, leg) in enumerate(records):
+        wanted.setdefault(leg, []).append(rank)
+    dispute = ", ".join(f"{leg} on ranks {ranks}" for leg, ranks in sorted(wanted.items()))
+    return {
+        "nodes": pack_nodes([(name, identity) for name, identity, _ in records]),
+        "dispute": dispute if len(wanted) > 1 else None,
+    }

@@ -6,6 +6,7 @@ serves a job's store starts in milliseconds.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import json
@@ -62,11 +63,13 @@ class _StorePeer:
 class _KeyWait:
     """A client that waits for keys. It is kept under one that is missing, and looks again when that arrives."""
 
-    __slots__ = ("is_over", "keys", "peer")
+    __slots__ = ("is_over", "keys", "next_index", "peer")
 
     def __init__(self, peer: _StorePeer, keys: list[str]) -> None:
         self.peer = peer
         self.keys = keys
+        self.next_index = 0
+        """Keys before this one were there when they were looked for."""
         self.is_over = False
 
 
@@ -101,6 +104,7 @@ class StoreLoop:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._listeners: list[socket.socket] = []
         self._paused_until_s: float | None = None
+        self._has_told_of_files = False
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_over = False
@@ -154,7 +158,9 @@ class StoreLoop:
 
     def _next_timeout_s(self) -> float | None:
         """Handle what is due, and return the time to the next deadline."""
-        if not (self._deadlines or self._proof_deadlines or self._strangers.has_refused):
+        if not (
+            self._deadlines or self._proof_deadlines or self._strangers.has_refused or self._paused_until_s is not None
+        ):
             return None
         now_s = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -188,8 +194,10 @@ class StoreLoop:
                 return
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                # No more of them, or it left before it was accepted.
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._pause_without_files()
+                # Otherwise no more of them, or it left before it was accepted.
                 return
             sock.setblocking(False)
             peer = _StorePeer(sock, peer_name(sock))
@@ -220,10 +228,23 @@ class StoreLoop:
         chance_s = self._proof_deadlines[0][0] - PROOF_TIMEOUT_S + _CHANCE_S
         if chance_s <= time.monotonic():
             return False
-        self._paused_until_s = chance_s
+        self._pause(chance_s)
+        return True
+
+    def _pause_without_files(self) -> None:
+        """The limit of open files is reached: who waits is accepted when others have left."""
+        if not self._has_told_of_files:
+            self._has_told_of_files = True
+            self._report(
+                f"the store has {len(self._peers)} connections, as many as it may open: further ranks wait; raise the "
+                "limit of open files (`ulimit -n`) where the job is started, one or two for each rank"
+            )
+        self._pause(time.monotonic() + _CHANCE_S)
+
+    def _pause(self, until_s: float) -> None:
+        self._paused_until_s = until_s
         for listener in self._listeners:
             self._epoll.modify(listener.fileno(), 0)
-        return True
 
     def _accept_again(self) -> None:
         self._paused_until_s = None
@@ -428,7 +449,7 @@ class StoreLoop:
         if not missing or remaining_s <= 0:
             return _still_missing(missing)
         wait = _KeyWait(peer, keys)
-        self._waiting.setdefault(missing[0], []).append(wait)
+        self._keep_waiting(wait, keys.index(missing[0]))
         heapq.heappush(self._deadlines, (time.monotonic() + remaining_s, next(self._order), wait))
         return None
 
@@ -436,11 +457,22 @@ class StoreLoop:
         for wait in self._waiting.pop(key, ()):
             if wait.is_over or not wait.peer.is_open:
                 continue
-            missing = self._table.missing(wait.keys)
-            if missing:
-                self._waiting.setdefault(missing[0], []).append(wait)
-            else:
+            # From where it stopped: a wait for all ranks' keys would otherwise look at all of them for each that comes.
+            index = self._first_missing(wait.keys, wait.next_index)
+            if index is None:
+                index = self._first_missing(wait.keys, 0)  # one may have been deleted since
+            if index is None:
                 self._end_wait(wait)
+            else:
+                self._keep_waiting(wait, index)
+
+    def _first_missing(self, keys: list[str], start: int) -> int | None:
+        entry = self._table.entry
+        return next((index for index in range(start, len(keys)) if entry(keys[index]) is None), None)
+
+    def _keep_waiting(self, wait: _KeyWait, index: int) -> None:
+        wait.next_index = index
+        self._waiting.setdefault(wait.keys[index], []).append(wait)
 
     def _end_wait(self, wait: _KeyWait) -> None:
         wait.is_over = True

@@ -56,7 +56,10 @@ class StoreRefused(CommunicationError):
 
 
 class TcpKeyspace(Keyspace):
-    """Keys in a server, over one connection that keeps requests in order; a thread that waits has one to itself.
+    """Keys in a server, over one connection that keeps requests in order.
+
+    A thread that waits for keys has a connection to itself: the only one, until another thread asks something
+    meanwhile and opens a second. So a world of thousands joins with one connection for each rank.
 
     Writes have no reply, as in torch's TCPStore: they take no round trip, and what the same client asks next comes
     after them. A lost connection is replaced at the next call. A call during which it is lost raises CommunicationError
@@ -144,7 +147,7 @@ class TcpKeyspace(Keyspace):
             return [] if self._ask(CHECK + keys[0].encode()) == DONE else list(keys)
         names = [key.encode() for key in keys]
         if timeout_s > 0:
-            missing = self._wait_apart(names, timeout_s)
+            missing = self._wait(names, timeout_s)
         else:
             missing = self._fields(b"wait", tcp_protocol.number(0.0), *names)
         return [name.decode() for name in missing if name is not None]
@@ -181,41 +184,53 @@ class TcpKeyspace(Keyspace):
         """Send a request on the connection that keeps the order, and return the reply."""
         self._notice_fork()
         with self._mutex:
-            connection = self._main
+            connection, self._main = self._main, None
             if connection is None or not connection.is_usable(can_trust=True):
                 if connection is not None:
                     connection.close()
-                connection = self._main = None
-                connection = self._main = self._connect(time.monotonic() + self._timeout_s)
+                connection = self._take_idle() or self._connect_again_if_refused()
             try:
-                return connection.ask(request) if has_reply else connection.tell(request)
+                reply = connection.ask(request) if has_reply else connection.tell(request)
             except BaseException as error:
                 connection.close()
-                self._main = None
                 _raise_explained(request, error, self.url)
+            self._main = connection
+            return reply
 
-    def _wait_apart(self, names: list[bytes], timeout_s: float) -> list[TcpField]:
-        """Wait on a connection of its own, so other threads of this client go on."""
+    def _wait(self, names: list[bytes], timeout_s: float) -> list[TcpField]:
+        """Wait on a connection that no other thread uses meanwhile."""
         request = _request(b"wait", (tcp_protocol.number(timeout_s), *names))
-        connection = self._take()
+        self._notice_fork()
+        with self._mutex:
+            connection = self._take_idle()
+            if connection is None and self._main is not None and self._main.is_usable():
+                connection, self._main = self._main, None
+        connection = connection or self._connect_again_if_refused()
         try:
+            if connection.has_unanswered:
+                # What other threads ask meanwhile goes over another connection and must not overtake these writes.
+                connection.ask(_request(b"flush", ()))
             connection.limit(timeout_s + _GRACE_S)
             reply = connection.ask(request)
+            connection.limit(self._timeout_s)
         except BaseException as error:
             connection.close()
             _raise_explained(request, error, self.url)
         with self._mutex:
-            self._idle.append(connection)
+            if self._main is None:
+                self._main = connection
+            else:
+                self._idle.append(connection)
         return _decoded(reply, self.url)
 
-    def _take(self) -> _StoreConnection:
-        with self._mutex:
-            while self._idle:
-                connection = self._idle.pop()
-                if connection.is_usable():
-                    return connection
-                connection.close()
-        return self._connect_again_if_refused()
+    def _take_idle(self) -> _StoreConnection | None:
+        """A connection that nobody uses, if there is one; the mutex is held."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable():
+                return connection
+            connection.close()
+        return None
 
     def _connect_again_if_refused(self) -> _StoreConnection:
         """A further connection. The server turns some away while hundreds of ranks connect at once: they try again."""
@@ -315,6 +330,8 @@ class _StoreConnection:
         self._receiving: Signer | None = signers[1] if signers else None
         self._overhead = _HEADER_BYTES + (MAC_BYTES if signers else 0)
         self._used_s = time.monotonic()
+        self.has_unanswered = False
+        """Whether requests without a reply may still be on their way."""
         self._is_tls = _is_tls(sock)
         sock.settimeout(None)
         self.limit(timeout_s)
@@ -333,6 +350,7 @@ class _StoreConnection:
         """Send a request that has no reply."""
         self._sock.sendall(tcp_protocol.frame(body, self._sending))
         self._used_s = time.monotonic()
+        self.has_unanswered = True
         return b""
 
     def ask(self, body: bytes) -> bytes:
@@ -353,6 +371,7 @@ class _StoreConnection:
         if self._receiving is not None:
             self._receiving.check(reply, data[_HEADER_BYTES : self._overhead])
         self._used_s = time.monotonic()
+        self.has_unanswered = False
         return reply
 
     def _receive(self, num_bytes: int) -> bytes:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 
 import torch
 
-from torsh_distributed.launch.nodes.launcher_listener import disagreement
-from torsh_distributed.launch.nodes.node_software import NodeSoftware, own_software, software_differences
-from torsh_distributed.launch.nodes.records import JoinRequest
-from torsh_distributed.launch.spec import Entry, JobSpec
+from torsh_distributed.comm.meeting.software_versions import NodeSoftware, own_software, software_differences
 
 OURS = NodeSoftware(python="3.11.2", torch="2.13.0+cpu", torsh="0.1.0")
 
@@ -33,20 +29,3 @@ def test_what_differs_is_named_with_both_values() -> None:
         "torch is 2.12.1 there and 2.13.0+cpu on node 0",
         "torsh-distributed is not installed there and 0.1.0 on node 0",
     ]
-
-
-def test_a_node_with_another_torch_is_not_let_in() -> None:
-    spec = JobSpec(entry=Entry(target="x.py"), nnodes=2, nproc_per_node=1, run_id="r")
-    fitting = JoinRequest(
-        node_rank=1,
-        node_name="b",
-        nnodes=2,
-        nproc_per_node=1,
-        max_restarts=0,
-        run_id="r",
-        clock_s=0.0,
-        **dataclasses.asdict(own_software()),
-    )
-    assert disagreement(spec, fitting) is None
-    other = disagreement(spec, dataclasses.replace(fitting, torch="1.13.0"))
-    assert other == f"torch is 1.13.0 there and {own_software().torch} on node 0"

@@ -1,4 +1,4 @@
-"""Which Python, torch and torsh-distributed a node runs; nodes of one job must not differ in them."""
+"""Which Python, torch and torsh-distributed a node or a rank runs; those of one job must not differ in them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def software_differences(ours: NodeSoftware, theirs: NodeSoftware) -> list[str]:
     found = []
     for field in fields(NodeSoftware):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
-        if _compared(field.name, here) != _compared(field.name, there):
+        if comparable(field.name, here) != comparable(field.name, there):
             found.append(f"{_NAMES[field.name]} is {there or 'not installed'} there and {here or 'missing'} on node 0")
     return found
 
 
-def _compared(name: str, text: str) -> str:
+def comparable(name: str, text: str) -> str:
+    """The part of a version in which processes of one job must agree."""
     return ".".join(text.split(".")[:2]) if name == "python" else text.partition("+")[0]
