@@ -227,10 +227,16 @@ class InPlaceRecovery:
                 source,
                 is_needed=mine != farthest,
                 is_new=is_new,
-                facts={"loss": self._loss, "ledger": engine.ledger.state_dict()},
+                facts={
+                    "loss": self._loss,
+                    "ledger": engine.ledger.state_dict(),
+                    "changes": {} if engine.changes is None else engine.changes.values,
+                },
             )
             if is_new:
                 engine.ledger.load_state_dict(facts["ledger"])
+                if engine.changes is not None:
+                    engine.changes.adopt(engine, facts["changes"])
             if mine != farthest:
                 self._loss = facts["loss"]
                 engine.ledger.commit(engine.num_steps - 1)  # its gradient is in the update that it missed

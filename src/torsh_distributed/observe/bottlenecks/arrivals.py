@@ -12,6 +12,7 @@ from torsh_distributed.observe.trace.timeline import TraceSlice, links
 
 CLEARLY_LATE_S = 50e-6
 """Less is chance."""
+_SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Arrivals:
     """By rank: the share of collectives to which it came last and clearly so."""
     delays_by_step: dict[int, list[float]]
     """By rank: the seconds it delayed the others, one number for each step."""
+    latency_s: float | None = None
+    """Seconds that a small operation takes once all ranks have come; None if there was none."""
 
     @property
     def straggler(self) -> int | None:
@@ -47,10 +50,13 @@ def arrivals(slices: Iterable[TraceSlice], start_s: float, step_ends_s: list[flo
     lasts: Counter[int] = Counter()
     by_step: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * len(step_ends_s))
     count = 0
+    small_s: list[float] = []
     ranks: set[int] = set()
     for together in links([one for one in slices if one.start_s >= start_s]):
         count += 1
         *others, last = together
+        if 0 < last.facts.get("num_bytes", 0) <= _SMALL_BYTES:
+            small_s.append(max(one.end_s for one in together) - last.start_s)
         ranks.update(one.rank for one in together)
         for one in others:
             waited[one.rank] += min(last.start_s - one.start_s, one.duration_s or 0.0)
@@ -68,6 +74,7 @@ def arrivals(slices: Iterable[TraceSlice], start_s: float, step_ends_s: list[flo
         delay_s={rank: delay[rank] for rank in sorted(ranks)},
         last_share={rank: lasts[rank] / count for rank in sorted(ranks)} if count else {},
         delays_by_step={rank: by_step[rank] for rank in sorted(ranks)},
+        latency_s=statistics.median(small_s) if small_s else None,
     )
 
 

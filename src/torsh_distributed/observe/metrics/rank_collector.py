@@ -30,6 +30,7 @@ _POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
 _MARKS = (
     events.CheckpointEvent,
     events.MembershipEvent,
+    events.IncidentEvent,
     events.DecisionEvent,
     events.PressureEvent,
     events.RebalanceEvent,

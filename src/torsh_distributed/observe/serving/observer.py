@@ -136,8 +136,9 @@ class Observer:
         assert self._settings.alert_rules is not None, "asked for"
         rules, tables = read_rules(self._settings.alert_rules)
         password = os.environ.get("TORSH_SMTP_PASSWORD", "")
+        ask = partial(self._tell, "change") if self._settings.can_change_plan else None
         actions: dict[str, AlertAction] = {
-            name: make_action(name, table, smtp_password=password) for name, table in tables.items()
+            name: make_action(name, table, smtp_password=password, ask_launcher=ask) for name, table in tables.items()
         }
         actions["log"] = LogAlert(partial(self._tell, "warned"))
         self._queue = AlertQueue(
