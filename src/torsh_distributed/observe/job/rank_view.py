@@ -85,8 +85,8 @@ class RankView:
     def take(self, packet: Mapping[str, Any], *, now_s: float) -> list[StepRecord]:
         """Take a summary; returns its new steps."""
         self.heard_s = now_s
-        self.time = _finite(packet.get("time")) or self.time
-        self.clock = _finite(packet.get("clock")) or 0.0
+        self.time = finite(packet.get("time")) or self.time
+        self.clock = finite(packet.get("clock")) or 0.0
         sequence = packet.get("sequence")
         self.sequence = sequence if isinstance(sequence, int) else self.sequence
         self._take_custom(packet.get("custom"))
@@ -166,14 +166,14 @@ class RankView:
             self.facts = {
                 str(name)[:60]: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
                 for name, value in kept
-                if isinstance(value, str | int | float | bool) or _is_small(value)
+                if isinstance(value, str | int | bool) or finite(value) is not None or _is_small(value)
             }
 
     def _take_timeline(self, rows: Any) -> None:
         spans = []
         for row in _rows(rows)[:MAX_TIMELINE_SPANS]:
             if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str):
-                start, seconds = _finite(row[1]), _finite(row[2])
+                start, seconds = finite(row[1]), finite(row[2])
                 if start is not None and seconds is not None:
                     spans.append((row[0][:60], start + self.clock, seconds))
         if spans:
@@ -182,12 +182,12 @@ class RankView:
 
 def _parse(definition: MetricDefinition, value: Any) -> Value | None:
     if definition.kind is not MetricKind.DISTRIBUTION:
-        return _finite(value)
+        return finite(value)
     if not isinstance(value, Mapping):
         return None
-    stats = [_finite(figure) for figure in _rows(value.get("stats"))]
+    stats = [finite(figure) for figure in _rows(value.get("stats"))]
     buckets = _rows(value.get("buckets"))
-    count, total, last = value.get("n"), _finite(value.get("sum")), _finite(value.get("last"))
+    count, total, last = value.get("n"), finite(value.get("sum")), finite(value.get("last"))
     if (
         not isinstance(count, int)
         or total is None
@@ -206,7 +206,8 @@ def _rows(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A number of another process, if it is one: JSON of Python's has NaN and infinity, which a browser cannot read."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -58,7 +59,8 @@ class StepRecord:
             raise SerializationError("a step that another process sent is not understood", got=repr(row)[:100])
         *numbers, is_skipped = row
         for value in numbers:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if value is not None and not is_number:
                 raise SerializationError("a step that another process sent has no numbers", got=repr(row)[:100])
         if numbers[0] is None or numbers[1] is None or numbers[2] is None or numbers[9] is None:
             raise SerializationError("a step that another process sent has no time", got=repr(row)[:100])
