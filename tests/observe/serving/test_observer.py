@@ -67,4 +67,5 @@ def test_full_disks_dead_hooks_nonsense_and_clocks_that_jump_are_told_and_the_jo
     state = observer.state()
     assert json.loads(json.dumps(state, allow_nan=False))["job"]["step"] == 8
     assert "NaN" not in html_report(state)
+    assert [row["name"] for row in state["incidents"] if row["type"] == "alert"] == ["always"]
     assert observer.view.num_dropped >= 2

@@ -122,8 +122,9 @@ class RankCollector:
 
     def fold(self) -> None:
         """Add up everything that has happened since the last call."""
+        add, take = self._add, self._pending.popleft
         for _ in range(len(self._pending)):
-            self._add(*self._pending.popleft())
+            add(*take())
         dropped, self._num_dropped = self._num_dropped, 0
         if dropped:
             self.metrics("torsh_observe_dropped").record(dropped)
@@ -131,16 +132,17 @@ class RankCollector:
         self._look_at_recorder()
 
     def _add(self, event: events.Event, thread: int, now_s: float) -> None:
+        # By how often they come: most are waits and phases.
         match event:
-            case events.StepEvent():
-                self._add_step(event, thread, now_s)
+            case events.WaitEvent():
+                self._add_wait(event, thread)
             case events.PhaseEvent():
                 if thread == self._thread:
                     self._has_data = self._has_data or event.phase == "data"
                     self._account.add_phase(event.phase, event.start_s, event.duration_s)
                     self._note_span(event.phase, event.start_s, event.duration_s)
-            case events.WaitEvent():
-                self._add_wait(event, thread)
+            case events.StepEvent():
+                self._add_step(event, thread, now_s)
             case events.CollectiveEvent():
                 self._add_collective(event)
             case events.BucketEvent():
@@ -262,7 +264,8 @@ class RankCollector:
         if thread == self._thread:
             self._waited_s += event.duration_s
             self._account.add_wait(event.op, event.start_s, event.duration_s)
-            self._note_span(f"wait: {event.op}", event.start_s, event.duration_s)
+            if len(self._spans) < MAX_TIMELINE_SPANS:
+                self._spans.append([f"wait: {event.op}", event.start_s, event.duration_s])
 
     def _add_collective(self, event: events.CollectiveEvent) -> None:
         if event.error is not None:

@@ -150,7 +150,10 @@ class Observer:
     def _take_alert(self, rule: AlertRule, alert: Alert) -> None:
         if self._queue is not None:
             self._queue.put(rule, alert)
-        events.emit(events.AlertEvent(severity=alert.severity.value, name=alert.name, message=alert.message))
+        event = events.AlertEvent(severity=alert.severity.value, name=alert.name, message=alert.message)
+        events.emit(event)
+        with self.view.lock:  # it stays among what happened when it has ended
+            self.view.incidents.append(events.to_record(event))
 
     # Every second
 
