@@ -1,7 +1,9 @@
 """Faults on purpose: a job in which rank 1 does one thing wrong, and whether the launcher names it and why.
 
 Every fault is a branch of one script, run by `torsh run` on a backend and a number of ranks. The script prints the time
-of the fault; what the launcher says is read as it comes, so the time to its verdict is known.
+of the fault; what the launcher says is read as it comes, so the time to its verdict is known. A fault is repeated by
+`--max-restarts`: each attempt is a new set of workers, a new group and a new report, and from the third on the workers
+come from the launcher's warm spare, so a repetition takes less than a second where a job of its own takes five.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from pathlib import Path
 VICTIM = 1
 BACKENDS = ("gloo", "shm", "torsh", "mpi4py")
 _LIMIT_S = 90.0
+_GROUP_TIMEOUT_S = 60.0
+# Where the launcher only tells of a wait, the next attempt begins when the group gives up.
+_REPEATED_WAIT_TIMEOUT_S = 6.0
 _MEMORY_BYTES = 768 << 20
 
 SCRIPT = """\
 import ctypes, os, signal, sys, time
-fault, backend = sys.argv[1:3]
+fault, backend, timeout_s = sys.argv[1:4]
 rank = int(os.environ["RANK"])
 is_victim = rank == 1
 
@@ -124,7 +129,7 @@ def not_finite():
 
 bodies = {"uneven loaders": uneven, "deadlock of two groups": deadlock, "NaN on one rank": not_finite}
 body = bodies.get(fault, train)
-td.init(backend=backend, timeout_s=60.0)
+td.init(backend=backend, timeout_s=float(timeout_s))
 if fault == "exception, finally destroy":
     try:
         body()
@@ -153,6 +158,7 @@ class Fault:
 
 _RAISED_BY_VICTIM = r"\n  rank 1\b"
 _FAILED_FIRST = r"rank 1 failed first: "
+_RESTART = re.compile(r"torsh run: restart \d+ of \d+: ")
 _DIFFERENT = r"ranks went different ways at operation #\d+: rank 1 calls all_reduce"
 
 _OTHERS = r"ranks? [023, and]+ calls? all_reduce of 4000 bytes at worker\.py:"
@@ -208,13 +214,27 @@ class FaultOutcome:
     output: str
 
 
-def run_fault(fault: Fault, backend: str, num_ranks: int, folder: Path) -> FaultOutcome:
-    """Run one job with the fault. A job that waits is interrupted once the launcher has said why."""
+def run_fault(fault: Fault, backend: str, num_ranks: int, folder: Path, *, num_runs: int = 1) -> list[FaultOutcome]:
+    """Run a job with the fault, `num_runs` times by restarting its workers; what was said about each.
+
+    The last attempt is interrupted once the launcher has said why ranks wait.
+    """
     folder.mkdir(exist_ok=True)
     script = folder / "worker.py"
     script.write_text(SCRIPT)
-    options = ["--nproc-per-node", str(num_ranks), *(["--mpi"] if backend == "mpi4py" else [])]
-    command = [sys.executable, "-m", "torsh_distributed.run", *options, "worker.py", fault.name, backend]
+    options = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(num_runs - 1)]
+    options += ["--mpi"] if backend == "mpi4py" else []
+    timeout_s = _REPEATED_WAIT_TIMEOUT_S if fault.is_wait and num_runs > 1 else _GROUP_TIMEOUT_S
+    command = [
+        sys.executable,
+        "-m",
+        "torsh_distributed.run",
+        *options,
+        "worker.py",
+        fault.name,
+        backend,
+        str(timeout_s),
+    ]
     with _memory_group(num_ranks) if fault.name == "out of memory" else _no_group() as enter:
         process = subprocess.Popen(
             command,
@@ -226,27 +246,37 @@ def run_fault(fault: Fault, backend: str, num_ranks: int, folder: Path) -> Fault
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             preexec_fn=enter,  # noqa: PLW1509 - a few system calls, to enter a control group
         )
-        return _listen(process, fault)
+        return _listen(process, fault, num_runs)
 
 
-def _listen(process: subprocess.Popen[str], fault: Fault) -> FaultOutcome:
+def _listen(process: subprocess.Popen[str], fault: Fault, num_runs: int) -> list[FaultOutcome]:
     assert process.stdout is not None
-    lines: list[tuple[float, str]] = []
-    is_told = threading.Event()
-    limit = threading.Timer(_LIMIT_S, lambda: os.kill(process.pid, signal.SIGTERM))
+    attempts: list[list[tuple[float, str]]] = [[]]
+    is_told = False
+    limit = threading.Timer(_LIMIT_S + 10.0 * num_runs, lambda: os.kill(process.pid, signal.SIGTERM))
     limit.start()
     try:
         for line in process.stdout:
-            lines.append((time.time(), line))
-            if _is_verdict(line, fault) and not is_told.is_set():
-                is_told.set()
-                if fault.is_wait and "failed first" not in line and "ended" not in line:
+            if _RESTART.match(line):
+                attempts.append([])
+                is_told = False
+                continue
+            attempts[-1].append((time.time(), line))
+            if _is_verdict(line, fault) and not is_told:
+                is_told = True
+                if len(attempts) == num_runs and fault.is_wait and "failed first" not in line and "ended" not in line:
                     # A word on a wait: the job would go on until its deadline.
                     os.kill(process.pid, signal.SIGINT)
         process.wait()
     finally:
         limit.cancel()
         process.stdout.close()
+    outcomes = [_judge(lines, fault) for lines in attempts]
+    # An attempt that did not come is a fault that nobody noticed.
+    return outcomes + [_judge([], fault)] * (num_runs - len(outcomes))
+
+
+def _judge(lines: list[tuple[float, str]], fault: Fault) -> FaultOutcome:
     output = "".join(line for _, line in lines)
     said = "".join(line for _, line in lines if not line.startswith("[rank"))
     marked = re.search(r"^\[rank 1\] fault (\d+\.\d+)$", output, re.MULTILINE)
@@ -331,6 +361,7 @@ def why_no_mpi() -> str | None:
 if __name__ == "__main__":
     chosen = next(fault for fault in FAULTS if fault.name == sys.argv[1])
     with tempfile.TemporaryDirectory() as one_folder:
-        found = run_fault(chosen, sys.argv[2], int(sys.argv[3]), Path(one_folder))
-    print(found.output)
-    print(found.is_right_rank, found.is_right_cause, found.verdict_s)
+        one_cell = run_fault(chosen, sys.argv[2], int(sys.argv[3]), Path(one_folder), num_runs=int(sys.argv[4]))
+    for found in one_cell:
+        print(found.output)
+        print(found.is_right_rank, found.is_right_cause, found.verdict_s)

@@ -33,14 +33,11 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     with tempfile.TemporaryDirectory(prefix="torsh-faults-") as root, ThreadPoolExecutor(num_jobs) as pool:
         # All at once, so that no job waits for the slowest of the cell before.
         runs = [
-            [
-                pool.submit(run_fault, *cell, Path(root) / "-".join((cell[0].name, *map(str, cell[1:]), str(run))))
-                for run in range(num_runs)
-            ]
+            pool.submit(run_fault, *cell, Path(root) / "-".join((cell[0].name, *map(str, cell[1:]))), num_runs=num_runs)
             for cell in cells
         ]
         for (fault, backend, num_ranks), started in zip(cells, runs, strict=True):
-            outcomes = [one.result() for one in started]
+            outcomes = started.result()
             num_all += len(outcomes)
             num_right_rank += sum(outcome.is_right_rank for outcome in outcomes)
             num_right_cause += sum(outcome.is_right_cause for outcome in outcomes)

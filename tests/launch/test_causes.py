@@ -184,7 +184,7 @@ def test_a_script_finds_everything_as_under_plain_python(world: World, tmp_path:
 def test_a_fault_in_training_is_named(tmp_path: Path, name: str, backend: str) -> None:
     """One of each kind; `python -m benchmarks faults` runs them all."""
     fault = next(fault for fault in FAULTS if fault.name == name)
-    outcome = run_fault(fault, backend, 2, tmp_path)
+    (outcome,) = run_fault(fault, backend, 2, tmp_path)
     assert outcome.is_right_rank, outcome.output
     assert outcome.is_right_cause, outcome.output
 
@@ -192,5 +192,5 @@ def test_a_fault_in_training_is_named(tmp_path: Path, name: str, backend: str) -
 @pytest.mark.matrix
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_is_named_on_shared_memory(tmp_path: Path, fault: object) -> None:
-    outcome = run_fault(fault, "shm", 4, tmp_path)  # type: ignore[arg-type]  # parametrize gives objects
+    (outcome,) = run_fault(fault, "shm", 4, tmp_path)  # type: ignore[arg-type]  # parametrize gives objects
     assert (outcome.is_right_rank, outcome.is_right_cause) == (True, True), outcome.output

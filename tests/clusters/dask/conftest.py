@@ -37,7 +37,7 @@ def _dask_threads() -> None:
 
 
 @pytest.fixture(scope="module")
-def dask_client() -> Iterator[Any]:
+def dask_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a real LocalCluster: a scheduler in this process, two workers under nannies."""
     from distributed import Client, LocalCluster
 
@@ -47,6 +47,8 @@ def dask_client() -> Iterator[Any]:
             threads_per_worker=1,
             dashboard_address=":0",
             worker_dashboard_address=":0",
+            # Its own: in the shared one it first purges what killed workers left, and a slow disk makes that a warning.
+            local_directory=str(tmp_path_factory.mktemp("dask")),
             silence_logs=logging.CRITICAL,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,

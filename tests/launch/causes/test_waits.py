@@ -74,6 +74,30 @@ def test_a_rank_that_did_its_part_and_ended_is_not_waited_for() -> None:
     assert not is_decided_by_end(found, [0])
 
 
+def test_a_rank_that_is_ahead_makes_no_deadlock() -> None:
+    """Rank 1 has started two more operations; what rank 0 waits in, all have begun: it is slow, not stuck."""
+    statuses = {
+        0: RankStatus(rank=0, waiting=waiting(7), groups={"0": steps(7)}),
+        1: RankStatus(rank=1, waiting=waiting(9), groups={"0": steps(9)}),
+        2: RankStatus(rank=2, waiting=waiting(7), groups={"0": steps(7)}),
+    }
+    found = explain_waits(statuses)
+    assert found is not None
+    assert (found.kind, found.rank, found.waiting) == ("together", None, (0, 2))
+    assert found.text == "ranks 0 and 2 all wait in all_reduce #7 since 2.5 s"
+
+
+def test_ranks_in_a_deadlock_are_found_beside_one_that_only_waits_long() -> None:
+    statuses = {
+        0: RankStatus(rank=0, waiting=waiting(1, "a"), groups={"a": steps(1), "b": steps(1), "0": steps(3)}),
+        1: RankStatus(rank=1, waiting=waiting(2, "b"), groups={"b": steps(2), "0": steps(3)}),
+        2: RankStatus(rank=2, waiting=waiting(3), groups={"a": steps(1), "b": steps(2), "0": steps(3)}),
+    }
+    found = explain_waits(statuses)
+    assert found is not None
+    assert (found.kind, found.waiting) == ("deadlock", (0, 1))
+
+
 def test_calls_of_torch_without_numbers_never_decide() -> None:
     statuses = {
         0: RankStatus(rank=0, waiting=waiting(None, None, op="destroy_process_group")),

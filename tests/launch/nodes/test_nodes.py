@@ -193,7 +193,7 @@ def test_a_node_that_disagrees_is_refused_and_both_sides_say_why(
     world: World, tmp_path: Path, changes: dict[str, int], reason: str
 ) -> None:
     script = write_script(tmp_path, "")
-    first, second = launch(world, script, num_nodes=2, per_node=[{}, changes], join_timeout_s=2.0)
+    first, second = launch(world, script, num_nodes=2, per_node=[{}, changes], join_timeout_s=4.0)
     assert isinstance(second.error, ConfigurationError)
     assert reason in str(second.error)
     assert first.value == 1
@@ -204,7 +204,7 @@ def test_a_node_that_disagrees_is_refused_and_both_sides_say_why(
 def test_a_second_launcher_for_the_same_node_is_refused(world: World, tmp_path: Path) -> None:
     script = write_script(tmp_path, "")
     per_node = [{"nnodes": 3}, {"nnodes": 3}, {"nnodes": 3, "node_rank": 1}]
-    outcomes = launch(world, script, num_nodes=3, per_node=per_node, join_timeout_s=2.0)
+    outcomes = launch(world, script, num_nodes=3, per_node=per_node, join_timeout_s=4.0)
     refused = [outcome for outcome in outcomes if isinstance(outcome.error, ConfigurationError)]
     assert len(refused) == 1
     assert "node rank 1 is already taken" in str(refused[0].error)
@@ -214,13 +214,13 @@ def test_a_second_launcher_for_the_same_node_is_refused(world: World, tmp_path: 
 
 def test_another_token_is_turned_away(world: World, tmp_path: Path) -> None:
     script = write_script(tmp_path, "")
-    first, second = launch(
-        world, script, num_nodes=2, per_node=[{"token": "one"}, {"token": "two"}], join_timeout_s=2.0
-    )
+    # Long enough that each of them is there while the other still waits, on a slow machine too.
+    per_node = [{"token": "one", "join_timeout_s": 6.0}, {"token": "two", "join_timeout_s": 4.0}]
+    first, second = launch(world, script, num_nodes=2, per_node=per_node)
     assert isinstance(second.error, OperationTimeout)
     assert "it does not have the job's secret" in str(second.error)
     assert "--token-file" in str(second.error)
-    assert second.output.count("did not let this node in") == 1
+    assert second.output.count("did not let this node in: it does not have the job's secret; trying again") == 1
     assert "were refused" in first.output
     assert first.value == 1
 

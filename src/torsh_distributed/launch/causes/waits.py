@@ -60,11 +60,23 @@ def explain_waits(statuses: Mapping[int, RankStatus], ended: Iterable[int] = ())
     if blamed:
         rank = max(blamed, key=lambda one: (one in gone, blamed[one], -one))
         return _late_finding(rank, [one for one in waiting if rank in edges[one]], waiting, statuses, gone)
-    if any(edges.values()):
-        return _deadlock(edges, waiting)
-    first = min(waiting)
-    text = f"{ranks_text(waiting)} all wait in {waiting[first].shown} since {waiting[first].age_s:.1f} s"
-    return WaitFinding(kind="together", rank=None, waiting=tuple(sorted(waiting)), call=waiting[first], text=text)
+    stuck = _in_circles(edges)
+    if stuck:
+        return _deadlock(edges, {rank: waiting[rank] for rank in stuck})
+    # Every member has begun what these wait in; others may wait for them in later operations.
+    together = sorted(rank for rank in waiting if not edges[rank])
+    call = waiting[together[0]]
+    wait = "waits" if len(together) == 1 else "all wait"
+    text = f"{ranks_text(together)} {wait} in {call.shown} since {call.age_s:.1f} s"
+    return WaitFinding(kind="together", rank=None, waiting=tuple(together), call=call, text=text)
+
+
+def _in_circles(edges: Mapping[int, set[int]]) -> set[int]:
+    """The ranks that wait for each other in turn, and those that wait for them: nothing can free them."""
+    stuck = set(edges)
+    while free := {rank for rank in stuck if not edges[rank] & stuck}:
+        stuck -= free
+    return stuck
 
 
 def _late_for(

@@ -20,6 +20,9 @@ _MAX_FRAMES = 200
 _MAX_CHAIN = 8
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - pathlib is slow to import
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
+_STARTS = frozenset(
+    ("<frozen runpy>", *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py")))  # noqa: PTH118
+)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # What gloo, c10d's stores and NCCL say when the other end is gone or late; all raise RuntimeError or a kind of it.
 _TRANSPORT = re.compile(r"gloo|c10d|TCPStore|NCCL|ProcessGroup|recvBytes|sendBytes")
@@ -237,8 +240,8 @@ def communication_call(places: Iterable[Place]) -> str | None:
 
 
 def is_start(file: str) -> bool:
-    """Whether a file is the one that starts the script: its frames are no part of the user's program."""
-    return file == os.path.join(_OURS, "launch", "worker", "worker_start.py") or file == "<frozen runpy>"  # noqa: PTH118
+    """Whether a file is one that starts the script: its frames are no part of the user's program."""
+    return file in _STARTS
 
 
 def without_start(error: BaseException) -> BaseException:

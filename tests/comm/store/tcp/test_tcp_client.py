@@ -51,18 +51,21 @@ def test_the_server_listens_on_loopback_alone(tcp_url: str) -> None:
     assert listening_addresses(port_of(tcp_url)) == {"0100007F"}
 
 
-def test_the_store_inside_for_plain_clients_listens_on_loopback_alone(tcp_url: str) -> None:
-    plain = dist.TCPStore("127.0.0.1", port_of(tcp_url), is_master=False, timeout=timedelta(seconds=10))
-    plain.set("key", "1")
-    own = {entry.laddr for entry in _own_listeners()}
-    assert len(own) == 2
-    assert {address for address, _ in own} == {"127.0.0.1"}
+def test_the_store_inside_for_plain_clients_listens_on_loopback_alone() -> None:
+    others = _own_listeners()
+    with TcpStoreServer() as server:
+        plain = dist.TCPStore("127.0.0.1", port_of(server.url), is_master=False, timeout=timedelta(seconds=30))
+        plain.set("key", "1")
+        own = _own_listeners() - others
+        assert len(own) == 2
+        assert {address for address, _ in own} == {"127.0.0.1"}
 
 
-def _own_listeners() -> list[object]:
+def _own_listeners() -> set[tuple[str, int]]:
     import psutil
 
-    return [entry for entry in psutil.Process().net_connections("tcp") if entry.status == psutil.CONN_LISTEN]
+    connections = psutil.Process().net_connections("tcp")
+    return {tuple(entry.laddr) for entry in connections if entry.status == psutil.CONN_LISTEN}
 
 
 def test_a_wildcard_address_is_obeyed_and_warned_about(caplog: pytest.LogCaptureFixture) -> None:
