@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from typing_extensions import override
+
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.plan.describing.explanation import show
 from torsh_distributed.plan.plan import Plan
@@ -77,6 +79,7 @@ class RunningChange:
         """Whether a key of that section changes."""
         return any(key.startswith(f"{name}.") for key in self.values)
 
+    @override
     def __str__(self) -> str:
         told = [f"{key} = {show(value)}" for key, value in self.values.items()]
         if self.learning_rate_factor != 1.0:
