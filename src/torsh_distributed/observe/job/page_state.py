@@ -12,7 +12,7 @@ from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
-from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
+from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord, share_of_steps
 
 MAX_TIMELINE_RANKS = 16
 _NEWEST_STEPS = 20
@@ -89,7 +89,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
 
 
 def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> dict[str, Any]:
-    steps = list(rank.steps)[-window:]
+    steps = rank.newest_steps(window)
     return {
         "rank": rank.rank,
         "node": rank.facts.get("node"),
@@ -97,8 +97,8 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "step": rank.number("torsh_step"),
         "step_s": _mean(step.step_s for step in steps),
         "busy_s": _mean(step.busy_s for step in steps),
-        "wait_share": _share(steps, "wait_s"),
-        "data_share": _share(steps, "data_s"),
+        "wait_share": share_of_steps(steps, "wait_s"),
+        "data_share": share_of_steps(steps, "data_s"),
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
         "cores": rank.number("torsh_process_cpu_cores"),
@@ -172,6 +172,8 @@ def _nodes(view: JobView) -> list[dict[str, Any]]:
 def _custom(view: JobView) -> list[dict[str, Any]]:
     found: dict[str, dict[int, float]] = {}
     definitions = view.definitions()
+    if len(definitions) == len(CATALOGUE):
+        return []
     for rank, (name, _), value in view.values({name for name in definitions if name.startswith(CUSTOM_PREFIX)}):
         number = value.mean if isinstance(value, DistributionSummary) else value
         found.setdefault(name, {})[rank.rank] = number
@@ -201,12 +203,6 @@ def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
 def _mean_of_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     values = {part: [parts[part] for parts in ranks if part in parts] for part in PARTS}
     return {part: sum(found) / len(found) for part, found in values.items() if found}
-
-
-def _share(steps: Sequence[StepRecord], name: str) -> float | None:
-    values = [getattr(step, name) for step in steps]
-    total_s = sum(step.step_s for step in steps)
-    return sum(values) / total_s if values and None not in values and total_s > 0 else None
 
 
 def _mean(values: Iterable[float]) -> float | None:

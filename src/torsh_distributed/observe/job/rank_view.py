@@ -122,13 +122,19 @@ class RankView:
         """Keep the values as they came; each is checked when it is first asked for, and most never are."""
         found: dict[ValueKey, Any] = {}
         for row in _rows(rows)[:_MAX_ROWS]:
-            if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], list)):
+            if type(row) is list and len(row) == 3 and type(row[0]) is str and type(row[1]) is list:
+                name, labels, value = row
+                found[name, tuple(map(str, labels)) if labels else ()] = value
+            else:
                 self.num_bad += 1
-                continue
-            found[row[0], tuple(map(str, row[1]))] = row[2]
         if found:
             self._given = found
             self._checked = {}
+
+    def newest_steps(self, most: int) -> list[StepRecord]:
+        """The latest steps, oldest first."""
+        steps = self.steps
+        return [steps[at] for at in range(-min(most, len(steps)), 0)]
 
     def names(self) -> list[ValueKey]:
         """Every metric that the last summary names, known or not."""
