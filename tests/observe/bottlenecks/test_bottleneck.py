@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.trace.recorded import write_run
+from tests.observe.trace.recorded import EventWriter, write_run
 from torsh_distributed.cli.trace.analysis_text import recommendation_lines
 from torsh_distributed.errors import IoError
 from torsh_distributed.observe.bottlenecks.bottleneck import BottleneckType, analyse
@@ -38,6 +38,25 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path) -> None:
     best = recommend(found)[0]
     assert "rank 2" in best.title
     assert best.gain_s == pytest.approx(0.04, rel=0.01), "the others need 50 ms, it needs 90"
+
+
+def test_operations_under_way_together_count_one_delay_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        writer = EventWriter(tmp_path, rank)
+        for step in range(12):
+            begin_s = 1000.0 + 0.1 * step
+            for bucket in range(3):  # rank 1 begins each 40 ms later, and rank 0 waits for all of them at once
+                start_s = begin_s + 0.001 * bucket + 0.04 * rank
+                facts = {"op": "all_reduce", "group": "0", "sequence": 3 * step + bucket, "num_bytes": 1 << 20}
+                writer.add("collective", start_s, begin_s + 0.09 - start_s, **facts)
+            writer.add("phase", begin_s, 0.04, phase="backward", thread=1)
+            writer.add(
+                "wait", begin_s + 0.04, 0.05, num_started=3, num_bytes=3 << 20, op="all_reduce", group="0", thread=1
+            )
+            writer.add("step", begin_s, 0.1, timed=False, step=step + 1)
+        writer.write()
+    late = analyse(tmp_path).arrivals
+    assert late.delay_s[1] / 11 == pytest.approx(0.042, rel=0.01), "42 ms of each step, not three times 40"
 
 
 def test_nobody_is_named_when_ranks_are_equal(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class JobView:
         if action in ("started", "restarted"):
             header.state = "starting" if action == "started" else "restarting"
             for view in self.ranks.values():
-                view.timeline = []
+                view.timeline, view.timelines = [], {}
         elif action == "lost":
             self.num_failures += 1
         elif action == "ended":

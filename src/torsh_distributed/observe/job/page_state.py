@@ -149,11 +149,14 @@ def _timeline(view: JobView) -> list[dict[str, Any]]:
     shown = [rank for _, rank in sorted(view.ranks.items()) if rank.timeline][:MAX_TIMELINE_RANKS]
     if not shown:
         return []
-    begin = min(start for rank in shown for _, start, _ in rank.timeline)
+    # Ranks tell of their steps at different moments: shown is the newest that all of them have told of.
+    common = set.intersection(*(set(rank.timelines) for rank in shown))
+    drawn = {rank.rank: rank.timelines[max(common)] if common else rank.timeline for rank in shown}
+    begin = min(start for spans in drawn.values() for _, start, _ in spans)
     return [
         {
             "rank": rank.rank,
-            "spans": [[name, round(start - begin, 6), seconds] for name, start, seconds in rank.timeline],
+            "spans": [[name, round(start - begin, 6), seconds] for name, start, seconds in drawn[rank.rank]],
         }
         for rank in shown
     ]

@@ -57,6 +57,9 @@ class DistributionSummary:
 Value = float | DistributionSummary
 
 
+_TIMELINES_KEPT = 4
+
+
 @dataclass
 class RankView:
     """One rank as last heard of."""
@@ -73,6 +76,10 @@ class RankView:
     custom: dict[str, MetricDefinition] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     timeline: list[tuple[str, float, float]] = field(default_factory=list)
+    """The spans of the newest step that has any: name, start on the wall clock, seconds."""
+    timeline_step: int = 0
+    timelines: dict[int, list[tuple[str, float, float]]] = field(default_factory=dict)
+    """Those of the newest summaries, by step."""
     facts: dict[str, Any] = field(default_factory=dict)
     num_bad: int = 0
     """Pieces of summaries that were not understood."""
@@ -92,7 +99,7 @@ class RankView:
         self._take_custom(packet.get("custom"))
         self._take_values(packet.get("metrics"))
         self._take_facts(packet.get("facts"))
-        self._take_timeline(packet.get("timeline"))
+        self._take_timeline(packet.get("timeline"), packet.get("timeline_step"))
         found = []
         for row in _rows(packet.get("steps"))[-STEPS_KEPT:]:
             try:
@@ -175,7 +182,7 @@ class RankView:
                 if isinstance(value, str | int | bool) or finite(value) is not None or _is_small(value)
             }
 
-    def _take_timeline(self, rows: Any) -> None:
+    def _take_timeline(self, rows: Any, step: Any) -> None:
         spans = []
         for row in _rows(rows)[:MAX_TIMELINE_SPANS]:
             if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str):
@@ -183,7 +190,10 @@ class RankView:
                 if start is not None and seconds is not None:
                     spans.append((row[0][:60], start + self.clock, seconds))
         if spans:
-            self.timeline = spans
+            self.timeline, self.timeline_step = spans, step if isinstance(step, int) else 0
+            self.timelines[self.timeline_step] = spans
+            while len(self.timelines) > _TIMELINES_KEPT:
+                del self.timelines[next(iter(self.timelines))]
 
 
 def _parse(definition: MetricDefinition, value: Any) -> Value | None:
