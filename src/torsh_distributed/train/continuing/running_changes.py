@@ -55,7 +55,7 @@ class Changeable(Protocol):
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class _AgreedChange:
     """A change that all ranks take before update number `at` of this world."""
 
     number: int
@@ -75,7 +75,7 @@ class RunningChanges:
         self._next = 0
         self._is_begun = False
         self._asked: int | None = None
-        self._agreed: list[_Agreed] = []
+        self._agreed: list[_AgreedChange] = []
         line.listen(_KIND, self.hear)
 
     def before_update(self, engine: Changeable) -> None:
@@ -125,13 +125,13 @@ class RunningChanges:
             elif self._asked == number:
                 if what == "commit":
                     change = RunningChange.from_dict(message["change"])
-                    self._agreed.append(_Agreed(number, int(message["at"]), change, str(message["reason"])))
+                    self._agreed.append(_AgreedChange(number, int(message["at"]), change, str(message["reason"])))
                 self._asked = None
                 self._news.notify_all()
         if what == "prepare":
             self._tell(number, "ready", at=at)
 
-    def _take(self, engine: Changeable, one: _Agreed) -> None:
+    def _take(self, engine: Changeable, one: _AgreedChange) -> None:
         """Change the plan, or say why not: on all ranks alike, because all have the same plan."""
         try:
             change_plan(engine, one.change)
