@@ -24,19 +24,23 @@ from pathlib import Path
 VICTIM = 1
 BACKENDS = ("gloo", "shm", "torsh", "mpi4py")
 _LIMIT_S = 90.0
-_GROUP_TIMEOUT_S = 60.0
-# Where the launcher only tells of a wait, the next attempt begins when the group gives up.
-_REPEATED_WAIT_TIMEOUT_S = 6.0
+# Where the launcher only tells of a wait, the next attempt begins when rank 1 gives up.
+_PATIENCE_S = 6.0
 _MEMORY_BYTES = 768 << 20
 
 SCRIPT = """\
 import ctypes, os, signal, sys, time
-fault, backend, timeout_s = sys.argv[1:4]
+fault, backend, patience_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 rank = int(os.environ["RANK"])
 is_victim = rank == 1
 
 def mark():
     print(f"fault {time.time()}", flush=True)
+    if patience_s:
+        import threading
+        timer = threading.Timer(patience_s, os._exit, [3])
+        timer.daemon = True
+        timer.start()
 
 if fault == "import error" and is_victim:
     mark()
@@ -129,7 +133,7 @@ def not_finite():
 
 bodies = {"uneven loaders": uneven, "deadlock of two groups": deadlock, "NaN on one rank": not_finite}
 body = bodies.get(fault, train)
-td.init(backend=backend, timeout_s=float(timeout_s))
+td.init(backend=backend, timeout_s=60.0)
 if fault == "exception, finally destroy":
     try:
         body()
@@ -224,17 +228,9 @@ def run_fault(fault: Fault, backend: str, num_ranks: int, folder: Path, *, num_r
     script.write_text(SCRIPT)
     options = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(num_runs - 1)]
     options += ["--mpi"] if backend == "mpi4py" else []
-    timeout_s = _REPEATED_WAIT_TIMEOUT_S if fault.is_wait and num_runs > 1 else _GROUP_TIMEOUT_S
-    command = [
-        sys.executable,
-        "-m",
-        "torsh_distributed.run",
-        *options,
-        "worker.py",
-        fault.name,
-        backend,
-        str(timeout_s),
-    ]
+    patience_s = _PATIENCE_S if fault.is_wait and num_runs > 1 else 0.0
+    arguments = [fault.name, backend, str(patience_s)]
+    command = [sys.executable, "-m", "torsh_distributed.run", *options, "worker.py", *arguments]
     with _memory_group(num_ranks) if fault.name == "out of memory" else _no_group() as enter:
         process = subprocess.Popen(
             command,

@@ -181,8 +181,15 @@ class FlightRecorder:
 
     def last(self, group: str) -> OperationRecord | None:
         """The newest record of a group."""
-        newest_first = map(_as_record, reversed(list(self._ring)))
-        return next((record for record in newest_first if record.group == group), None)
+        newest = self.newest
+        if newest is not None and _group_of(newest) == group:  # nearly always: no copy of the ring
+            return _as_record(newest)
+        found = next((entry for entry in reversed(list(self._ring)) if _group_of(entry) == group), None)
+        return None if found is None else _as_record(found)
+
+
+def _group_of(entry: OperationRecord | BriefRecord) -> str:
+    return entry.group if isinstance(entry, OperationRecord) else entry[1]
 
 
 def _as_record(entry: OperationRecord | BriefRecord) -> OperationRecord:

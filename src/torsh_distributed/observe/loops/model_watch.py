@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -132,10 +133,11 @@ class ModelWatch:
         self._depth -= 1
         if self._depth:
             return
-        self.after_forward(module, args, output)
-        if _first_tensor(output, lambda tensor: bool(tensor.requires_grad)) is None:
+        facts = _facts_of(module)
+        self.after_forward(facts, args, output)
+        if _first_tensor(output, _needs_gradient) is None:
             return
-        kept = self._models if next(module.parameters(), None) is not None else self._losses
+        kept = self._models if facts.has_params else self._losses
         if not any(one is module for one in kept) and len(kept) < _MAX_MODELS:
             kept.append(module)
 
@@ -149,7 +151,7 @@ class ModelWatch:
         for module in [*models, *losses] if models else []:
             self._handles += [
                 module.register_forward_pre_hook(_BeforeForward(self)),
-                module.register_forward_hook(_AfterForward(self), always_call=True),
+                module.register_forward_hook(_AfterForward(self, _facts_of(module)), always_call=True),
             ]
 
     # What a model does
@@ -164,24 +166,29 @@ class ModelWatch:
             self._begin_count(module)
 
     @_harmless
-    def after_forward(self, module: Any, args: Any, output: Any) -> None:
+    def after_forward(self, facts: ModuleFacts, args: Any, output: Any) -> None:
         """It has returned, or raised."""
         if threading.get_ident() != self._thread:
             return
-        self._end_count()
+        if self._count is not None:
+            self._end_count()
         if not self.has_phases:
             return
-        now_s = time.monotonic()
-        took_s = now_s - self._started_s
-        events.emit(events.PhaseEvent(phase="forward", start_s=self._started_s, duration_s=took_s, thread=self._thread))
+        started_s = self._started_s
+        took_s = time.monotonic() - started_s
+        events.emit(events.PhaseEvent(phase="forward", start_s=started_s, duration_s=took_s, thread=self._thread))
         loss = _first_tensor(output, _is_loss)
         if loss is not None:
             self._loss = loss.detach()
-        seen = loss if loss is not None else _first_tensor(output, lambda tensor: bool(tensor.requires_grad))
-        if seen is not None and next(module.parameters(), None) is not None:
-            seen.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]  # untyped in torch
-            self._ddp_group = _ddp_group(module)
-            self._note_samples(module, args)
+        if not facts.has_params:
+            return
+        seen = loss if loss is not None else _first_tensor(output, _needs_gradient)
+        if seen is not None and seen.grad_fn is not None:
+            seen.grad_fn.register_prehook(self._begin_backward)
+            self._ddp_group = facts.ddp_group
+            batch = _first_tensor(args, _has_rows) if facts.num_replicas is not None else None
+            if batch is not None:
+                self._num_samples = (self._num_samples or 0) + batch.shape[0] * facts.num_replicas
 
     def _begin_count(self, module: Any) -> None:
         import torch
@@ -203,7 +210,7 @@ class ModelWatch:
             self._num_flops += count.num_flops
 
     @_harmless
-    def _begin_backward(self, gradient: Any) -> None:
+    def _begin_backward(self, gradients: Any) -> None:
         import torch
 
         self._backward_s = time.monotonic()
@@ -250,11 +257,19 @@ class ModelWatch:
                 events.PhaseEvent(phase="backward", start_s=started_s, duration_s=took_s, thread=threading.get_ident())
             )
 
-    def _note_samples(self, module: Any, args: Any) -> None:
-        batch = _first_tensor(args, lambda tensor: tensor.dim() > 0)
-        replicas = _num_replicas(module)
-        if batch is not None and replicas is not None:
-            self._num_samples = (self._num_samples or 0) + int(batch.shape[0]) * replicas
+
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """What every step would find out again about a module."""
+
+    has_params: bool
+    ddp_group: str | None
+    num_replicas: int | None
+
+
+def _facts_of(module: Any) -> ModuleFacts:
+    has_params = next(module.parameters(), None) is not None
+    return ModuleFacts(has_params, _ddp_group(module), _num_replicas(module))
 
 
 class _ForwardHook:
@@ -277,8 +292,12 @@ class _BeforeForward(_ForwardHook):
 
 
 class _AfterForward(_ForwardHook):
+    def __init__(self, watch: ModelWatch, facts: ModuleFacts) -> None:
+        super().__init__(watch)
+        self._facts = facts
+
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.watch.after_forward(module, args, output)
+        self.watch.after_forward(self._facts, args, output)
 
 
 def _is_power_of_ten(number: int) -> bool:
@@ -295,6 +314,8 @@ def _first_tensor(value: Any, fits: Callable[[torch.Tensor], bool]) -> torch.Ten
     """The first tensor that fits, in a tensor or a shallow collection of them."""
     import torch
 
+    if isinstance(value, torch.Tensor):
+        return value if fits(value) else None
     for one in _flat(value, 0):
         if isinstance(one, torch.Tensor) and fits(one):
             return one
@@ -314,6 +335,14 @@ def _flat(value: Any, depth: int) -> Iterator[Any]:
 
 def _is_loss(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and tensor.requires_grad and tensor.is_floating_point()
+
+
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0
 
 
 def _number(loss: Any) -> float | None:

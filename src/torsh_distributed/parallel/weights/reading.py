@@ -1,15 +1,16 @@
-"""Reads parts of stored tensors into memory: a few threads, straight into the destination where it has the bytes' form.
+"""Reads parts of stored tensors into memory, straight into the destination where it has the bytes' form.
 
-The reads of a rank are planned first and then done in the order of the files. Several are under way at once, because
-one reader seldom keeps a disk busy; each is a few megabytes, so none waits long for another.
+The reads of a rank are planned first and then done in the order of the files, by one thread. The system is told of the
+next ones early, so the disk reads them meanwhile. Several threads would be slower: they wait for each other whenever
+the destination gets a new page.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch import Tensor
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 
-_NUM_READERS = 4
 _READ_BYTES = 8 * 2**20
+_NUM_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,13 @@ def read_rows(reads: Iterable[RowRead]) -> None:
         for file in {piece.stored.file for piece in pieces}:
             opened[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, opened[file])
-        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="torsh-weights") as readers:
-            for _ in readers.map(lambda piece: _read(opened[piece.stored.file], piece), pieces):
-                pass
+        ahead = iter(pieces)
+        for piece in itertools.islice(ahead, _NUM_AHEAD):
+            _announce(opened[piece.stored.file], piece)
+        for piece in pieces:
+            for later in itertools.islice(ahead, 1):
+                _announce(opened[later.stored.file], later)
+            _read(opened[piece.stored.file], piece)
 
 
 def _pieces(read: RowRead) -> Iterable[RowRead]:
@@ -57,6 +62,13 @@ def _pieces(read: RowRead) -> Iterable[RowRead]:
         stop = min(start + step, read.stop)
         rows = read.into if not read.into.dim() else read.into[start - read.start : stop - read.start]
         yield RowRead(read.stored, start, stop, rows)
+
+
+def _announce(file: int, piece: RowRead) -> None:
+    """Let the system begin to read it."""
+    stored = piece.stored
+    offset, num_bytes = stored.start + piece.start * stored.row_bytes, (piece.stop - piece.start) * stored.row_bytes
+    os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read(file: int, piece: RowRead) -> None:
