@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torsh_distributed.observe.analytics.training_course import training_course
@@ -19,7 +20,7 @@ _NEWEST_STEPS = 20
 _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
-_PART_FIELDS = tuple((part, f"{part}_s") for part in PARTS)
+_parts_of = attrgetter(*(f"{part}_s" for part in PARTS))
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
@@ -196,8 +197,8 @@ def _custom(view: JobView) -> list[dict[str, Any]]:
 def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Mean seconds by part of a step; a part that no step measured is left out."""
     found = {}
-    for part, name in _PART_FIELDS:
-        values = [seconds for step in steps if (seconds := getattr(step, name)) is not None]
+    for part, column in zip(PARTS, zip(*map(_parts_of, steps), strict=True), strict=False):
+        values = column if None not in column else [seconds for seconds in column if seconds is not None]
         if values:
             found[part] = max(0.0, sum(values) / len(values))
     return found

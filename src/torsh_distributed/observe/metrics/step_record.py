@@ -54,7 +54,7 @@ class StepRecord:
     @classmethod
     def from_row(cls, row: Any) -> StepRecord:
         """What `to_row` gave, which came from another process; raises SerializationError if it is something else."""
-        if not isinstance(row, list) or len(row) != len(fields(cls)):
+        if not isinstance(row, list) or len(row) != _NUM_FIELDS:
             raise SerializationError("a step that another process sent is not understood", got=repr(row)[:100])
         *numbers, is_skipped = row
         for value in numbers:
@@ -69,6 +69,7 @@ class StepRecord:
         return cls(*numbers, *[bool(is_skipped)])
 
 
+_NUM_FIELDS = len(fields(StepRecord))
 PARTS: Sequence[str] = ("forward", "backward", "optimizer", "wait", "bubble", "data", "other")
 """The parts of a step, in the order in which they are shown."""
 
