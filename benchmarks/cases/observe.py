@@ -131,13 +131,19 @@ def _values(budget: Budget) -> Iterator[Row]:
     histogram = Histogram("step_seconds", "a histogram", registry=CollectorRegistry())
     rivals = {"prometheus-client": _each(histogram.observe, 0.02)}
     yield compare("record a value", _each(metric.record, 0.02), rivals, budget=budget, amount=_BATCH)
-    collector = RankCollector().attach()
     wait = events.WaitEvent(op="all_reduce", group="0", num_started=1, num_bytes=4096, start_s=0.0, duration_s=1e-4)
+
+    def take() -> None:
+        taker = RankCollector().attach()
+        collections.deque(map(events.emit, itertools.repeat(wait, _BATCH)), maxlen=0)
+        taker.detach()
 
     def take_and_fold() -> None:
         collections.deque(map(events.emit, itertools.repeat(wait, _BATCH)), maxlen=0)
         collector.fold()
 
+    yield compare("an event, taken by the training thread", take, {}, budget=budget, amount=_BATCH)
+    collector = RankCollector().attach()
     try:
         yield compare("an event, taken and added up", take_and_fold, {}, budget=budget, amount=_BATCH)
     finally:

@@ -201,6 +201,11 @@ class CheckpointManager:
         """Save at the next exchange of the ranks; any rank may call this, from any thread."""
         self._triggers.ask()
 
+    def use_intervals(self, *, every_steps: int, every_s: float | None) -> None:
+        """Save at other intervals from now on; every rank calls this between steps."""
+        self.config = self.config.replace(every_steps=every_steps, every_s=every_s)
+        self._triggers.use_intervals(every_steps=every_steps, every_s=every_s)
+
     def take_failure(self) -> CheckpointError | None:
         """Wait until nothing is being written; what failed after the last commit, which is then not raised."""
         return self._writer.take_failure()

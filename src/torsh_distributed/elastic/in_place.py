@@ -339,7 +339,11 @@ class InPlaceRecovery:
         is_even = all(one.num_updates == farthest for one in everyone)
         if is_even and not any(one.is_new for one in everyone):
             return
-        facts: dict[str, Any] = {"loss": self._loss, "ledger": engine.ledger.state_dict()}
+        facts: dict[str, Any] = {
+            "loss": self._loss,
+            "ledger": engine.ledger.state_dict(),
+            "changes": {} if engine.changes is None else engine.changes.values,
+        }
         # Updates that were done again by a joiner gave the same bits; if not, it takes the whole state.
         if is_even and len({tuple(one) for one in all_gather_object(state_sum(engine))}) == 1:
             facts = send_rest(engine, source, is_new=is_new, facts=facts)
@@ -350,6 +354,8 @@ class InPlaceRecovery:
             self._how = "its state came while all waited" if any(one.is_new for one in everyone) else ""
         if is_new:
             engine.ledger.load_state_dict(facts["ledger"])
+            if engine.changes is not None:
+                engine.changes.adopt(engine, facts["changes"])
         elif mine != farthest:
             engine.ledger.commit(engine.num_steps - 1)  # its gradient is in the update that it missed
         if is_new or mine != farthest:

@@ -36,6 +36,9 @@ class ObserveSettings:
     machine_interval_s: float = 5.0
     """Seconds between readings of the node's sensors."""
 
+    can_change_plan: bool = False
+    """Whether whoever started the observer takes changes of the plan that rules ask for."""
+
     @property
     def is_active(self) -> bool:
         """Whether anything is to be done at all."""
@@ -72,6 +75,7 @@ class ObserveSettings:
             or not all(isinstance(one, str) for one in [*exports, *texts])
             or not all(port is None or (isinstance(port, int) and 0 <= port < 2**16) for port in numbers)
             or not isinstance(kept.get("machine_interval_s", 1.0), int | float)
+            or not isinstance(kept.get("can_change_plan", False), bool)
         ):
             raise InvalidArgument("these settings of observing are not understood", got=repr(dict(record))[:200])
         return cls(**{**kept, "exports": tuple(exports)})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.compress.compressor import GradientCompressor
-from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.state.held_state import (
     HeldState,
@@ -24,6 +24,7 @@ from torsh_distributed.parallel.state.held_state import (
     load_optimizer,
 )
 from torsh_distributed.parallel.state.whole_state import StateParts
+from torsh_distributed.plan import CompressConfig
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +123,17 @@ class Strategy(ABC):
     def compressor(self) -> GradientCompressor | None:
         """What makes gradients smaller; None where they travel as they are."""
         return None
+
+    def use_compression(self, config: CompressConfig) -> None:
+        """Send gradients in another form from the next step on; every rank calls this between steps.
+
+        Raises FeatureNotAvailable where the form is part of how the model was split.
+        """
+        raise FeatureNotAvailable(
+            f"{type(self).__name__} cannot change how it sends gradients while it runs",
+            hint="set compress.method in the plan before the job starts; data parallelism alone can change it later",
+            feature="compress",
+        )
 
     def rescale(self, factor: float) -> None:
         """Gradients are `factor` times as large from now on, because the loss scale changed; every rank calls this."""

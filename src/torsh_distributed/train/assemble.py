@@ -27,6 +27,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
 from torsh_distributed.train.continuing.elastic_steps import elastic_steps_for, with_elastic
+from torsh_distributed.train.continuing.running_changes import running_changes
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
@@ -85,6 +86,7 @@ def parallelize(
     strategy.attach(made)
     engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
     engine.elastic = elastic_steps_for(engine)
+    engine.changes = running_changes()
     return engine
 
 

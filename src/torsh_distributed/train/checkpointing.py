@@ -110,6 +110,10 @@ class EngineCheckpoints:
         """Save to the plan's directory at the ranks' next exchange, about a second from now; any rank may ask."""
         self._manager(None).ask()
 
+    def use_intervals(self, *, every_steps: int, every_s: float | None) -> None:
+        """Save to the plan's directory at other intervals from now on; every rank calls this between steps."""
+        self._manager(None).use_intervals(every_steps=every_steps, every_s=every_s)
+
     def save_if_best(self, metric: float) -> bool:
         """Save to the plan's directory if rank 0's `metric` is lower than all before; returns whether, on all ranks."""
         manager = self._manager(None)

@@ -27,6 +27,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, count_samples, sharded, split_rows, to_device
 from torsh_distributed.train.continuing.divided_batches import DividedBatches
 from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
+from torsh_distributed.train.continuing.running_changes import RunningChanges
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
@@ -96,6 +97,8 @@ class Engine:
         )
         self.elastic: ElasticSteps | None = None
         """In an elastic job: what lets steps outlive a lost rank."""
+        self.changes: RunningChanges | None = None
+        """Under a launcher of ours: what takes changes of the plan between two updates."""
         self._pieces: DividedBatches | None = None
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
@@ -199,6 +202,8 @@ class Engine:
         of an update that was started but never applied are discarded. `num_pieces` overrides the plan; the largest
         part is then the first.
         """
+        if self.changes is not None:
+            self.changes.before_update(self)
         events.reached("step", self.num_steps)
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -283,6 +288,8 @@ class Engine:
             self.num_skipped += 1
         self._unread_norm = self.last_norm = norm
         self.ledger.commit(self.num_steps - int(is_done))
+        if self.changes is not None:
+            self.changes.update_done()
         comm_s = self.strategy.take_comm_s()
         if events.wanted(events.StepEvent):
             events.emit(
@@ -458,6 +465,8 @@ class Engine:
         self._update = self._unread_norm = None
         self.optimizer.zero_grad(set_to_none=True)
         self.learning_rate.rescale(strategy.data_degree)
+        if self.changes is not None:
+            self.changes.world_changed(self)
 
     @property
     def interrupted_loss(self) -> Tensor | None:
@@ -534,6 +543,8 @@ class Engine:
 
     def _begun(self) -> _Update:
         if self._update is None:
+            if self.changes is not None:
+                self.changes.before_update(self)
             self._update = _Update()
         return self._update
 

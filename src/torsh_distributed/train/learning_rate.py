@@ -93,6 +93,10 @@ class LearningRate:
         training = self._training
         factor = lr_factor(training.lr_scaling, data_degree=data_degree, batch_size=training.batch_size)
         change, self._factor = factor / self._factor, factor
+        self.multiply(change)
+
+    def multiply(self, change: float) -> None:
+        """Make every rate `change` times as large, those that the scheduler starts from too."""
         if change == 1.0:
             return
         for group in self._optimizer.param_groups:

@@ -77,13 +77,70 @@ def test_tune_refuses_what_it_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "words"), [(0.5, "true: it is faster"), (2.0, "not true: it is slower"), (1.0, "not to be told apart")]
+    ("factor", "words"),
+    [
+        (0.6, "true: it is faster, as predicted"),
+        (0.8, "true: it is faster, but by 50% of what was predicted"),
+        (0.4, "true: it is faster, by 1.5 times what was predicted"),
+        (2.0, "not true: it is slower"),
+        (1.0, "not to be told apart"),
+    ],
 )
-def test_the_verdict_is_the_measured_difference(after: float, words: str) -> None:
+def test_the_verdict_is_the_measured_difference(factor: float, words: str) -> None:
     steps = [0.010, 0.0101, 0.0099, 0.0102, 0.0098, 0.010]
-    lines = tune_command._verdict(steps, [after * one for one in steps], 0.004, "a change")
-    assert words in lines[1]
-    assert "4.00 ms predicted" in lines[0]
+    before, after = tune_command.TunedRun(steps, None), tune_command.TunedRun([factor * one for one in steps], None)
+    told, verdict = tune_command._verdict([before, before], [after, after], 0.004)
+    assert words in verdict
+    assert "4.00 ms predicted" in told
+
+
+def test_rounds_that_differ_leave_doubt_and_larger_batches_count_by_the_sample() -> None:
+    steps = [0.010, 0.0101, 0.0099, 0.0102, 0.0098, 0.010]
+    slow = tune_command.TunedRun([1.5 * one for one in steps], None)
+    quick = tune_command.TunedRun([0.9 * one for one in steps], None)
+    as_it_was = tune_command.TunedRun(steps, None)
+    _, verdict = tune_command._verdict([as_it_was, slow], [slow, quick], 0.004)
+    assert "not to be told apart" in verdict, "one round said so, the other did not"
+    before = tune_command.TunedRun(steps, 32)
+    after = tune_command.TunedRun([1.6 * one for one in steps], 64)
+    told, verdict = tune_command._verdict([before], [after], 0.002)
+    assert "10.00 ms → 8.00 ms for 32 samples: +2.00 ms gained" in told
+    assert verdict == "true: it is faster, as predicted"
+
+
+SLOW_LOADING = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 14
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return torch.ones(64)
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader(Slow()):
+    time.sleep(0.1)
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_recommendation_is_tried_and_its_gain_was_true(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_LOADING)
+    write_run(tmp_path, num_ranks=1, data_s=0.1, compute_s={0: 0.09})
+    how = {"arguments": ["--nproc-per-node", "1", "train.py"], "directory": str(tmp_path)}
+    (tmp_path / "run.json").write_text(json.dumps(how))
+    done = CliRunner().invoke(tune_command.app, [str(tmp_path), "--apply", "1", "--rounds", "1"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "load in processes of its own" in done.output
+    assert "up to 100.00 ms predicted" in done.output
+    assert "true: it is faster, as predicted" in done.output
 
 
 PLAIN_SCRIPT = """

@@ -8,6 +8,7 @@ import socketserver
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,26 @@ def test_a_command_gets_the_alert_and_its_failure_is_told(tmp_path: Path) -> Non
         {"kind": "webhook"},
         {"kind": "webhook", "url": "http://x", "color": "red"},
         {"kind": "command", "command": []},
+        {"kind": "plan", "learning_rate_factor": 0.5},
+        {"kind": "plan", "set": {"mesh": {"tp": 2}}},
     ],
 )
 def test_an_action_that_is_not_understood_is_refused(table: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         make_action("ops", table)
+
+
+def test_a_change_of_the_plan_is_asked_of_the_launcher_in_one_short_text() -> None:
+    asked: list[str] = []
+    table = {"kind": "plan", "set": {"training": {"gradient_clipping": 0.5}}}
+    action = make_action("calm", table, ask_launcher=asked.append)
+    action.run(replace(ALERT, message="rank 1\nand " + "x" * 9000), "run")
+    change, _, reason = asked[0].partition("\n")
+    assert json.loads(change)["set"] == {"training": {"gradient_clipping": 0.5}}
+    assert reason.startswith("alert hot: rank 1 and xxx")
+    assert len(asked[0].encode()) < 2000
+    with pytest.raises(ConfigurationError, match=r"action calm: mesh\.tp cannot change while a job runs"):
+        make_action("calm", {"kind": "plan", "set": {"mesh": {"tp": 2}}}, ask_launcher=asked.append)
 
 
 class Flaky(AlertAction):

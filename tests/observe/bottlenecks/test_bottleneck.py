@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.trace.recorded import write_run
+from tests.observe.trace.recorded import EventWriter, write_run
+from torsh_distributed.cli.trace.analysis_text import recommendation_lines
 from torsh_distributed.errors import IoError
 from torsh_distributed.observe.bottlenecks.bottleneck import BottleneckType, analyse
 from torsh_distributed.observe.bottlenecks.recommendation import recommend
@@ -39,6 +40,25 @@ def test_a_slow_rank_is_named_with_what_it_costs(tmp_path: Path) -> None:
     assert best.gain_s == pytest.approx(0.04, rel=0.01), "the others need 50 ms, it needs 90"
 
 
+def test_operations_under_way_together_count_one_delay_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        writer = EventWriter(tmp_path, rank)
+        for step in range(12):
+            begin_s = 1000.0 + 0.1 * step
+            for bucket in range(3):  # rank 1 begins each 40 ms later, and rank 0 waits for all of them at once
+                start_s = begin_s + 0.001 * bucket + 0.04 * rank
+                facts = {"op": "all_reduce", "group": "0", "sequence": 3 * step + bucket, "num_bytes": 1 << 20}
+                writer.add("collective", start_s, begin_s + 0.09 - start_s, **facts)
+            writer.add("phase", begin_s, 0.04, phase="backward", thread=1)
+            writer.add(
+                "wait", begin_s + 0.04, 0.05, num_started=3, num_bytes=3 << 20, op="all_reduce", group="0", thread=1
+            )
+            writer.add("step", begin_s, 0.1, timed=False, step=step + 1)
+        writer.write()
+    late = analyse(tmp_path).arrivals
+    assert late.delay_s[1] / 11 == pytest.approx(0.042, rel=0.01), "42 ms of each step, not three times 40"
+
+
 def test_nobody_is_named_when_ranks_are_equal(tmp_path: Path) -> None:
     write_run(tmp_path, num_ranks=4)
     found = analyse(tmp_path)
@@ -51,12 +71,41 @@ def test_loading_and_transfer_are_found_and_their_gains_follow_from_the_numbers(
     write_run(tmp_path / "loading", data_s=0.06)
     assert kinds(tmp_path / "loading")[BottleneckType.IO] == pytest.approx(0.5, rel=0.01)
     advice = recommend(analyse(tmp_path / "loading"))
-    assert advice[0].gain_s == pytest.approx(0.05), "60 ms of loading fit beside 50 ms of computing, not more"
+    assert advice[0].gain_s == pytest.approx(0.06), "two processes load a batch in 30 ms each, beside 60 ms of the rest"
+    assert advice[0].overrides == {"TORSH_LOADER_WORKERS": "2"}
+    write_run(tmp_path / "much loading", data_s=0.6)
+    advice = recommend(analyse(tmp_path / "much loading"))
+    assert "num_workers=8" in advice[0].title
+    assert advice[0].gain_s == pytest.approx(0.66 - 0.6 / 8), "loading still sets the pace"
     write_run(tmp_path / "sending", transfer_s=0.05)
     assert kinds(tmp_path / "sending")[BottleneckType.COMMUNICATION] == pytest.approx(0.5, rel=0.01)
     int8 = next(one for one in recommend(analyse(tmp_path / "sending")) if "int8" in one.title)
     assert int8.gain_s == pytest.approx(0.05 * (1 - (1 + 4 / 256) / 4), rel=0.01)
     assert int8.plan_change == '[compress]\nmethod = "int8"'
+
+
+def test_advice_on_communication_is_about_what_was_seen(tmp_path: Path) -> None:
+    write_run(tmp_path, transfer_s=0.05, num_small=20, num_samples=64)
+    found = analyse(tmp_path)
+    assert found.arrivals.latency_s == pytest.approx(0.001, rel=0.01)
+    advice = {one.title: one for one in recommend(found)}
+    larger = advice["update after 128 samples, in twice as many passes"]
+    assert larger.plan_change == "[training]\nbatch_size = 128\ngradient_accumulation = 2"
+    assert larger.gain_s == pytest.approx(found.parts["transfer"] / 2)
+    fewer = advice["send fewer, larger messages"]
+    assert fewer.gain_s == pytest.approx(0.019, rel=0.01), "19 of 21 operations, a millisecond each"
+
+
+def test_what_follows_from_nothing_measured_has_no_gain(tmp_path: Path) -> None:
+    write_run(tmp_path, num_passes=8)
+    (advice,) = recommend(analyse(tmp_path))
+    assert advice.gain_s is None
+    assert advice.overrides == {"TORSH_PLAN__TRAINING__GRADIENT_ACCUMULATION": "4"}
+    (line, *_) = recommendation_lines([advice], 0.06)
+    assert (
+        line
+        == "1. do a batch in 4 passes, not in 8: gain unknown before `torsh tune` has measured it (confidence 1.00)"
+    )
 
 
 def test_few_steps_give_little_confidence(tmp_path: Path) -> None:

@@ -142,3 +142,18 @@ def test_a_running_job_is_judged_by_its_newest_steps() -> None:
     assert [row["rank"] for row in found["waits"]] == [1, 0]
     assert found["waits"][0]["delays_s"] == pytest.approx(0.01)
     assert page_state(job_of_two(3))["recommendations"] == [], "three steps say little"
+
+
+def test_the_timeline_is_of_one_step_though_ranks_tell_of_theirs_at_different_moments() -> None:
+    view = JobView()
+    ranks = [FakeRank(0), FakeRank(1)]
+    for number in range(1, 10):
+        for rank in ranks:
+            rank.step()
+        if number == 7:
+            view.take(ranks[0].packet())  # steps 1 to 7
+    view.take(ranks[1].packet())  # steps 1 to 9
+    assert (view.ranks[0].timelines.keys(), view.ranks[1].timelines.keys()) == ({4}, {8})
+    view.take(ranks[0].packet())  # steps 8 and 9
+    rows = page_state(view)["timeline"]
+    assert max(start for row in rows for _, start, _ in row["spans"]) < 0.03, "both are of step 8"

@@ -75,6 +75,27 @@ def test_no_directory_is_an_error_with_a_hint(tmp_path: Path) -> None:
         EventFiles(tmp_path / "absent")
 
 
+def test_a_traced_run_files_that_were_set_aside_and_a_directory_without_any(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "run", num_steps=6)
+    traced = tmp_path / "out" / "events"
+    traced.parent.mkdir()
+    whole.rename(traced)
+    lines = (traced / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    (traced / "rank-0.older.jsonl").write_text("".join(lines[:10]))
+    (traced / "rank-0.jsonl").write_text("".join(lines[10:]))
+    files = EventFiles(tmp_path / "out")
+    state = page_state(files.read_all())
+    assert state["job"]["run_id"] == "out"
+    assert state["curve"]["step"] == [1, 2, 3, 4, 5, 6]
+    (traced / "rank-0.jsonl").rename(traced / "rank-0.older.jsonl")
+    (traced / "rank-0.jsonl").write_text(lines[-1].replace('"step": 6', '"step": 7'))
+    assert files.poll()
+    assert page_state(files.view)["job"]["step"] == 7, "a file that is begun anew is read from its start"
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InvalidArgument, match="no event files in this directory"):
+        EventFiles(tmp_path / "nothing").read_all()
+
+
 def test_two_runs_are_compared_with_their_scatter(tmp_path: Path) -> None:
     one = EventFiles(write_run(tmp_path / "a")).read_all()
     other = EventFiles(write_run(tmp_path / "b", step_s=0.06, wait_s=0.04)).read_all()

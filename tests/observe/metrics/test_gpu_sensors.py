@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
@@ -28,6 +30,20 @@ def test_the_machine_is_read_and_what_is_absent_is_absent() -> None:
     assert 0 <= (values["torsh_node_cpu_ratio"] or 0) <= 1
     assert (values["torsh_node_network_receive_bytes"] or 0) >= 0
     assert None not in [value for name, value in values.items() if name.startswith("torsh_gpu")]
+
+
+def test_the_energy_of_processors_is_added_up_across_the_meters_end(tmp_path: Path) -> None:
+    for name, package in (("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "name").write_text(f"{package}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("100000000\n")
+    metrics, sensors = RankMetrics(), MachineSensors(interval_s=0.0, powercap=tmp_path)
+    for total_j in (90, 95, 5):
+        for name in ("intel-rapl:0", "intel-rapl:0:0"):
+            (tmp_path / name / "energy_uj").write_text(f"{total_j * 10**6}\n")
+        sensors.read(metrics)
+    rows = [row for row in metrics.summary() if row[0] == "torsh_node_energy_joules"]
+    assert rows == [["torsh_node_energy_joules", ["package-0"], 15.0]]
 
 
 def test_a_sensor_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,10 @@ class SaveTriggers:
         """Save at the next exchange of the ranks; any rank may call this, from any thread."""
         self._is_asked = True
 
+    def use_intervals(self, *, every_steps: int | None, every_s: float | None) -> None:
+        """Save at other intervals from now on; every rank calls this after the same step."""
+        self._every_steps, self._every_s = every_steps, every_s
+
     def saved(self) -> None:
         """A checkpoint was saved: the clock starts again."""
         self._saved_at = time.monotonic()

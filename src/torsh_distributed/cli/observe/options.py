@@ -71,8 +71,9 @@ def observe_settings(
             check_export(text)
         settings = dataclasses.replace(settings, exports=(*settings.exports, *export))
     if alerts is not None:
+        from torsh_distributed.observe.alerts.alert_actions import check_actions
         from torsh_distributed.observe.alerts.alert_rules import read_rules
 
-        read_rules(alerts)
+        check_actions(read_rules(alerts)[1])
         settings = dataclasses.replace(settings, alert_rules=str(alerts))
     return settings

@@ -39,12 +39,19 @@ def top(
     if once:
         console.print(drawing(state()))
         return
-    with Live(drawing(state()), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while not threading.Event().wait(1.0):
-            newest = state()
+    newest = state()
+    with Live(drawing(newest), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while newest["job"]["state"] not in ("finished", "failed"):
+            threading.Event().wait(1.0)
+            try:
+                newest = state()
+            except CommunicationError:  # the page of a job ends with the job
+                break
             live.update(drawing(newest), refresh=True)
-            if newest["job"]["state"] in ("finished", "failed"):
-                return
+    if console.is_terminal:
+        console.print(drawing(newest))
+    if newest["job"]["state"] not in ("finished", "failed"):
+        console.print("the page has closed: the job has ended, or its launcher is gone")
 
 
 def state_source(target: str) -> Callable[[], dict[str, Any]]:
@@ -99,7 +106,9 @@ def drawing(state: dict[str, Any]) -> Any:
     ]
     lines += [f"rank {one['rank']} is {one['slowdown']:.0%} slower than the others" for one in state["stragglers"]]
     lines += [f"{one['share']:.0%} {one['kind']}: {one['evidence']}" for one in state.get("bottlenecks", [])[:2]]
-    lines += [f"try: {one['title']}, {_ms(one['gain_s'])} a step" for one in state.get("recommendations", [])[:1]]
+    for one in state.get("recommendations", [])[:1]:
+        gain = "" if one["gain_s"] is None else f", {'up to ' if one['is_bound'] else ''}{_ms(one['gain_s'])} a step"
+        lines.append(f"try: {one['title']}{gain}")
     lines += [f"{alert['severity']}: {alert['name']}: {alert['message']}" for alert in state["alerts"]]
     table = Table("rank", "node", *("step", "step time", "busy", "waiting", "data", "memory", "device", "cores", "MFU"))
     for column in table.columns[2:]:

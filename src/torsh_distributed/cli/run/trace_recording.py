@@ -26,13 +26,16 @@ def trace_variables(trace: Path | None, limit_mb: float, *, num_ranks: int) -> d
 def recorded(trace: Path, limit_mb: float, *, arguments: list[str]) -> Iterator[None]:
     """Around the job: how it was started, the launcher's own events, and at the end the timeline."""
     import json
+    import os
     import sys
 
     from torsh_distributed.cli.trace.trace_commands import merged
     from torsh_distributed.events import JsonlSink
 
     with JsonlSink(trace / "events"):
-        (trace / "run.json").write_text(json.dumps({"arguments": arguments, "directory": str(Path.cwd())}) + "\n")
+        variables = {name: value for name, value in os.environ.items() if name.startswith("TORSH_PLAN")}
+        how = {"arguments": arguments, "directory": str(Path.cwd()), "variables": variables}
+        (trace / "run.json").write_text(json.dumps(how) + "\n")
         yield
     try:
         typer.echo(f"torsh run: {merged(trace, trace / 'trace.json', limit_mb=limit_mb)}", err=True)

@@ -17,6 +17,8 @@ _LABELS = {
     "other": "between phases",
 }
 
+_UNKNOWN = "gain unknown before `torsh tune` has measured it"
+
 
 def summary_lines(found: RunAnalysis) -> list[str]:
     """Where the time goes."""
@@ -50,10 +52,8 @@ def recommendation_lines(advice: Iterable[Recommendation], step_s: float) -> lis
     lines = []
     for number, one in enumerate(advice, 1):
         most = "up to " if one.is_bound else ""
-        lines.append(
-            f"{number}. {one.title}: {most}{one.gain_s * 1e3:.2f} ms a step, {most}{one.gain_s / step_s:.0%} "
-            f"(confidence {one.confidence:.2f})"
-        )
+        gain = f"{most}{one.gain_s * 1e3:.2f} ms a step, {most}{one.gain_s / step_s:.0%}" if one.gain_s else _UNKNOWN
+        lines.append(f"{number}. {one.title}: {gain} (confidence {one.confidence:.2f})")
         lines.append(f"   {one.reckoning}")
         if one.caution:
             lines.append(f"   {one.caution}")

@@ -8,6 +8,7 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,40 +19,56 @@ from torsh_distributed.errors import ConfigurationError, InvalidArgument, Proces
 
 RUN_FILE = "run.json"
 _RESAMPLES = 2000
+_NEAR = 0.25
 
 app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class TunedRun:
+    """What one run measured."""
+
+    steps_s: list[float]
+    """Seconds of each step after the first, from the end of the step before."""
+    num_samples: float | None
+    """Of a step, over all ranks; None if nobody told."""
 
 
 @app.command()
 def tune(
     run: RunFolder,
     apply: Annotated[int, typer.Option("--apply", min=1, help="Number of the recommendation of `torsh why RUN`.")],
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is run, in turns.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each way is run, in turns.")] = 3,
 ) -> None:
     """Run a recorded job as it was and with a recommended change, and say whether the predicted gain was true."""
     from torsh_distributed.observe.bottlenecks.bottleneck import analyse
     from torsh_distributed.observe.bottlenecks.recommendation import recommend
 
-    found = analyse(run)
-    advice = recommend(found)
+    advice = recommend(analyse(run))
+    if not advice:
+        raise InvalidArgument("there is nothing to try", hint=f"`torsh why {run}` has no recommendation for this run")
     if apply > len(advice):
         raise InvalidArgument(
-            f"there is no recommendation {apply}", hint=f"`torsh why {run}` has {len(advice)}", given=apply
+            f"there is no recommendation {apply}",
+            hint=f"`torsh why {run}` has {len(advice)}: --apply 1{f' to {len(advice)}' if len(advice) > 1 else ''}",
         )
     chosen = advice[apply - 1]
     if not chosen.overrides:
         raise InvalidArgument(
-            f"recommendation {apply} is no change of the plan: {chosen.title}",
+            f"recommendation {apply} is nothing that a variable can change: {chosen.title}",
             hint="make that change by hand, record the run again and compare the two with `torsh why`",
         )
     recorded = _recorded(run)
-    durations: dict[str, list[float]] = {"as it was": [], "changed": []}
+    typer.echo(f"{chosen.title}: {', '.join(f'{name}={value}' for name, value in chosen.overrides.items())}")
+    before: list[TunedRun] = []
+    after: list[TunedRun] = []
     for number in range(rounds):
-        for way, overrides in (("as it was", {}), ("changed", chosen.overrides)):
+        for way, overrides, found in (("as it was", {}, before), ("changed", chosen.overrides, after)):
             folder = run / "tuning" / f"{way.replace(' ', '-')}-{number}"
-            typer.echo(f"round {number + 1} of {rounds}, {way}")
-            durations[way] += _step_times(recorded, folder, overrides)
-    for line in _verdict(durations["as it was"], durations["changed"], chosen.gain_s, chosen.title):
+            found.append(_run_once(recorded, folder, overrides))
+            median_s = statistics.median(found[-1].steps_s)
+            typer.echo(f"round {number + 1} of {rounds}, {way}: {median_s * 1e3:.2f} ms a step")
+    for line in _verdict(before, after, chosen.gain_s, is_bound=chosen.is_bound):
         typer.echo(line)
     for line in chosen.plan_change.splitlines():
         typer.echo(f"  {line}")
@@ -69,9 +86,11 @@ def _recorded(run: Path) -> dict[str, Any]:
     return recorded
 
 
-def _step_times(recorded: dict[str, Any], folder: Path, overrides: dict[str, str]) -> list[float]:
-    """Run the job once; the seconds of each of its steps after the first, over all ranks."""
+def _run_once(recorded: dict[str, Any], folder: Path, overrides: dict[str, str]) -> TunedRun:
+    """Run the job once and read what it recorded."""
+    from torsh_distributed.observe.bottlenecks.step_times import step_times
     from torsh_distributed.observe.trace.event_files import read_run
+    from torsh_distributed.observe.trace.rank_clocks import align_clocks
 
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.jsonl"):
@@ -79,7 +98,7 @@ def _step_times(recorded: dict[str, Any], folder: Path, overrides: dict[str, str
     done = subprocess.run(
         [sys.executable, "-m", "torsh_distributed.run", *recorded["arguments"]],
         cwd=recorded["directory"],
-        env={**os.environ, **overrides, "TORSH_EVENTS_DIR": str(folder.resolve())},
+        env={**os.environ, **recorded.get("variables", {}), **overrides, "TORSH_EVENTS_DIR": str(folder.resolve())},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,40 +110,68 @@ def _step_times(recorded: dict[str, Any], folder: Path, overrides: dict[str, str
             hint="its last lines: " + " / ".join(done.stderr.splitlines()[-3:]),
         )
     events = read_run(folder)
-    by_rank: dict[int, list[float]] = {}
-    for rank, record in events.of("step"):
-        by_rank.setdefault(rank, []).append(record["duration_s"])
-    return [seconds for steps in by_rank.values() for seconds in steps[1:]]
+    # Ranks wait for each other: their steps are the same moments, and one of them tells all there is.
+    found = next((steps for _, steps in sorted(step_times(events, align_clocks(events)).items()) if steps), [])
+    if not found:
+        raise ConfigurationError("the job recorded no steps", hint="it has to run at least three")
+    samples = [one.num_samples for one in found if one.num_samples is not None]
+    return TunedRun([one.step_s for one in found], statistics.fmean(samples) if samples else None)
 
 
-def _verdict(before: list[float], after: list[float], predicted_s: float, title: str) -> list[str]:
-    """Whether it was true: the difference of medians with its interval, beside the prediction."""
-    if not before or not after:
-        raise ConfigurationError("the job recorded no steps", hint="it has to run at least two steps on td.Engine")
-    gain_s, low_s, high_s = _difference(before, after)
-    told = (
-        f"{title}: {statistics.median(before) * 1e3:.2f} ms → {statistics.median(after) * 1e3:.2f} ms a step; "
-        f"{gain_s * 1e3:+.2f} ms gained (95 %: {low_s * 1e3:+.2f} to {high_s * 1e3:+.2f}), "
-        f"{predicted_s * 1e3:.2f} ms predicted"
-    )
+def _verdict(
+    before: list[TunedRun], after: list[TunedRun], predicted_s: float | None, *, is_bound: bool = False
+) -> list[str]:
+    """Whether it was true: the difference of medians with its interval, beside the prediction.
+
+    Steps with more samples count as so much shorter: what is compared is the time for the samples of a step as it was.
+    """
+    old, new = before[0].num_samples, after[0].num_samples
+    scale = old / new if old and new else 1.0
+    steps_before, steps_after = [one.steps_s for one in before], [_times(scale, one.steps_s) for one in after]
+    gain_s, low_s, high_s = _difference(steps_before, steps_after)
+    was_s, is_s = _median(steps_before), _median(steps_after)
+    per = "a step" if scale == 1.0 else f"for {old:.0f} samples"
+    told = f"{was_s * 1e3:.2f} ms → {is_s * 1e3:.2f} ms {per}: {gain_s * 1e3:+.2f} ms gained"
+    told += f" (95 %: {low_s * 1e3:+.2f} to {high_s * 1e3:+.2f})"
+    if predicted_s is not None:
+        told += f", {'up to ' if is_bound else ''}{predicted_s * 1e3:.2f} ms predicted"
     if low_s > 0:
-        verdict = "true: it is faster" + (
-            "" if gain_s >= predicted_s / 2 else ", but by less than half of what was said"
-        )
+        verdict = "true: it is faster"
+        if predicted_s and not (gain_s >= (1 - _NEAR) * predicted_s or high_s >= predicted_s):
+            verdict += f", but by {gain_s / predicted_s:.0%} of what was predicted"
+        elif predicted_s and gain_s > (1 + _NEAR) * predicted_s:
+            verdict += f", by {gain_s / predicted_s:.1f} times what was predicted"
+        elif predicted_s:
+            verdict += ", as predicted"
     elif high_s < 0:
-        verdict = "not true: it is slower; leave the plan as it is"
+        verdict = "not true: it is slower; leave it as it is"
     else:
-        verdict = "not to be told apart: no difference beyond the noise; does the script read the plan (Plan.from_env)?"
+        verdict = (
+            "not to be told apart: no difference beyond the noise. More --rounds tell more; a change of the plan needs "
+            "a script that takes its plan from td.Plan.from_env(os.environ)"
+        )
     return [told, verdict]
 
 
-def _difference(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """Median before minus median after, and its 95 % interval by resampling."""
+def _times(scale: float, values: list[float]) -> list[float]:
+    return [scale * one for one in values]
+
+
+def _difference(before: list[list[float]], after: list[list[float]]) -> tuple[float, float, float]:
+    """Median before minus median after, and its 95 % interval by resampling rounds, and the steps in them."""
     source = random.Random(0)
-    differences = sorted(
-        statistics.median(source.choices(before, k=len(before)))
-        - statistics.median(source.choices(after, k=len(after)))
-        for _ in range(_RESAMPLES)
-    )
+
+    def drawn(runs: list[list[float]], rounds: list[int]) -> float:
+        return statistics.median([step for at in rounds for step in source.choices(runs[at], k=len(runs[at]))])
+
+    differences = []
+    for _ in range(_RESAMPLES):
+        rounds = source.choices(range(len(before)), k=len(before))
+        differences.append(drawn(before, rounds) - drawn(after, rounds))
+    differences.sort()
     low, high = differences[int(0.025 * _RESAMPLES)], differences[int(0.975 * _RESAMPLES) - 1]
-    return statistics.median(before) - statistics.median(after), low, high
+    return _median(before) - _median(after), low, high
+
+
+def _median(runs: list[list[float]]) -> float:
+    return statistics.median([step for steps in runs for step in steps])

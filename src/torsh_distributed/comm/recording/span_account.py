@@ -22,7 +22,7 @@ class StepSpans:
     """By what was waited for."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Span:
     start: float
     end: float

@@ -54,6 +54,11 @@ class ElasticLeader:
         return self._membership.members
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the world has made a step since its members last changed."""
+        return self._changed_s is None and not self.is_over
+
+    @property
     def target(self) -> int:
         """How many workers are wanted."""
         return self._membership.target

@@ -21,6 +21,7 @@ from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
     ChangeMembers,
+    ChangePlan,
     End,
     ForgetWorkers,
     FromNode,
@@ -172,7 +173,7 @@ class Follower:
                     hint="give the same command on every node, each with its own --node-rank",
                     node_rank=self._spec.node_rank,
                 )
-            case Start() | Ask() | ChangeMembers() | ForgetWorkers() | AddWorker() | Stop() | End():
+            case Start() | Ask() | ChangeMembers() | ForgetWorkers() | AddWorker() | ChangePlan() | Stop() | End():
                 self._node.handle(message)
 
     def _report(self, message: FromNode) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
+from torsh_distributed.launch.control.plan_changes import ChangeWord, PlanChanges
 from torsh_distributed.launch.control.worker_health import Health
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
@@ -22,6 +23,10 @@ from torsh_distributed.launch.nodes.listening_sockets import listen_in_range, li
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
+    ChangeMembers,
+    ChangePlan,
+    ChangeSaid,
+    ChangeWanted,
     DiagnosisWanted,
     End,
     Ended,
@@ -53,6 +58,7 @@ class Leader:
         self._directory = directory
         self._inquiry: Inquiry | None = None
         self._elastic: ElasticLeader | None = None
+        self._changes: PlanChanges | None = None
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._local_listener: socket.socket | None = None
@@ -88,6 +94,13 @@ class Leader:
                 self._carry_out(self.coordinator.stopped(node_rank, message.attempt))
             case Measured():
                 self.on_measured(message)
+            case ChangeWanted():
+                if self._changes is not None and self.coordinator.phase is JobPhase.RUNNING:
+                    self._changes.want(message.change, message.reason)
+            case ChangeSaid():
+                if self._changes is not None and message.attempt == self.coordinator.attempt:
+                    word = ChangeWord(message.number, message.what, message.at, message.step, message.detail)
+                    self._changes.said(message.member, word)
             case DiagnosisWanted():
                 self.diagnose(lambda found: self._output.show_diagnosis(found.lines))
             case Interrupted():
@@ -129,6 +142,18 @@ class Leader:
             tell_all=self._tell_all,
             nodes=lambda: list(self._send),
             give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
+        )
+
+    def _begin_changes(self, attempt: int) -> None:
+        if self._changes is not None:
+            self._changes.close()
+        elastic = self._elastic
+        self._changes = PlanChanges(
+            self._loop,
+            self._output,
+            ranks=lambda: range(self._spec.world_size) if elastic is None else elastic.members,
+            is_settled=lambda: elastic is None or elastic.is_settled,
+            tell=lambda told: self._tell_all(ChangePlan(attempt=attempt, **told)),
         )
 
     def scale(self, target: object) -> dict[str, Any]:
@@ -188,6 +213,7 @@ class Leader:
                 case StartAttempt():
                     self._begin_inquiry(decision.attempt)
                     self._begin_elastic(decision.attempt)
+                    self._begin_changes(decision.attempt)
                     message: FromLeader = self._open(decision.attempt)
                 case Stop():
                     message = decision
@@ -199,11 +225,15 @@ class Leader:
                 self._inquiry.close()
             if not isinstance(decision, StartAttempt) and self._elastic is not None:
                 self._elastic.close()
+            if not isinstance(decision, StartAttempt) and self._changes is not None:
+                self._changes.close()
             self._tell_all(message)
 
     def _tell_all(self, message: FromLeader) -> None:
         if isinstance(message, AddWorker):
             self.coordinator.resumed(message.node_rank)
+        if isinstance(message, ChangeMembers) and self._changes is not None:
+            self._changes.cancel("the members of the world change")
         for send in list(self._send.values()):
             send(message)
 

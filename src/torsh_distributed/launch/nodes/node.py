@@ -32,6 +32,9 @@ from torsh_distributed.launch.nodes.records import (
     AddWorker,
     Ask,
     ChangeMembers,
+    ChangePlan,
+    ChangeSaid,
+    ChangeWanted,
     DiagnosisWanted,
     End,
     Ended,
@@ -96,7 +99,7 @@ class Node:
         self._spec = spec
         self._loop = loop
         self._output = output
-        self._observer = JobObserver(spec, loop, output)
+        self._observer = JobObserver(spec, loop, output, on_change=self._want_change)
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
         self._attempt_number = 0
@@ -125,6 +128,8 @@ class Node:
                     self._attempt.ask()
             case ChangeMembers():
                 self._change_members(message)
+            case ChangePlan():
+                self._change_plan(message)
             case ForgetWorkers():
                 self._forget_workers(message)
             case AddWorker():
@@ -193,6 +198,8 @@ class Node:
             self._health.watch(member, pid)  # from its first beat on
             return
         self._health.beat(member)
+        if message["type"] == "change":
+            self._take_change_word(attempt, member, message)
         if message["type"] != "elastic":
             return
         if message.get("what") == "ready":
@@ -202,6 +209,21 @@ class Node:
             detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
             said = MemberSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers)
             self.report(said)
+
+    def _want_change(self, change: str, reason: str) -> None:
+        """A rule of alerts asks for a change of the plan."""
+        self.report(ChangeWanted(change=change, reason=reason))
+
+    def _change_plan(self, message: ChangePlan) -> None:
+        if self._attempt is not None and self._attempt.number == message.attempt:
+            told = {"type": "change", "what": message.what, "number": message.number, "at": message.at}
+            self._attempt.tell({**told, "change": json.loads(message.change), "reason": message.reason})
+
+    def _take_change_word(self, attempt: int, member: int, message: dict[str, Any]) -> None:
+        numbers = {name: message.get(name, 0) for name in ("number", "at", "step")}
+        if isinstance(message.get("what"), str) and all(isinstance(number, int) for number in numbers.values()):
+            detail = str(message.get("detail", ""))[:_MAX_DETAIL_CHARS]
+            self.report(ChangeSaid(attempt=attempt, member=member, what=message["what"], detail=detail, **numbers))
 
     def _note_health(self, attempt: int, member: int, health: Health) -> None:
         self.report(

@@ -120,6 +120,29 @@ class MemberSaid:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangeWanted:
+    """A rule of alerts on the node asks for a change of the plan; `change` is JSON."""
+
+    kind: Literal["change_wanted"] = "change_wanted"
+    change: Text
+    reason: Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeSaid:
+    """A worker's word on change `number` of the plan: ready (to stop before update `at`), changed or refused."""
+
+    kind: Literal["change_said"] = "change_said"
+    attempt: int
+    member: int
+    number: int
+    what: Text
+    at: int = 0
+    step: int = 0
+    detail: Text = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiagnosisWanted:
     """Somebody at the node asks what the job is doing (SIGUSR1); node 0 prints the answer."""
 
@@ -203,6 +226,19 @@ class AddWorker:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangePlan:
+    """Change `number` of the plan: prepare, commit (before update `at`) or cancel; `change` is JSON."""
+
+    kind: Literal["change_plan"] = "change_plan"
+    attempt: int
+    number: int
+    what: Text
+    at: int = 0
+    change: Text = "{}"
+    reason: Text = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """End the workers of an attempt and report when they are gone; the next attempt follows."""
 
@@ -230,13 +266,25 @@ FromNode = (
     | Finished
     | Stopped
     | Measured
+    | ChangeWanted
+    | ChangeSaid
     | DiagnosisWanted
     | Interrupted
     | MemberSaid
     | Heartbeat
 )
 FromLeader = (
-    JoinAccepted | JoinRefused | Start | Ask | ChangeMembers | ForgetWorkers | AddWorker | Stop | End | Heartbeat
+    JoinAccepted
+    | JoinRefused
+    | Start
+    | Ask
+    | ChangeMembers
+    | ForgetWorkers
+    | AddWorker
+    | ChangePlan
+    | Stop
+    | End
+    | Heartbeat
 )
 Message = FromNode | FromLeader
 

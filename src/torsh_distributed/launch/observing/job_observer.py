@@ -23,10 +23,14 @@ from torsh_distributed.observe.settings import ObserveSettings
 class JobObserver:
     """At most one observer process for the job on this node; started by the command line or by a worker's plan."""
 
-    def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput) -> None:
+    def __init__(
+        self, spec: JobSpec, loop: Loop, output: LauncherOutput, *, on_change: Callable[[str, str], None]
+    ) -> None:
+        """`on_change` takes a change of the plan that a rule asks for, as JSON, and the reason."""
         self._spec = spec
         self._loop = loop
         self._output = output
+        self._on_change = on_change
         self._process: ObserverProcess | None = None
         self._unsubscribe: Callable[[], None] = _nothing
         if spec.observe.is_active:
@@ -94,7 +98,7 @@ class JobObserver:
             if not settings.is_active:
                 return
         try:
-            self._process = ObserverProcess(settings)
+            self._process = ObserverProcess(dataclasses.replace(settings, can_change_plan=True))
         except OSError as error:
             self._output.warn(f"the job is not observed: {error.strerror or error}")
             return
@@ -119,7 +123,11 @@ class JobObserver:
         process = self._process
         assert process is not None, "unwatched when it ends"
         for kind, text in process.take_reports():
-            self._show(kind, text)
+            if kind == "change":
+                change, _, reason = text.partition("\n")
+                self._on_change(change, reason)
+            else:
+                self._show(kind, text)
         if process.is_over:
             self._output.warn("the process that observes the job has ended; training goes on")
             self.close()
@@ -127,7 +135,7 @@ class JobObserver:
     def _show(self, kind: str, text: str) -> None:
         if kind == "warned":
             self._output.warn(text)
-        else:
+        elif kind == "said":
             self._output.say(text)
 
 

@@ -1,4 +1,4 @@
-"""What is done when a rule fires: a log line, a webhook, an e-mail, a command."""
+"""What is done when a rule fires: a log line, a webhook, an e-mail, a command, a change of the plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from email.message import EmailMessage
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -17,7 +17,11 @@ from torsh_distributed.errors import ConfigurationError, IoError
 from torsh_distributed.observe.alerts.alert_manager import Alert
 from torsh_distributed.observe.export.otlp_metrics import http_url
 
+if TYPE_CHECKING:
+    from torsh_distributed.plan.running_change import RunningChange
+
 _TIMEOUT_S = 10.0
+_MAX_REASON_CHARS = 500
 _SHAPES = ("json", "slack", "pagerduty")
 _PAGERDUTY_SEVERITY = {"info": "info", "warning": "warning", "error": "error"}
 
@@ -136,17 +140,49 @@ class CommandAlert(AlertAction):
             raise IoError(f"{self._command[0]} ended with exit code {done.returncode}")
 
 
-def make_action(name: str, table: Mapping[str, Any], *, smtp_password: str = "") -> AlertAction:
-    """The action of a table `[action.NAME]`; raises ConfigurationError for what is not understood."""
+class PlanChangeAlert(AlertAction):
+    """A change of the plan, which the running Engines take between two updates; the launcher is asked for it."""
+
+    def __init__(self, change: RunningChange, ask_launcher: Callable[[str], None]) -> None:
+        self._change = json.dumps(change.to_dict())
+        self._ask_launcher = ask_launcher
+
+    @override
+    def run(self, alert: Alert, run_id: str) -> None:
+        reason = " ".join(f"alert {alert.name}: {alert.message}".split())[:_MAX_REASON_CHARS]
+        self._ask_launcher(f"{self._change}\n{reason}")
+
+
+def make_action(
+    name: str,
+    table: Mapping[str, Any],
+    *,
+    smtp_password: str = "",
+    ask_launcher: Callable[[str], None] | None = None,
+) -> AlertAction:
+    """The action of a table `[action.NAME]`; raises ConfigurationError for what is not understood.
+
+    `ask_launcher` takes what a change of the plan asks for; without it, such an action is refused.
+    """
     kind = table.get("kind")
     given = {key: value for key, value in table.items() if key != "kind"}
+    if kind == "plan":
+        change = _plan_change(name, given)
+        if ask_launcher is None:
+            raise ConfigurationError(
+                f"the action {name} changes the plan, which needs the launcher of the job",
+                hint="start the job with `torsh run`",
+                action=name,
+            )
+        return PlanChangeAlert(change, ask_launcher)
     kinds: dict[str, tuple[type[AlertAction], set[str]]] = {
         "webhook": (WebhookAlert, {"url", "shape", "routing_key"}),
         "email": (EmailAlert, {"to", "sender", "host", "port", "user"}),
         "command": (CommandAlert, {"command"}),
     }
     if kind not in kinds:
-        raise ConfigurationError(f"the kind of an action is one of {', '.join(kinds)}", action=name, got=str(kind))
+        known = ", ".join([*kinds, "plan"])
+        raise ConfigurationError(f"the kind of an action is one of {known}", action=name, got=str(kind))
     made, keys = kinds[kind]
     unknown = set(given) - keys
     if unknown:
@@ -161,3 +197,19 @@ def make_action(name: str, table: Mapping[str, Any], *, smtp_password: str = "")
         return made(**given)
     except TypeError as error:
         raise ConfigurationError(f"the action {name} is not complete: {error}", action=name) from error
+
+
+def check_actions(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigurationError if an action of a file of rules is not understood, before the job starts."""
+    for name, table in tables.items():
+        make_action(name, table, ask_launcher=lambda text: None)
+
+
+def _plan_change(name: str, given: Mapping[str, Any]) -> RunningChange:
+    # Imported here: a plan is pydantic, which most files of rules do without.
+    from torsh_distributed.plan.running_change import RunningChange
+
+    try:
+        return RunningChange.from_dict(given)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the action {name}: {error.message}", hint=error.hint, action=name) from error

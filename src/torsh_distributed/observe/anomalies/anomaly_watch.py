@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torsh_distributed.observe.anomalies.detectors import (
 )
 from torsh_distributed.observe.job.job_view import MAX_RANKS, JobView
 from torsh_distributed.observe.job.rank_view import ValueKey
-from torsh_distributed.observe.metrics.step_record import StepRecord
+from torsh_distributed.observe.metrics.step_record import StepRecord, share_of_steps
 
 MAX_ANOMALIES = 200
 _MAX_SERIES = 4096
@@ -103,11 +103,13 @@ class AnomalyWatch:
         if rank != self._first_rank or self._num_seen[rank] <= 2 or step.is_skipped:
             return  # the first steps allocate and compile
         took = f"step {step.step} took {step.step_s * 1e3:.1f} ms"
-        self._judge(
-            AnomalyKind.PERFORMANCE_SPIKE, "", step.step_s, f"{took}, far more than those before", step=step.step
-        )
-        lasting = f"{took}; steps have become slower and stay so"
-        self._judge(AnomalyKind.PERFORMANCE_DEGRADATION, "", step.step_s, lasting, step=step.step)
+        for kind, rest in (
+            (AnomalyKind.PERFORMANCE_SPIKE, ", far more than those before"),
+            (AnomalyKind.PERFORMANCE_DEGRADATION, "; steps have become slower and stay so"),
+        ):
+            severity = self._judged(kind, "", step.step_s)
+            if severity is not None:
+                self._note(kind, severity, took + rest, step=step.step)
 
     def tick(self) -> None:
         """Judge what ranks told since the last tick."""
@@ -119,10 +121,13 @@ class AnomalyWatch:
                 self._last_sequence[view.rank] = view.sequence
                 for name in ("torsh_host_memory_bytes", "torsh_device_memory_bytes"):
                     value = view.number(name)
-                    if value is not None:
+                    if value is None:
+                        continue
+                    severity = self._judged(AnomalyKind.MEMORY_LEAK, f"{name} {view.rank}", value)
+                    if severity is not None:
                         what = "device memory" if "device" in name else "memory"
                         told = f"the {what} of rank {view.rank} grows steadily, to {value / 2**20:.0f} MB"
-                        self._judge(AnomalyKind.MEMORY_LEAK, f"{name} {view.rank}", value, told, rank=view.rank)
+                        self._note(AnomalyKind.MEMORY_LEAK, severity, told, rank=view.rank)
                 for (_, labels), gpu_use in view.values({"torsh_gpu_utilization_ratio"}):
                     if isinstance(gpu_use, float | int):
                         where = f"GPU {labels[0]} of {view.facts.get('node', 'a node')}"
@@ -131,49 +136,45 @@ class AnomalyWatch:
             self._judge_shares()
 
     def _judge_shares(self) -> None:
-        newest = [list(view.steps)[-10:] for view in self._view.ranks.values()]
-        waits = [_share(steps, "wait_s") for steps in newest]
+        newest = [view.newest_steps(10) for view in self._view.ranks.values()]
+        waits = [share_of_steps(steps, "wait_s") for steps in newest]
         known = [wait for wait in waits if wait is not None]
         if known and len(known) == len(waits):
             # If even the rank that waits least waits long, it is the network; else some rank is slow.
             told = f"every rank waits for the others for at least {min(known):.0%} of a step"
             self._judge(AnomalyKind.COMMUNICATION_BOTTLENECK, "", min(known), told)
-        data = [share for steps in newest if (share := _share(steps, "data_s")) is not None]
+        data = [share for steps in newest if (share := share_of_steps(steps, "data_s")) is not None]
         if data:
             told = f"a rank waits for its data for {max(data):.0%} of a step"
             self._judge(AnomalyKind.IO_BOTTLENECK, "", max(data), told)
         busy = [
-            statistics.fmean(step.busy_s for step in steps)
+            sum([step.busy_s for step in steps]) / len(steps)
             for steps in newest
             if steps and steps[-1].wait_s is not None
         ]
-        if len(busy) > 1 and statistics.fmean(busy) > 0:
-            variation = statistics.pstdev(busy) / statistics.fmean(busy)
+        mean = sum(busy) / len(busy) if busy else 0.0
+        if len(busy) > 1 and mean > 0:
+            # Not `statistics.pstdev`, which computes in fractions.
+            variation = math.sqrt(sum([(one - mean) ** 2 for one in busy]) / len(busy)) / mean
             told = f"ranks compute between {min(busy) * 1e3:.1f} and {max(busy) * 1e3:.1f} ms a step"
             self._judge(AnomalyKind.LOAD_IMBALANCE, "", variation, told)
 
-    def _judge(
-        self,
-        kind: AnomalyKind,
-        series: str,
-        value: float,
-        message: str,
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-    ) -> None:
-        key = (kind, series)
-        if key not in self._detectors:
-            if len(self._detectors) >= _MAX_SERIES:
-                return
-            self._detectors[key] = MAKERS[kind]()
-        severity = self._detectors[key].add(value)
+    def _judge(self, kind: AnomalyKind, series: str, value: float, message: str) -> None:
+        severity = self._judged(kind, series, value)
         if severity is not None:
-            self._counts[kind.value] += 1
-            self._found.append(Anomaly(kind, severity, message, time.time(), rank, step))
+            self._note(kind, severity, message)
 
+    def _judged(self, kind: AnomalyKind, series: str, value: float) -> float | None:
+        """How severe it is that a series has this value now; None if it is not unusual."""
+        detector = self._detectors.get((kind, series))
+        if detector is None:
+            if len(self._detectors) >= _MAX_SERIES:
+                return None
+            detector = self._detectors[kind, series] = MAKERS[kind]()
+        return detector.add(value)
 
-def _share(steps: list[StepRecord], name: str) -> float | None:
-    values = [getattr(step, name) for step in steps]
-    total_s = sum(step.step_s for step in steps)
-    return sum(values) / total_s if values and None not in values and total_s > 0 else None
+    def _note(
+        self, kind: AnomalyKind, severity: float, message: str, *, rank: int | None = None, step: int | None = None
+    ) -> None:
+        self._counts[kind.value] += 1
+        self._found.append(Anomaly(kind, severity, message, time.time(), rank, step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -71,6 +71,10 @@ class RunAnalysis:
     arrivals: Arrivals
     bytes_per_step: float
     operations_per_step: float
+    samples_per_step: float | None = None
+    """Of all ranks; None where nobody told."""
+    passes_per_step: float = 0.0
+    """Forward passes of a rank; 0 where they are not seen."""
     bottlenecks: tuple[Bottleneck, ...] = field(default=())
 
 
@@ -91,20 +95,27 @@ def analyse(folder: Path) -> RunAnalysis:
     step_s = statistics.fmean(one.step_s for one in every)
     parts = mean_parts(every)
     num_steps = len(times[first])
-    sync_s = min(parts["wait"], statistics.fmean(found.waited_s.values()) / num_steps if found.waited_s else 0.0)
-    whole = {**{name: value for name, value in parts.items() if name != "wait"}, "sync": sync_s}
-    whole["transfer"] = parts["wait"] - sync_s
+    samples = [one.num_samples for one in every if one.num_samples is not None]
     analysis = RunAnalysis(
         num_ranks=len(run.ranks),
         num_steps=num_steps,
         step_s=step_s,
-        parts=whole,
+        parts=with_split_waits(parts, found, num_steps),
         by_rank={rank: mean_parts(steps) for rank, steps in times.items()},
         arrivals=found,
         bytes_per_step=statistics.fmean(one.num_bytes for one in every),
         operations_per_step=statistics.fmean(one.num_operations for one in every),
+        samples_per_step=statistics.fmean(samples) if samples else None,
+        passes_per_step=statistics.fmean(one.num_passes for one in every),
     )
     return with_bottlenecks(analysis, every, _of_memory(run))
+
+
+def with_split_waits(parts: Mapping[str, float], late: Arrivals, num_steps: int) -> dict[str, float]:
+    """The parts with `wait` split into `sync`, waiting for late ranks, and `transfer`, the rest of it."""
+    sync_s = min(parts["wait"], statistics.fmean(late.waited_s.values()) / num_steps if late.waited_s else 0.0)
+    rest = {name: value for name, value in parts.items() if name != "wait"}
+    return {**rest, "sync": sync_s, "transfer": parts["wait"] - sync_s}
 
 
 def with_bottlenecks(

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torsh_distributed.observe.bottlenecks.arrivals import CLEARLY_LATE_S, Arrivals
-from torsh_distributed.observe.bottlenecks.bottleneck import RunAnalysis, with_bottlenecks
+from torsh_distributed.observe.bottlenecks.bottleneck import RunAnalysis, with_bottlenecks, with_split_waits
 from torsh_distributed.observe.bottlenecks.recommendation import recommend
 from torsh_distributed.observe.bottlenecks.step_times import RecordedStep, mean_parts
 from torsh_distributed.observe.job.job_view import JobView
@@ -48,19 +48,17 @@ def analyse_live(view: JobView) -> RunAnalysis | None:
     times = {rank: [_recorded(rank, one[number]) for number in common] for rank, one in steps.items()}
     every = [one for steps in times.values() for one in steps]
     found = _arrivals(steps, common)
-    parts = mean_parts(every)
-    sync_s = min(parts["wait"], statistics.fmean(found.waited_s.values()) / len(common) if found.waited_s else 0.0)
-    whole = {**{name: value for name, value in parts.items() if name != "wait"}, "sync": sync_s}
-    whole["transfer"] = parts["wait"] - sync_s
+    samples = [number for one in steps.values() for at in common if (number := one[at].num_samples) is not None]
     analysis = RunAnalysis(
         num_ranks=len(steps),
         num_steps=len(common),
         step_s=statistics.fmean(one.step_s for one in every),
-        parts=whole,
+        parts=with_split_waits(mean_parts(every), found, len(common)),
         by_rank={rank: mean_parts(one) for rank, one in times.items()},
         arrivals=found,
         bytes_per_step=num_bytes,
         operations_per_step=num_operations,
+        samples_per_step=statistics.fmean(samples) if samples else None,
     )
     return with_bottlenecks(analysis, every)
 

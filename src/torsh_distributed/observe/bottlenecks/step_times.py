@@ -31,6 +31,10 @@ class RecordedStep:
     """On the common clock."""
     end_s: float
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    num_samples: int | None = None
+    """Of all ranks."""
+    num_passes: int = 0
+    """Forward passes."""
     num_operations: int = 0
     num_bytes: int = 0
     """Of the operations that were started."""
@@ -52,7 +56,7 @@ def _of_rank(rank: int, records: list[Record], clocks: RankClocks) -> list[Recor
         if record["type"] == "step":
             end_s = clocks.from_wall(rank, record["time"])
             start_s = steps[-1].end_s if steps else end_s - record["duration_s"]
-            steps.append(RecordedStep(rank, record["step"], start_s, end_s))
+            steps.append(RecordedStep(rank, record["step"], start_s, end_s, num_samples=record.get("num_samples")))
     if not steps:
         return []
     thread = _training_thread(records)
@@ -70,6 +74,7 @@ def _of_rank(rank: int, records: list[Record], clocks: RankClocks) -> list[Recor
             steps[at].num_bytes += record["num_bytes"]
         if record.get("thread") not in (thread, None):
             continue  # beside the training thread: it delays nobody by itself
+        steps[at].num_passes += record.get("phase") == "forward"
         part = "wait" if record["type"] == "wait" else _PART_OF_PHASE.get(record["phase"], "other")
         spans[at].append((max(end_s - record["duration_s"], steps[at].start_s), end_s, part))
     for number, found in spans.items():

@@ -99,7 +99,7 @@ class OtlpTraces(Exporter):
         if not rank.timeline or not rank.steps or self._drawn_s.get(rank.rank) == rank.timeline[0][1]:
             return
         self._drawn_s[rank.rank] = rank.timeline[0][1]
-        parent = step_span_id(header, rank.rank, rank.steps[-1].step)
+        parent = step_span_id(header, rank.rank, rank.timeline_step)
         for number, (name, start, seconds) in enumerate(rank.timeline):
             own = _digest(8, parent, number)
             yield _span(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey
+from torsh_distributed.observe.job.rank_view import RankView, Value, ValueKey, finite
 from torsh_distributed.observe.job.straggler_finder import StragglerFinder
 from torsh_distributed.observe.job.thinned_series import ThinnedSeries
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, MetricDefinition, MetricScope
@@ -138,7 +138,7 @@ class JobView:
         record = {
             str(name)[:60]: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
             for name, value in list(mark.items())[:20]
-            if value is None or isinstance(value, str | int | float | bool)
+            if value is None or isinstance(value, str | int | bool) or finite(value) is not None
         }
         if isinstance(record.get("type"), str) and isinstance(record.get("time"), int | float):
             record["rank"] = rank
@@ -163,7 +163,7 @@ class JobView:
         if action in ("started", "restarted"):
             header.state = "starting" if action == "started" else "restarting"
             for view in self.ranks.values():
-                view.timeline = []
+                view.timeline, view.timelines = [], {}
         elif action == "lost":
             self.num_failures += 1
         elif action == "ended":

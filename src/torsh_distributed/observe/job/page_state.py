@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torsh_distributed.observe.analytics.training_course import training_course
@@ -12,14 +13,14 @@ from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
-from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
+from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord, share_of_steps
 
 MAX_TIMELINE_RANKS = 16
 _NEWEST_STEPS = 20
 _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
-_PART_FIELDS = tuple((part, f"{part}_s") for part in PARTS)
+_parts_of = attrgetter(*(f"{part}_s" for part in PARTS))
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
@@ -89,7 +90,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
 
 
 def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> dict[str, Any]:
-    steps = list(rank.steps)[-window:]
+    steps = rank.newest_steps(window)
     return {
         "rank": rank.rank,
         "node": rank.facts.get("node"),
@@ -97,8 +98,8 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "step": rank.number("torsh_step"),
         "step_s": _mean(step.step_s for step in steps),
         "busy_s": _mean(step.busy_s for step in steps),
-        "wait_share": _share(steps, "wait_s"),
-        "data_share": _share(steps, "data_s"),
+        "wait_share": share_of_steps(steps, "wait_s"),
+        "data_share": share_of_steps(steps, "data_s"),
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
         "cores": rank.number("torsh_process_cpu_cores"),
@@ -149,11 +150,14 @@ def _timeline(view: JobView) -> list[dict[str, Any]]:
     shown = [rank for _, rank in sorted(view.ranks.items()) if rank.timeline][:MAX_TIMELINE_RANKS]
     if not shown:
         return []
-    begin = min(start for rank in shown for _, start, _ in rank.timeline)
+    # Ranks tell of their steps at different moments: shown is the newest that all of them have told of.
+    common = set.intersection(*(set(rank.timelines) for rank in shown))
+    drawn = {rank.rank: rank.timelines[max(common)] if common else rank.timeline for rank in shown}
+    begin = min(start for spans in drawn.values() for _, start, _ in spans)
     return [
         {
             "rank": rank.rank,
-            "spans": [[name, round(start - begin, 6), seconds] for name, start, seconds in rank.timeline],
+            "spans": [[name, round(start - begin, 6), seconds] for name, start, seconds in drawn[rank.rank]],
         }
         for rank in shown
     ]
@@ -172,6 +176,8 @@ def _nodes(view: JobView) -> list[dict[str, Any]]:
 def _custom(view: JobView) -> list[dict[str, Any]]:
     found: dict[str, dict[int, float]] = {}
     definitions = view.definitions()
+    if len(definitions) == len(CATALOGUE):
+        return []
     for rank, (name, _), value in view.values({name for name in definitions if name.startswith(CUSTOM_PREFIX)}):
         number = value.mean if isinstance(value, DistributionSummary) else value
         found.setdefault(name, {})[rank.rank] = number
@@ -191,8 +197,8 @@ def _custom(view: JobView) -> list[dict[str, Any]]:
 def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Mean seconds by part of a step; a part that no step measured is left out."""
     found = {}
-    for part, name in _PART_FIELDS:
-        values = [seconds for step in steps if (seconds := getattr(step, name)) is not None]
+    for part, column in zip(PARTS, zip(*map(_parts_of, steps), strict=True), strict=False):
+        values = column if None not in column else [seconds for seconds in column if seconds is not None]
         if values:
             found[part] = max(0.0, sum(values) / len(values))
     return found
@@ -201,12 +207,6 @@ def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
 def _mean_of_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     values = {part: [parts[part] for parts in ranks if part in parts] for part in PARTS}
     return {part: sum(found) / len(found) for part, found in values.items() if found}
-
-
-def _share(steps: Sequence[StepRecord], name: str) -> float | None:
-    values = [getattr(step, name) for step in steps]
-    total_s = sum(step.step_s for step in steps)
-    return sum(values) / total_s if values and None not in values and total_s > 0 else None
 
 
 def _mean(values: Iterable[float]) -> float | None:

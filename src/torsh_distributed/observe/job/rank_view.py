@@ -57,6 +57,9 @@ class DistributionSummary:
 Value = float | DistributionSummary
 
 
+_TIMELINES_KEPT = 4
+
+
 @dataclass
 class RankView:
     """One rank as last heard of."""
@@ -73,6 +76,10 @@ class RankView:
     custom: dict[str, MetricDefinition] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     timeline: list[tuple[str, float, float]] = field(default_factory=list)
+    """The spans of the newest step that has any: name, start on the wall clock, seconds."""
+    timeline_step: int = 0
+    timelines: dict[int, list[tuple[str, float, float]]] = field(default_factory=dict)
+    """Those of the newest summaries, by step."""
     facts: dict[str, Any] = field(default_factory=dict)
     num_bad: int = 0
     """Pieces of summaries that were not understood."""
@@ -85,14 +92,14 @@ class RankView:
     def take(self, packet: Mapping[str, Any], *, now_s: float) -> list[StepRecord]:
         """Take a summary; returns its new steps."""
         self.heard_s = now_s
-        self.time = _finite(packet.get("time")) or self.time
-        self.clock = _finite(packet.get("clock")) or 0.0
+        self.time = finite(packet.get("time")) or self.time
+        self.clock = finite(packet.get("clock")) or 0.0
         sequence = packet.get("sequence")
         self.sequence = sequence if isinstance(sequence, int) else self.sequence
         self._take_custom(packet.get("custom"))
         self._take_values(packet.get("metrics"))
         self._take_facts(packet.get("facts"))
-        self._take_timeline(packet.get("timeline"))
+        self._take_timeline(packet.get("timeline"), packet.get("timeline_step"))
         found = []
         for row in _rows(packet.get("steps"))[-STEPS_KEPT:]:
             try:
@@ -122,13 +129,19 @@ class RankView:
         """Keep the values as they came; each is checked when it is first asked for, and most never are."""
         found: dict[ValueKey, Any] = {}
         for row in _rows(rows)[:_MAX_ROWS]:
-            if not (isinstance(row, list) and len(row) == 3 and isinstance(row[0], str) and isinstance(row[1], list)):
+            if type(row) is list and len(row) == 3 and type(row[0]) is str and type(row[1]) is list:
+                name, labels, value = row
+                found[name, tuple(map(str, labels)) if labels else ()] = value
+            else:
                 self.num_bad += 1
-                continue
-            found[row[0], tuple(map(str, row[1]))] = row[2]
         if found:
             self._given = found
             self._checked = {}
+
+    def newest_steps(self, most: int) -> list[StepRecord]:
+        """The latest steps, oldest first."""
+        steps = self.steps
+        return [steps[at] for at in range(-min(most, len(steps)), 0)]
 
     def names(self) -> list[ValueKey]:
         """Every metric that the last summary names, known or not."""
@@ -166,28 +179,31 @@ class RankView:
             self.facts = {
                 str(name)[:60]: value[:_MAX_TEXT_CHARS] if isinstance(value, str) else value
                 for name, value in kept
-                if isinstance(value, str | int | float | bool) or _is_small(value)
+                if isinstance(value, str | int | bool) or finite(value) is not None or _is_small(value)
             }
 
-    def _take_timeline(self, rows: Any) -> None:
+    def _take_timeline(self, rows: Any, step: Any) -> None:
         spans = []
         for row in _rows(rows)[:MAX_TIMELINE_SPANS]:
             if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str):
-                start, seconds = _finite(row[1]), _finite(row[2])
+                start, seconds = finite(row[1]), finite(row[2])
                 if start is not None and seconds is not None:
                     spans.append((row[0][:60], start + self.clock, seconds))
         if spans:
-            self.timeline = spans
+            self.timeline, self.timeline_step = spans, step if isinstance(step, int) else 0
+            self.timelines[self.timeline_step] = spans
+            while len(self.timelines) > _TIMELINES_KEPT:
+                del self.timelines[next(iter(self.timelines))]
 
 
 def _parse(definition: MetricDefinition, value: Any) -> Value | None:
     if definition.kind is not MetricKind.DISTRIBUTION:
-        return _finite(value)
+        return finite(value)
     if not isinstance(value, Mapping):
         return None
-    stats = [_finite(figure) for figure in _rows(value.get("stats"))]
+    stats = [finite(figure) for figure in _rows(value.get("stats"))]
     buckets = _rows(value.get("buckets"))
-    count, total, last = value.get("n"), _finite(value.get("sum")), _finite(value.get("last"))
+    count, total, last = value.get("n"), finite(value.get("sum")), finite(value.get("last"))
     if (
         not isinstance(count, int)
         or total is None
@@ -206,7 +222,8 @@ def _rows(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A number of another process, if it is one: JSON of Python's has NaN and infinity, which a browser cannot read."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_reporter import summary_packet
 
-_RANK_FILE = re.compile(r"rank-(\d{1,6})\.jsonl")
+_RANK_FILE = re.compile(r"rank-(\d{1,6})(\.older)?\.jsonl")
 _LAUNCHER_FILE = re.compile(r"launcher-\d+\.jsonl")
 _READ_BYTES = 1 << 22
 _STEPS_A_PACKET = 100
@@ -31,6 +32,8 @@ class _EventFile:
     def read(self) -> list[Any]:
         """The records since the last call, at most some megabytes of them; None for a line that is no record."""
         with self._path.open("rb") as file:
+            if self._offset > os.fstat(file.fileno()).st_size:
+                self._offset = 0  # it was set aside, and begun anew
             file.seek(self._offset)
             data = file.read(_READ_BYTES)
         end = data.rfind(b"\n") + 1
@@ -72,7 +75,9 @@ class EventFiles:
 
     def __init__(self, directory: str | Path, view: JobView | None = None) -> None:
         self.view = view if view is not None else JobView()
-        self._directory = Path(directory)
+        given = Path(directory)
+        # What `torsh run --trace` writes has the events beside the trace.
+        self._directory = given / "events" if (given / "events").is_dir() else given
         if not self._directory.is_dir():
             raise InvalidArgument(
                 "there is no such directory of event files",
@@ -82,14 +87,17 @@ class EventFiles:
         self._files: dict[str, _EventFile] = {}
         self._ranks: dict[int, _Replay] = {}
         self._has_started = False
-        self.view.header.run_id = self._directory.name
+        self.view.header.run_id = given.name
 
     def poll(self) -> bool:
         """Read what is new; whether there was anything. Files that do not belong here are left alone."""
-        is_new = False
-        for path in sorted(self._directory.iterdir()):
+        is_new, is_first = False, not self._files
+        # What was set aside, because a file was full, is older than what follows; later it was read already.
+        for path in sorted(self._directory.iterdir(), key=lambda one: (".older" not in one.name, one.name)):
             of_rank = _RANK_FILE.fullmatch(path.name)
             if of_rank is None and _LAUNCHER_FILE.fullmatch(path.name) is None:
+                continue
+            if of_rank is not None and of_rank[2] and not is_first and path.name not in self._files:
                 continue
             records = self._files.setdefault(path.name, _EventFile(path)).read()
             is_new = is_new or bool(records)
@@ -100,9 +108,15 @@ class EventFiles:
         return is_new
 
     def read_all(self) -> JobView:
-        """Read until nothing is new."""
+        """Read until nothing is new. Raises InvalidArgument if the directory has no event files."""
         while self.poll():
             continue
+        if not self._files:
+            raise InvalidArgument(
+                "there are no event files in this directory",
+                hint="run the job with TORSH_EVENTS_DIR=DIRECTORY or `torsh run --trace DIRECTORY`, and give that one",
+                directory=str(self._directory),
+            )
         return self.view
 
     def _take_rank(self, rank: int, records: list[Any]) -> None:

@@ -36,7 +36,9 @@ class AfterImport:
         if name != self._name:
             return None
         self.cancel()
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        # The finders after this one: another may wait for the same module.
+        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
+        spec = next((one for one in found if one is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute, action = spec.loader.exec_module, self._action

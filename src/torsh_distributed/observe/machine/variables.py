@@ -31,6 +31,7 @@ _OURS = frozenset(
         "TORSH_PROGRESS_FILE",
         "TORSH_LINE_FD",
         "TORSH_EVENTS_MAX_MB",
+        "TORSH_LOADER_WORKERS",
         "TORSH_FAULTS",
         "TORSH_FAULT_LOG",
         "TORSH_RUN_AS",

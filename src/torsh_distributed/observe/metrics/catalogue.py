@@ -135,6 +135,7 @@ def _table() -> tuple[MetricDefinition, ...]:
         define("torsh_node_disk_read_bytes", counter, size, "Read from disks.", "machine", (), node),
         define("torsh_node_disk_write_bytes", counter, size, "Written to disks.", "machine", (), node),
         define("torsh_node_temperature_celsius", gauge, "celsius", "Of a sensor.", "machine", ("sensor",), node),
+        define("torsh_node_energy_joules", counter, "joules", "Energy of a processor.", "machine", ("meter",), node),
         define("torsh_gpu_utilization_ratio", gauge, ratio, "Time with a kernel running.", "machine", ("gpu",), node),
         define("torsh_gpu_memory_used_bytes", gauge, size, "Memory of a GPU in use.", "machine", ("gpu",), node),
         define("torsh_gpu_memory_total_bytes", gauge, size, "Memory of a GPU.", "machine", ("gpu",), node),

@@ -1,6 +1,6 @@
-"""What the node measures about itself: processor, memory, network, disks, temperatures, GPUs. What is absent is absent.
+"""What the node measures about itself: processor, memory, network, disks, temperatures, energy, GPUs.
 
-Read by the first rank of each node. Needs psutil; without it, or where the kernel has no sensor, nothing is recorded.
+Read by the first rank of each node. What is absent is absent: most of it needs psutil, and a kernel with that sensor.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ import importlib.util
 import logging
 import os
 import time
+from pathlib import Path
 
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 
 _log = logging.getLogger(__name__)
 _MAX_SENSORS = 16
+_POWERCAP = Path("/sys/class/powercap")
 
 
 class MachineSensors:
     """Reads the node at most every `interval_s`. A sensor that fails is not read again."""
 
-    def __init__(self, interval_s: float = 5.0) -> None:
+    def __init__(self, interval_s: float = 5.0, *, powercap: Path = _POWERCAP) -> None:
         self._interval_s = interval_s
         self._due_s = 0.0
         self._totals: dict[str, float] = {}
@@ -29,7 +31,8 @@ class MachineSensors:
         if importlib.util.find_spec("psutil") is None:
             _log.info("no psutil: the node's processor, memory, network and disks are not measured")
             self._readers = []
-        self._readers.append(self._read_gpus)
+        self._powercap = powercap
+        self._readers += [self._read_energy, self._read_gpus]
 
     def read(self, metrics: RankMetrics) -> None:
         """Record what can be read, if it is time."""
@@ -84,6 +87,22 @@ class MachineSensors:
         ]
         for name, celsius in sensors[:_MAX_SENSORS]:
             metrics("torsh_node_temperature_celsius", name[:60]).record(celsius)
+
+    def _read_energy(self, metrics: RankMetrics) -> None:
+        """What the processors' own meters count (RAPL), since the first reading; often for root alone."""
+        for zone in sorted(self._powercap.glob("intel-rapl:*")):
+            if zone.name.count(":") > 1:
+                continue  # a part of a package, which is in the package's own
+            total_j = int((zone / "energy_uj").read_text()) / 1e6
+            before_j = self._totals.get(zone.name)
+            self._totals[zone.name] = total_j
+            if before_j is None:
+                continue
+            # The meter starts over every few minutes to hours.
+            range_j = int((zone / "max_energy_range_uj").read_text()) / 1e6 if total_j < before_j else 0.0
+            metrics("torsh_node_energy_joules", (zone / "name").read_text().strip()[:60]).record(
+                total_j - before_j + range_j
+            )
 
     def _read_gpus(self, metrics: RankMetrics) -> None:
         for reading in self._gpus.read():

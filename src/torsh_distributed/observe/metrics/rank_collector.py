@@ -30,6 +30,7 @@ _POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
 _MARKS = (
     events.CheckpointEvent,
     events.MembershipEvent,
+    events.IncidentEvent,
     events.DecisionEvent,
     events.PressureEvent,
     events.RebalanceEvent,
@@ -62,7 +63,10 @@ class RankCollector:
         self.marks: deque[dict[str, Any]] = deque(maxlen=MAX_MARKS_A_SUMMARY)
         """Rare events that no summary has taken yet, as JSON records."""
         self.timeline: list[list[Any]] = []
-        """The spans of the last whole step: [name, start relative to the step's begin, seconds]."""
+        """The spans of one of the steps since the last summary: [name, start, seconds]."""
+        self.timeline_step = 0
+        """Which step that is: the roundest number, in twos, so that ranks choose the same one."""
+        self._roundness = -1
         self._pending: deque[tuple[events.Event, int, float]] = deque()
         self._num_dropped = 0
         self._detach: Callable[[], None] | None = None
@@ -121,8 +125,9 @@ class RankCollector:
 
     def fold(self) -> None:
         """Add up everything that has happened since the last call."""
+        add, take = self._add, self._pending.popleft
         for _ in range(len(self._pending)):
-            self._add(*self._pending.popleft())
+            add(*take())
         dropped, self._num_dropped = self._num_dropped, 0
         if dropped:
             self.metrics("torsh_observe_dropped").record(dropped)
@@ -130,16 +135,17 @@ class RankCollector:
         self._look_at_recorder()
 
     def _add(self, event: events.Event, thread: int, now_s: float) -> None:
+        # By how often they come: most are waits and phases.
         match event:
-            case events.StepEvent():
-                self._add_step(event, thread, now_s)
+            case events.WaitEvent():
+                self._add_wait(event, thread)
             case events.PhaseEvent():
                 if thread == self._thread:
                     self._has_data = self._has_data or event.phase == "data"
                     self._account.add_phase(event.phase, event.start_s, event.duration_s)
                     self._note_span(event.phase, event.start_s, event.duration_s)
-            case events.WaitEvent():
-                self._add_wait(event, thread)
+            case events.StepEvent():
+                self._add_step(event, thread, now_s)
             case events.CollectiveEvent():
                 self._add_collective(event)
             case events.BucketEvent():
@@ -169,7 +175,9 @@ class RankCollector:
             spans.step_s = event.duration_s + spans.phases["data"]
             spans.phases["other"] = 0.0
             spans.phases["other"] = max(0.0, spans.step_s - sum(spans.phases.values()) - sum(spans.waits.values()))
-        self.timeline, self._spans = self._spans, []
+        spans_seen, self._spans = self._spans, []
+        if _roundness(event.step) >= self._roundness:
+            self.timeline, self.timeline_step, self._roundness = spans_seen, event.step, _roundness(event.step)
         record = self._record_of(event, spans)
         self.steps.append(record)
         self._window.append((record, event.num_tokens))
@@ -193,6 +201,10 @@ class RankCollector:
             num_samples=event.num_samples,
             is_skipped=event.is_skipped,
         )
+
+    def timeline_taken(self) -> None:
+        """A summary has the timeline: the next step has another, however odd its number is."""
+        self._roundness = -1
 
     def settle(self) -> None:
         """Record the steps and operations that were added since the last time: many at once cost less than each."""
@@ -261,7 +273,8 @@ class RankCollector:
         if thread == self._thread:
             self._waited_s += event.duration_s
             self._account.add_wait(event.op, event.start_s, event.duration_s)
-            self._note_span(f"wait: {event.op}", event.start_s, event.duration_s)
+            if len(self._spans) < MAX_TIMELINE_SPANS:
+                self._spans.append([f"wait: {event.op}", event.start_s, event.duration_s])
 
     def _add_collective(self, event: events.CollectiveEvent) -> None:
         if event.error is not None:
@@ -334,3 +347,8 @@ class RankCollector:
             self.metrics("torsh_checkpoint_step").record(event.step)
             if event.num_bytes is not None:
                 self.metrics("torsh_checkpoint_size_bytes").record(event.num_bytes)
+
+
+def _roundness(step: int) -> int:
+    """How often two divides a number."""
+    return (step & -step).bit_length()

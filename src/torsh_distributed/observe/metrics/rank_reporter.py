@@ -102,7 +102,7 @@ def summary_packet(
     `clock` is the wall clock minus the monotonic clock.
     """
     collector.settle()
-    return _within_limit(
+    packet = _within_limit(
         {
             "type": "metrics",
             "rank": rank,
@@ -114,9 +114,12 @@ def summary_packet(
             "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
             "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
             "timeline": [[name, round(start, 6), round(took, 6)] for name, start, took in collector.timeline],
+            "timeline_step": collector.timeline_step,
             "facts": facts,
         }
     )
+    collector.timeline_taken()
+    return packet
 
 
 def _within_limit(packet: dict[str, Any]) -> dict[str, Any]:

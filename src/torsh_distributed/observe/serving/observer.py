@@ -136,8 +136,9 @@ class Observer:
         assert self._settings.alert_rules is not None, "asked for"
         rules, tables = read_rules(self._settings.alert_rules)
         password = os.environ.get("TORSH_SMTP_PASSWORD", "")
+        ask = partial(self._tell, "change") if self._settings.can_change_plan else None
         actions: dict[str, AlertAction] = {
-            name: make_action(name, table, smtp_password=password) for name, table in tables.items()
+            name: make_action(name, table, smtp_password=password, ask_launcher=ask) for name, table in tables.items()
         }
         actions["log"] = LogAlert(partial(self._tell, "warned"))
         self._queue = AlertQueue(
@@ -149,7 +150,10 @@ class Observer:
     def _take_alert(self, rule: AlertRule, alert: Alert) -> None:
         if self._queue is not None:
             self._queue.put(rule, alert)
-        events.emit(events.AlertEvent(severity=alert.severity.value, name=alert.name, message=alert.message))
+        event = events.AlertEvent(severity=alert.severity.value, name=alert.name, message=alert.message)
+        events.emit(event)
+        with self.view.lock:  # it stays among what happened when it has ended
+            self.view.incidents.append(events.to_record(event))
 
     # Every second
 

@@ -18,7 +18,7 @@ from torsh_distributed.parallel.mesh.grad_norm import HeldGradients, clip_to_nor
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.optim.cpu_adam import CpuAdam
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
-from torsh_distributed.plan import DdpConfig, Plan
+from torsh_distributed.plan import CompressConfig, DdpConfig, Plan
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
 _NUMEL_TO_DIVIDE = 1 << 20
@@ -149,3 +149,8 @@ class DataParallel(Strategy):
     @override
     def compressor(self) -> GradientCompressor | None:
         return self._ddp.compressor
+
+    @override
+    def use_compression(self, config: CompressConfig) -> None:
+        self._ddp.with_compression(config)
+        self._options["compression"] = config

@@ -17,6 +17,7 @@ from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note_error_in_flight, open_line
 from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
+from torsh_distributed.observe.loops.loader_workers import LOADER_WORKERS_VARIABLE, use_loader_workers
 from torsh_distributed.observe.settings import ObserveSettings
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def record_script() -> None:
     if events.current_rank() < 0 and os.environ.get("RANK", "").isdigit():
         events.set_rank(int(os.environ["RANK"]))
     record_events()
+    if os.environ.get(LOADER_WORKERS_VARIABLE, "").isdigit():
+        use_loader_workers(int(os.environ[LOADER_WORKERS_VARIABLE]))
     if not os.environ.get(METRICS_VARIABLE):
         from torsh_distributed.observe.loops.optimizer_steps import OptimizerSteps
 

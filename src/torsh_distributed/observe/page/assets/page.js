@@ -216,7 +216,7 @@
     byId("advice-section").hidden = !held.length && !advice.length;
     put("bottlenecks", ...held.map((one) => el("p", { class: { critical: "bad", high: "warn" }[one.severity] || "" }, `${one.kind}: ${percent(one.share)} of a step – ${one.evidence} (confidence ${short(one.confidence)})`)));
     put("recommendations", ...advice.map((one) => {
-      const item = el("li", {}, el("b", {}, one.title), `: ${one.is_bound ? "up to " : ""}${seconds(one.gain_s)} a step – ${one.reckoning}`);
+      const item = el("li", {}, el("b", {}, one.title), `: ${isNumber(one.gain_s) ? `${one.is_bound ? "up to " : ""}${seconds(one.gain_s)} a step` : "gain to be measured"} – ${one.reckoning}`);
       if (one.plan_change) item.append(el("pre", {}, one.plan_change));
       if (one.caution) item.append(el("p", { class: "dim" }, one.caution));
       return item;
