@@ -129,6 +129,7 @@ for batch in DataLoader(Slow()):
 """
 
 
+@pytest.mark.matrix  # four jobs, one after the other
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_recommendation_is_tried_and_its_gain_was_true(tmp_path: Path) -> None:

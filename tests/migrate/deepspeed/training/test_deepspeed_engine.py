@@ -46,8 +46,9 @@ def compare(
 
 
 @pytest.mark.needs_deepspeed
+@pytest.mark.timeout(300)
 def test_losses_and_loss_scales_are_those_of_deepspeed(world: World, deepspeed_world: DeepSpeedWorld) -> None:
-    compare(world, deepspeed_world, MAIN, [parity.SCALES[4]], 100.0)
+    compare(world, deepspeed_world, MAIN, [parity.SCALES[4]], 140.0)
 
 
 @pytest.mark.needs_deepspeed
