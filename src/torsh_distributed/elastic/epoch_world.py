@@ -32,13 +32,7 @@ class EpochWorld:
 
         `is_newest` is asked once `cancel` can reach the wait: news that came before found nothing to cut.
         """
-        store = self._next_store = open_store(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_host=False,
-            timeout_s=timeout_s,
-            has_torch_agent=True,
-        )
+        store = self._next_store = open_jobs_store(timeout_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
             if not is_newest():
@@ -65,6 +59,17 @@ class EpochWorld:
         if isinstance(store, Store):
             store.cut()
         abort_all("the world changes again")
+
+
+def open_jobs_store(timeout_s: float) -> dist.Store:
+    """A connection of its own to the store of the job, which outlives every world."""
+    return open_store(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_host=False,
+        timeout_s=timeout_s,
+        has_torch_agent=True,
+    )
 
 
 def _close(store: dist.Store) -> None:

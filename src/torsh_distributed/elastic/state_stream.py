@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torsh_distributed import events
 from torsh_distributed.comm.backends.base import TorshProcessGroup
 from torsh_distributed.comm.backends.hierarchical.group import create_torsh_group
-from torsh_distributed.comm.meeting.rendezvous import open_store
 from torsh_distributed.comm.serialization import deserialize, serialize
 from torsh_distributed.comm.store.store import Store
+from torsh_distributed.elastic.epoch_world import open_jobs_store
 from torsh_distributed.elastic.state_transfer import filled, outline_of
 from torsh_distributed.errors import TorshError
 
@@ -58,13 +58,7 @@ class StreamChannel:
         """Both ends meet in the job's store, under names of the epoch and of the joiner, once they `connect`."""
         self._is_aborted = False
         self._group: TorshProcessGroup | None = None
-        self._store = open_store(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_host=False,
-            timeout_s=timeout_s,
-            has_torch_agent=True,
-        )
+        self._store = open_jobs_store(timeout_s)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"torsh/{attempt}/stream/{epoch}/{member}"
         self._options = SimpleNamespace(
