@@ -115,7 +115,7 @@ class JobView:
         self._first_rank = min(self._first_rank, rank)
         for step in steps:
             if step.wait_s is not None:
-                self.stragglers.add(rank, step.step, step.busy_s, num_ranks=num_ranks)
+                self.stragglers.add(rank, step.step, step.own_s, num_ranks=num_ranks)
             if rank == self._first_rank and not step.is_skipped:
                 self._add_to_curve(step)
             for listener in self.step_listeners:

@@ -21,9 +21,9 @@ from torsh_distributed.observe.metrics.catalogue import (
     MetricDefinition,
     MetricKind,
 )
-from torsh_distributed.observe.metrics.rank_collector import MAX_TIMELINE_SPANS
 from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
 from torsh_distributed.observe.metrics.step_record import StepRecord
+from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
 
 STEPS_KEPT = 200
 _MAX_LABEL_CHARS = 100

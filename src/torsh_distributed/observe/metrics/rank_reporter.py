@@ -38,7 +38,7 @@ class RankReporter:
         self._sensors = ProcessSensors()
         # One rank of a node reads the node.
         self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        self._optimizer_steps = OptimizerSteps(collector.note_operations)
+        self._optimizer_steps = OptimizerSteps(collector.note_operations, collector.note_averaged_group)
         self._sequence = 0
         self._has_failed = False
         self._closing = threading.Event()

@@ -29,11 +29,18 @@ class StepRecord:
     loss: float | None = None
     num_samples: int | None = None
     is_skipped: bool = False
+    preempted_s: float | None = None
+    """Of its busy time, the seconds in which it was ready to run and other processes had its core."""
 
     @property
     def busy_s(self) -> float:
         """The time in which the rank waited for nobody and for no data."""
         return self.step_s - (self.wait_s or 0.0) - (self.data_s or 0.0) - (self.bubble_s or 0.0)
+
+    @property
+    def own_s(self) -> float:
+        """The busy time that is the rank's own: without what others took of its core."""
+        return max(0.0, self.busy_s - (self.preempted_s or 0.0))
 
     def to_row(self) -> list[Any]:
         """As a JSON array, in the order of the fields."""
@@ -49,6 +56,7 @@ class StepRecord:
             self.loss,
             self.num_samples,
             self.is_skipped,
+            None if self.preempted_s is None else round(self.preempted_s, 8),
         ]
 
     @classmethod
@@ -56,7 +64,8 @@ class StepRecord:
         """What `to_row` gave, which came from another process; raises SerializationError if it is something else."""
         if not isinstance(row, list) or len(row) != _NUM_FIELDS:
             raise SerializationError("a step that another process sent is not understood", got=repr(row)[:100])
-        *numbers, is_skipped = row
+        *numbers, is_skipped, preempted_s = row
+        numbers.append(preempted_s)
         for value in numbers:
             # Of many ranks this is done ten thousand times a second: by type, and infinity minus itself is NaN.
             kind = type(value)
@@ -66,7 +75,8 @@ class StepRecord:
         if numbers[0] is None or numbers[1] is None or numbers[2] is None or numbers[9] is None:
             raise SerializationError("a step that another process sent has no time", got=repr(row)[:100])
         numbers[0] = int(numbers[0])
-        return cls(*numbers, *[bool(is_skipped)])
+        numbers[-1:] = [bool(is_skipped), preempted_s]
+        return cls(*numbers)
 
 
 _NUM_FIELDS = len(fields(StepRecord))
