@@ -26,6 +26,7 @@ from torsh_distributed.observe.metrics.step_record import StepRecord
 from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
 
 STEPS_KEPT = 200
+SPLIT_STEPS_KEPT = 20
 _MAX_LABEL_CHARS = 100
 _MAX_TEXT_CHARS = 400
 _MAX_FACTS = 40
@@ -75,6 +76,8 @@ class RankView:
     _checked: dict[ValueKey, Value | None] = field(default_factory=dict)
     custom: dict[str, MetricDefinition] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    split_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=SPLIT_STEPS_KEPT))
+    """Those of the steps whose forward and backward were looked at."""
     timeline: list[tuple[str, float, float]] = field(default_factory=list)
     """The spans of the newest step that has any: name, start on the wall clock, seconds."""
     timeline_step: int = 0
@@ -107,6 +110,7 @@ class RankView:
             except (SerializationError, TypeError, ValueError, OverflowError):
                 self.num_bad += 1
         self.steps.extend(found)
+        self.split_steps.extend([step for step in found if step.forward_s is not None])
         return found
 
     def _take_custom(self, rows: Any) -> None:

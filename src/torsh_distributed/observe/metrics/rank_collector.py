@@ -142,7 +142,15 @@ class RankCollector:
         self._averaged_group = self._training.averaged_group = group
 
     def fold(self) -> None:
-        """Add up everything that has happened since the last call."""
+        """Add up everything that has happened since the last call, and record it as metrics."""
+        self.fold_steps()
+        dropped, self._num_dropped = self._num_dropped, 0
+        if dropped:
+            self.metrics("torsh_observe_dropped").record(dropped)
+        self.settle()
+
+    def fold_steps(self) -> None:
+        """Add up the steps since the last call; their metrics wait for `settle`."""
         add, take = self._add, self._pending.popleft
         clock_s = time.time() - time.monotonic()
         for _ in range(len(self._pending)):
@@ -158,10 +166,6 @@ class RankCollector:
                 case _:
                     add(*entry)
         self._finish_steps(self._run_delay.read(self._thread))
-        dropped, self._num_dropped = self._num_dropped, 0
-        if dropped:
-            self.metrics("torsh_observe_dropped").record(dropped)
-        self.settle()
         self._look_at_recorder()
 
     def _add(self, event: events.Event, thread: int, now_s: float, cpu_s: float | None = None) -> None:
