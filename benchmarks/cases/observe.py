@@ -222,12 +222,11 @@ def _stragglers(budget: Budget) -> Iterator[Note]:
         report = Path(folder) / "report.html"
         _run(_SLOW_RANK, num_clean, 60, report=report)
         told = [one for one in _state(report)["incidents"] if one["type"] == "straggler"]
-    early = [one for one in told if int(re.findall(r"step (\d+)", one["detail"])[0]) < num_clean - 3]
+    early = [one for one in told if one["step"] <= num_clean]
     late = [one for one in told if one not in early]
     found = "nobody"
     if late:
-        since = int(re.findall(r"step (\d+)", late[0]["detail"])[0])
-        found = f"rank {late[0]['rank']}, {since + 3 - num_clean} steps after it became slower"
+        found = f"rank {late[0]['rank']}, {late[0]['step'] - num_clean} steps after it became slower"
     yield Note(
         text=f"A rank that computes 30 % longer from step {num_clean} on: {found} (at most 5 is the aim); "
         f"names in the {num_clean} steps before, where both are equal: {len(early)}."

@@ -127,7 +127,15 @@ class JobView:
                 listener(rank, step)
         for slow in self.stragglers.take_newly_named():
             told = f"it computes {slow.slowdown:.0%} longer than the others since step {slow.since_step}"
-            self.incidents.append({"time": time.time(), "type": "straggler", "rank": slow.rank, "detail": told})
+            self.incidents.append(
+                {
+                    "time": time.time(),
+                    "type": "straggler",
+                    "rank": slow.rank,
+                    "step": slow.named_step,
+                    "detail": told,
+                }
+            )
         marks = packet.get("marks")
         for mark in marks if isinstance(marks, list) else []:
             self._take_mark(rank, mark)
