@@ -10,7 +10,7 @@ from typing import Any
 from torsh_distributed.observe.analytics.training_course import training_course
 from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
-from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
+from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, newest_of
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
 from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
 
@@ -20,6 +20,7 @@ _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
 _FIRST_PART = StepRecord._fields.index(f"{PARTS[0]}_s")
+_LAST_PART = _FIRST_PART + len(PARTS)
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
@@ -109,7 +110,7 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "is_silent": not has_ended and now_s - rank.heard_s > _SILENT_S,
         "silent_s": max(0.0, now_s - rank.heard_s),
         # A part of a step is shown beside the others of that step.
-        "parts": _mean_parts(list(rank.split_steps)[-window:] or steps),
+        "parts": _mean_parts(newest_of(rank.split_steps, window) or steps),
     }
 
 
@@ -212,8 +213,8 @@ def _sums(steps: Sequence[StepRecord]) -> tuple[float, float, float | None, floa
 def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Mean seconds by part of a step; a part that no step measured is left out."""
     found = {}
-    columns = list(zip(*steps, strict=True))
-    for part, column in zip(PARTS, columns[_FIRST_PART : _FIRST_PART + len(PARTS)], strict=False):
+    rows = [step[_FIRST_PART:_LAST_PART] for step in steps]
+    for part, column in zip(PARTS, zip(*rows, strict=True), strict=False):
         values = column if None not in column else [seconds for seconds in column if seconds is not None]
         if values:
             found[part] = max(0.0, sum(values) / len(values))
