@@ -128,4 +128,6 @@ def _rate_of(optimizer: Any) -> float | None:
     """The rate of the first group, unless reading it would wait for a device."""
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("lr") if groups else None
-    return float(rate) if isinstance(rate, int | float) else None
+    if type(rate) is float:
+        return rate
+    return float(rate) if isinstance(rate, int) else None

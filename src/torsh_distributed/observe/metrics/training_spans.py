@@ -47,8 +47,10 @@ class TrainingSpans:
         """A wait ended, or an operation was started."""
         started = note.started
         if started is not None and note.group == self.averaged_group and started.is_in_backward:
-            self._average = note  # after the one before it, backward computed on
-        elif self._average is not None:
+            # Starting it is part of backward, which computed on after the one before it.
+            self._average = note
+            return
+        if self._average is not None:
             self._end_average(note.start_s, note.cpu[0] if note.cpu is not None else None)
         self._add_idle(note.cpu)
         self._account.add_wait(note.op, note.start_s, note.end_s - note.start_s)
