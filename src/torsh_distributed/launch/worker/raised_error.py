@@ -134,7 +134,7 @@ def _named_ranks(error: BaseException) -> Iterator[int]:
 
 
 def _c10d_call(error: BaseException) -> str | None:
-    """The collective of torch that the error came out of: `all_reduce`. torch's own backends put no name into theirs."""
+    """The collective of torch that the error came out of, such as `all_reduce`: its own backends do not say."""
     if not is_about_peers(error):
         return None
     calls = [function for file, _, function in _places(error.__traceback__) if file.endswith(_C10D)]
