@@ -22,6 +22,7 @@ from torsh_distributed.cli.observe.options import (
     PrometheusPort,
     observe_settings,
 )
+from torsh_distributed.cli.run.discovered_job import discovery_spec, first_hosts, local_slots
 from torsh_distributed.cli.run.option_values import (
     check_backend,
     default_heartbeat_timeout_s,
@@ -40,6 +41,8 @@ from torsh_distributed.cli.run.options import (
     Elastic,
     Health,
     HeartbeatTimeout,
+    HostCooldown,
+    HostDiscoveryScript,
     JoinTimeout,
     Json,
     LocalRanksFilter,
@@ -68,6 +71,7 @@ from torsh_distributed.cli.run.options import (
     ScriptArgs,
     ShutdownTimeout,
     SignalTimeout,
+    SlotsPerHost,
     SpotNotice,
     Standalone,
     Tls,
@@ -79,6 +83,7 @@ from torsh_distributed.cli.run.options import (
     TraceDir,
     TraceLimit,
     Verbose,
+    WaitTimeout,
 )
 from torsh_distributed.cli.run.trace_recording import own_arguments, recorded, trace_variables
 from torsh_distributed.errors import InvalidArgument
@@ -173,6 +178,10 @@ def run(
     min_workers: MinWorkers = None,
     max_workers: MaxWorkers = None,
     on_loss: LossPolicy = None,
+    wait_timeout: WaitTimeout = None,
+    host_discovery_script: HostDiscoveryScript = None,
+    slots_per_host: SlotsPerHost = None,
+    host_cooldown: HostCooldown = None,
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
     dashboard_host: DashboardHost = LOOPBACK,
@@ -208,9 +217,24 @@ def run(
     if standalone and num_nodes > 1:
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
     chosen = read_plan(plan, num_ranks=num_nodes * num_workers)
+    discovery = discovery_spec(host_discovery_script, slots_per_host=slots_per_host, cooldown=host_cooldown)
     changes = elastic_spec(
-        planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        planned_elastic(chosen),
+        wanted=elastic,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        on_loss=on_loss,
+        wait_timeout_s=wait_timeout,
+        discovery=discovery,
     )
+    if discovery is not None and changes is not None:
+        if mpi or remote is not None or num_nodes > 1 or node_rank:
+            raise InvalidArgument(
+                "--host-discovery-script says the nodes of a job",
+                hint="leave out --ssh, --hosts, --nnodes, --node-rank and --mpi",
+            )
+        hosts_found = first_hosts(discovery, changes, num_workers)
+        num_workers = local_slots(hosts_found, most=changes.max_workers)
     if mpi and changes is not None:
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"

@@ -114,7 +114,9 @@ class Node:
     def count_workers(self) -> tuple[int, int]:
         """Workers of this node that run, and how many there should be; none run any more once the job is ending."""
         is_up = self._attempt is not None and not (self._is_interrupted or self._is_ending)
-        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.nproc_per_node
+        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.workers_on(
+            self._spec.node_rank
+        )
 
     def handle(self, message: FromLeader) -> None:
         """Carry out a record of the leader."""
@@ -144,6 +146,11 @@ class Node:
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
         self._attempt_number = number = message.attempt
+        if message.workers_by_node:
+            # As many as there are slots for: other ones than at the start of the job, after a restart.
+            counts = message.workers_by_node
+            self._spec = dataclasses.replace(self._spec, nnodes=len(counts), workers_by_node=counts)
+            self._context = dataclasses.replace(self._context, spec=self._spec)
         self._attempt = LocalAttempt(
             self._context,
             AttemptEndpoint(
@@ -249,6 +256,7 @@ class Node:
                 "members": message.members,
                 "is_urgent": message.is_urgent,
                 "leaving": message.leaving,
+                "is_held": message.is_held,
             }
         )
 
