@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shlex
@@ -21,6 +22,7 @@ from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.output import LineSplitter
 from torsh_distributed.launch.local.signals import SCALING, SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
@@ -37,9 +39,14 @@ if TYPE_CHECKING:
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_SECRET_FILE", "TORSH_PROGRESS_FILE", "TORSH_STORE", "PYTHONPATH")
 
+_READ_BYTES = 1 << 16
 
-def launch_job(spec: JobSpec) -> int:
+
+def launch_job(spec: JobSpec, *, offers: int | None = None) -> int:
     """Run the job described by `spec`; blocks until it ends. Called once on every node.
+
+    `offers`: a descriptor with lines of JSON that say how many workers each node takes, where another process asks a
+    host discovery script.
 
     Returns 0 if every worker succeeded, otherwise the exit code of the first that failed (128 + signal for a signal).
     Raises a TorshError if the job cannot start. Either way nothing is left running. Called from the main thread, it
@@ -74,14 +81,16 @@ def launch_job(spec: JobSpec) -> int:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
             leader.on_measured = node.take_measured
-            if spec.nnodes > 1:
+            if spec.spans_nodes:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
             if spec.elastic is not None:
                 output.say(_how_to_scale(spec, spec.elastic))
             stack.enter_context(_open_to_commands(spec, loop, leader))
-            if spec.elastic is not None and spec.elastic.discovery is not None:
+            if offers is not None:
+                _follow_offers(offers, loop, leader)
+            elif spec.elastic is not None and spec.elastic.discovery is not None:
                 stack.enter_context(_follow_hosts(spec.elastic.discovery, loop, output, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
@@ -145,6 +154,21 @@ def _follow_hosts(discovery: DiscoverySpec, loop: Loop, output: LauncherOutput, 
     return watch
 
 
+def _follow_offers(fd: int, loop: Loop, leader: Leader) -> None:
+    """Let the job have the workers for which slots are offered, by a process that knows the hosts."""
+    lines = LineSplitter()
+    os.set_blocking(fd, False)
+
+    def hear() -> None:
+        data = os.read(fd, _READ_BYTES)
+        if not data:
+            loop.unwatch(fd)
+        for line in lines.feed(data):
+            leader.offer({int(node): int(count) for node, count in json.loads(line).items()})
+
+    loop.watch(fd, hear)
+
+
 def _open_to_commands(spec: JobSpec, loop: Loop, leader: Leader) -> JobCommands:
     """Let `torsh doctor` ask what the job is doing, and `torsh scale` change its workers."""
     job = RunningJob(
@@ -172,7 +196,7 @@ def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
         )
     if spec.token is not None:
         return spec.token
-    if spec.nnodes == 1:
+    if not spec.spans_nodes:
         return new_secret()
     if not spec.allows_no_token:
         raise ConfigurationError(

@@ -67,6 +67,9 @@ class DiscoverySpec:
     timeout_s: float = 30.0
     """How long an answer may take."""
 
+    is_asked_elsewhere: bool = False
+    """Whether the process that started this launcher over SSH asks: then other nodes may join the running job."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticSpec:
@@ -203,6 +206,8 @@ class JobSpec:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
         _at_least("nnodes", self.nnodes, 1)
         _at_least("max_restarts", self.max_restarts, 0)
+        if self.workers_by_node and len(self.workers_by_node) != self.nnodes:
+            raise InvalidArgument("workers_by_node has one number for each node", got=self.workers_by_node)
         for name in ("shutdown_timeout_s", "signal_timeout_s", "join_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -264,6 +269,12 @@ class JobSpec:
     def keeps_spare(self) -> bool:
         """Whether a process that has imported torch is kept to fork workers from."""
         return (self.elastic is not None or self.max_restarts > 0) and self.entry.kind is not EntryKind.COMMAND
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether it has other nodes, or may get some."""
+        discovery = None if self.elastic is None else self.elastic.discovery
+        return self.nnodes > 1 or (discovery is not None and discovery.is_asked_elsewhere)
 
     @property
     def world_size(self) -> int:

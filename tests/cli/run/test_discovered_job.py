@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.cli.run.discovered_job import discovery_spec, first_hosts, local_slots, parse_cooldown
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.cli.run.discovered_job import are_here, discovery_spec, first_hosts, parse_cooldown
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec
 
 
@@ -31,9 +31,10 @@ def test_a_job_starts_on_this_machine_with_all_slots_up_to_its_most(tmp_path: Pa
     assert spec.cooldown_s == (1.0, 2.0)
     hosts = first_hosts(spec, ElasticSpec(min_workers=2), 4)
     assert hosts == {"localhost": 3, "127.0.0.1": 2}
-    assert local_slots(hosts, most=64) == 5
-    assert local_slots(hosts, most=4) == 4
+    assert are_here(hosts)
+    assert first_hosts(spec, ElasticSpec(max_workers=4), 2) == {"localhost": 3, "127.0.0.1": 1}
     with pytest.raises(InvalidArgument, match="at least 4 workers, and may have at most 3"):
         first_hosts(spec, ElasticSpec(max_workers=3), 4)
-    with pytest.raises(FeatureNotAvailable, match=r"names b\.invalid, which is not this machine"):
-        local_slots({"localhost": 1, "b.invalid": 1}, most=64)
+    assert not are_here({"a.invalid": 1, "b.invalid": 1})
+    with pytest.raises(InvalidArgument, match="localhost means another machine"):
+        are_here({"localhost": 1, "b.invalid": 1})

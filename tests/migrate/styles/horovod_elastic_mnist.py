@@ -1,12 +1,13 @@
 """In the style of Horovod's elastic MNIST example: what a host discovery script says changes while it trains.
 
-`--stages 3,1` waits for a world of three ranks, then of one: rank 0 writes the slots of each stage into `slots` when
-the one before is reached. Every rank appends what it computes to `steps-PID.jsonl`.
+`--stages 3,1=node1:1` waits for a world of three ranks, then of one. Rank 0 writes each stage's answer into `slots`
+when the one before is reached. Every rank appends what it computes to `steps-PID.jsonl`.
 """
 
 import argparse
 import json
 import os
+import socket
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -23,7 +24,8 @@ parser.add_argument("--crash-in-stage", type=int)
 args = parser.parse_args()
 
 NUM_SAMPLES = 60
-STAGES = [int(number) for number in args.stages.split(",") if number]
+STAGES = [int(stage.partition("=")[0]) for stage in args.stages.split(",") if stage]
+ANSWERS = [stage.partition("=")[2] or f"localhost:{stage}" for stage in args.stages.split(",")]
 generator = torch.Generator().manual_seed(7)
 images = torch.randn(NUM_SAMPLES, 12, generator=generator)
 labels = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
@@ -44,7 +46,7 @@ def note(**facts: object) -> None:
 
 def change_slots(stage: int) -> None:
     draft = args.folder / "slots.part"
-    draft.write_text(f"localhost:{STAGES[stage]}\n")
+    draft.write_text(ANSWERS[stage].replace("+", "\n") + "\n")
     draft.rename(args.folder / "slots")
 
 
@@ -90,6 +92,6 @@ state = hvd.elastic.TorchState(
 )
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 train(state)
-note(event="end", rank=hvd.rank(), size=hvd.size(), step=state.step, resets=resets)
+note(event="end", rank=hvd.rank(), size=hvd.size(), step=state.step, resets=resets, host=socket.gethostname())
 if hvd.rank() == 0:
     torch.save(state.model.state_dict(), args.folder / "last.pt")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import typer
 
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.spec import DiscoverySpec, ElasticSpec
 
 if TYPE_CHECKING:
@@ -62,18 +63,25 @@ def first_hosts(discovery: DiscoverySpec, elastic: ElasticSpec, wanted: int) -> 
         timeout_s=elastic.wait_timeout_s,
         say=lambda text: typer.echo(f"torsh run: {text}", err=True),
     )
-    return {host: count for host, count in hosts.items() if count}
+    left, used = elastic.max_workers, {}
+    for host, count in hosts.items():
+        if min(left, count):
+            used[host] = min(left, count)
+            left -= used[host]
+    return used
 
 
-def local_slots(hosts: Mapping[str, int], *, most: int) -> int:
-    """Workers of a job on this machine alone; refused if a host is another one."""
-    from torsh_distributed.launch.control.this_machine import is_this_machine
+def are_here(hosts: Mapping[str, int]) -> bool:
+    """Whether all hosts are this machine; if one is not, none may be called localhost."""
+    from torsh_distributed.launch.control.this_machine import LOOPBACK_NAMES, is_this_machine
 
-    others = [host for host in hosts if not is_this_machine(host)]
-    if others:
-        raise FeatureNotAvailable(
-            f"the host discovery script names {others[0]}, which is not this machine",
-            hint="let it print localhost and its slots, or name fixed hosts: --ssh --hosts a:4,b:4 (-H a:4,b:4)",
+    if all(is_this_machine(host) for host in hosts):
+        return True
+    loopback = next((host for host in hosts if host in LOOPBACK_NAMES), None)
+    if loopback is not None:
+        raise InvalidArgument(
+            f"on every host that the host discovery script names {loopback} means another machine",
+            hint=f"let it print the name by which the others reach it, such as {socket.gethostname()}",
             hosts=", ".join(f"{host}:{count}" for host, count in hosts.items()),
         )
-    return min(most, sum(hosts.values()))
+    return False

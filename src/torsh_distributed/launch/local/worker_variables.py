@@ -121,7 +121,7 @@ def worker_environment(
     )
     if spec.tls is not None:
         env.update(spec.tls.variables())
-        if spec.nnodes > 1:
+        if spec.spans_nodes:
             env.update(plain_transports_off(spec.tls))
     if spec.port_range is not None:
         env.update(port_variables(spec.port_range, base))

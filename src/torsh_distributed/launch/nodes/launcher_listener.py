@@ -52,6 +52,11 @@ def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
         "--rdzv-id": spec.run_id,
     }
     theirs = (request.nnodes, request.nproc_per_node, request.max_restarts, request.run_id)
+    takes_others = spec.spans_nodes and spec.elastic is not None and spec.elastic.discovery is not None
+    if takes_others:
+        # Nodes come and go, each with workers of its own: these two are what each was told when it came.
+        del ours["--nnodes"], ours["--nproc-per-node"]
+        theirs = theirs[2:]
     differing = [
         f"{name} is {their} there and {our} on node 0"
         for (name, our), their in zip(ours.items(), theirs, strict=True)
@@ -61,7 +66,7 @@ def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
     differing += software_differences(own_software(), theirs_installed)
     if differing:
         return "; ".join(differing)
-    if not 0 < request.node_rank < spec.nnodes:
+    if not request.node_rank > 0 or (request.node_rank >= spec.nnodes and not takes_others):
         return f"node rank {request.node_rank} is not between 1 and {spec.nnodes - 1}"
     return None
 

@@ -67,6 +67,8 @@ class Leader:
         self._late_start: StartAttempt | None = None
         self._late_timer: Timer | None = None
         self._changes: PlanChanges | None = None
+        self._start: Start | None = None
+        """That of the running attempt, for nodes that join it."""
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._local_listener: socket.socket | None = None
@@ -76,9 +78,18 @@ class Leader:
         """Takes what the workers of other nodes measure."""
 
     def join(self, node_rank: int, send: Callable[[FromLeader], None]) -> None:
-        """Add a node that fits the job; `send` carries decisions to it. The last one starts the job."""
+        """Add a node that fits the job; `send` carries decisions to it. The last one starts the job.
+
+        One that a host discovery script names later joins the running attempt, without workers at first.
+        """
         self._send[node_rank] = send
-        self._carry_out(self.coordinator.joined(node_rank))
+        decisions = self.coordinator.joined(node_rank)
+        self._carry_out(decisions)
+        if not decisions and self._start is not None and self._elastic is not None:
+            counts = self._start.workers_by_node
+            more = (0,) * max(0, node_rank + 1 - len(counts))
+            send(dataclasses.replace(self._start, workers_by_node=(*counts, *more)))
+            self._elastic.follow_slots()
 
     def receive(self, node_rank: int, message: FromNode) -> None:
         """Handle a report of a node."""
@@ -258,6 +269,12 @@ class Leader:
         if self._elastic is None:
             return False
         members = self._elastic.members_on(failure.node_rank)
+        if not members and self._offered is not None:
+            # Its workers had left, or it was not given any.
+            self._output.say(f"node {failure.node_rank} ({failure.node_name}) is gone, which had no workers")
+            self._elastic.follow_slots()
+            self._carry_out(self.coordinator.dropped(failure.node_rank))
+            return True
         cause = f"node {failure.node_rank}: {failure.cause}"
         lost = [dataclasses.replace(failure, rank=member, cause=cause) for member in members]
         if not lost or not self._goes_on_in_place(self.coordinator.attempt, lost):
@@ -278,13 +295,16 @@ class Leader:
                     self._begin_inquiry(decision.attempt)
                     self._begin_elastic(decision.attempt)
                     self._begin_changes(decision.attempt)
-                    message: FromLeader = self._open(decision.attempt)
+                    self._start = self._open(decision.attempt)
+                    message: FromLeader = self._start
                 case Stop():
                     message = decision
                     limit_s = self._spec.shutdown_timeout_s + self._spec.heartbeat_timeout_s
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                 case End():
                     message = decision
+            if not isinstance(decision, StartAttempt):
+                self._start = None
             if not isinstance(decision, StartAttempt) and self._inquiry is not None:
                 self._inquiry.close()
             if not isinstance(decision, StartAttempt) and self._elastic is not None:
@@ -310,7 +330,7 @@ class Leader:
     def _open(self, attempt: int) -> Start:
         """An empty store for the attempt, on a port of its own or on the one the user chose."""
         address = self._spec.master_addr
-        port = (self._spec.master_port or 0) if self._spec.nnodes == 1 else 0
+        port = 0 if self._spec.spans_nodes else self._spec.master_port or 0
         serves_torch = self._spec.serves_torch_store
         if port and serves_torch and self._store is not None:
             # The next attempt has the same port: torch's old store must not answer its workers.
@@ -343,7 +363,7 @@ class Leader:
         ports = self._spec.port_range
         if port or ports is None:
             return listen_on(address, port)
-        return listen_in_range(address, ports, besides=self._spec.meeting_port if self._spec.nnodes > 1 else 0)
+        return listen_in_range(address, ports, besides=self._spec.meeting_port if self._spec.spans_nodes else 0)
 
     def _show_report(self) -> None:
         """The store refused connections, and says so in one line."""

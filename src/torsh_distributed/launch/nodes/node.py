@@ -66,7 +66,7 @@ class Node:
     def __init__(
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
-        if spec.nnodes > 1:
+        if spec.spans_nodes:
             # For `_emit`: now, and not in the loop, which other nodes wait for.
             from torsh_distributed.events import MembershipEvent, emit  # noqa: F401
         self._guardian = Guardian(mark)
@@ -157,7 +157,7 @@ class Node:
                 attempt=message.attempt,
                 master_addr=message.master_addr,
                 master_port=message.master_port,
-                interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
+                interface=interface_between_nodes(message.master_addr, num_nodes=2 if self._spec.spans_nodes else 1),
                 local_store=message.local_store if self._spec.is_leader else "",
                 machine_interval_s=message.machine_interval_s,
             ),
@@ -371,7 +371,7 @@ class Node:
             self._output.show_failure(
                 failure,
                 attempt=self._attempt_number,
-                is_multi_node=self._spec.nnodes > 1,
+                is_multi_node=self._spec.spans_nodes,
                 is_verbose=self._spec.is_verbose,
             )
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"

@@ -2,96 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-import time
-from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
-STYLE = Path(__file__).parents[2] / "styles" / "horovod_elastic_mnist.py"
+from tests.migrate.horovod.elastic.discovery_jobs import check, records, set_slots, start, wait_for
 
-pytestmark = [pytest.mark.ranks]
+pytestmark = [pytest.mark.matrix, pytest.mark.ranks]
 
 
-def set_slots(folder: Path, text: str) -> None:
-    (folder / "slots.part").write_text(text)
-    (folder / "slots.part").rename(folder / "slots")
-
-
-def start(folder: Path, *options: str, script_args: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A job whose script prints the file `slots` of the folder, or fails without it."""
-    discover = folder / "discover.sh"
-    discover.write_text(f'#!/bin/sh\nexec cat "{folder}/slots"\n')
-    discover.chmod(0o755)
-    words = [sys.executable, "-m", "torsh_distributed.run", "--as", "horovod", "--host-discovery-script"]
-    words += [str(discover), *options, "python", str(STYLE), "--folder", str(folder), *script_args]
-    with (folder / "out").open("w") as out:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(words, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, text=True)
-
-
-def wait_for(folder: Path, text: str) -> None:
-    deadline_s = time.monotonic() + 120.0
-    while text not in (folder / "out").read_text():
-        assert time.monotonic() < deadline_s, (folder / "out").read_text()
-        time.sleep(0.01)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("steps-*.jsonl"))
-    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
-
-
-def trained_alone(folder: Path, steps: dict[int, list[list[int]]]) -> dict[str, torch.Tensor]:
-    """One process does what the ranks recorded: the mean over the ranks of the gradients of their batches."""
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randn(60, 12, generator=generator)
-    labels = torch.randint(0, 3, (60,), generator=generator)
-    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
-    model.load_state_dict(torch.load(folder / "first.pt", weights_only=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in sorted(steps):
-        optimizer.zero_grad()
-        losses = [cross_entropy(model(images[picked]), labels[picked]) for picked in steps[step] if picked]
-        (sum(losses) / len(steps[step])).backward()  # type: ignore[union-attr]  # there is one at least
-        optimizer.step()
-    return model.state_dict()
-
-
-def check(folder: Path) -> list[int]:
-    """Every sample and step counts once, in one process the same weights come out; the sizes of the worlds."""
-    said = records(folder)
-    last_size = {one["step"]: one["size"] for one in said if one["event"] == "step" and one["rank"] == 0}
-    taken: dict[int, dict[int, list[int]]] = defaultdict(dict)
-    samples: dict[int, Counter[int]] = defaultdict(Counter)
-    for one in (r for r in said if r["event"] == "step" and r["size"] == last_size[r["step"]]):
-        taken[one["step"]][one["rank"]] = one["picked"]  # one that a loss interrupted was done again
-    epochs = {one["step"]: one["epoch"] for one in said if one["event"] == "step"}
-    # No step is left out, each is done by all ranks of one world.
-    assert sorted(taken) == list(range(len(taken)))
-    assert all(sorted(ranks) == list(range(last_size[step])) for step, ranks in taken.items())
-    for step, ranks in taken.items():
-        for picked in ranks.values():
-            samples[epochs[step]].update(picked)
-    # Every sample once in an epoch, whatever the ranks were meanwhile.
-    assert all(count == Counter(range(60)) for count in samples.values()), samples
-    alone = trained_alone(folder, {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in taken.items()})
-    together = torch.load(folder / "last.pt", weights_only=True)
-    assert all(torch.allclose(together[name], alone[name], atol=1e-5) for name in alone)
-    begins = [one for one in said if one["event"] == "begin" and one["rank"] == 0]
-    return [one["size"] for one in sorted(begins, key=lambda one: one["step"])]
-
-
-@pytest.mark.matrix
 def test_slots_come_and_go_and_every_sample_and_step_counts_once(tmp_path: Path) -> None:
     set_slots(tmp_path, "localhost:2\n")
     job = start(tmp_path, "-np", "2", "--min-np", "1", "--max-np", "4", script_args=("--stages", "2,3,1"))
@@ -102,7 +22,6 @@ def test_slots_come_and_go_and_every_sample_and_step_counts_once(tmp_path: Path)
     assert "slots for 3 workers, 2 are there" in (tmp_path / "out").read_text()
 
 
-@pytest.mark.matrix
 def test_a_failed_host_gets_workers_again_after_its_cooldown(tmp_path: Path) -> None:
     set_slots(tmp_path, "localhost:2\n")
     line = ["-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "1", "4"]
@@ -115,7 +34,6 @@ def test_a_failed_host_gets_workers_again_after_its_cooldown(tmp_path: Path) -> 
     assert re.search(r"node 0 gets no new workers for \d+\.\d s, because one failed there", said), said
 
 
-@pytest.mark.matrix
 def test_below_the_least_training_waits_for_slots_and_then_ends(tmp_path: Path) -> None:
     set_slots(tmp_path, "localhost:3\n")
     line = ["--min-np", "2", "--max-np", "3", "--elastic-timeout", "20"]

@@ -268,7 +268,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     if rest[:1] == ["--"]:
         del rest[0]
     where = _placement(line)
-    if "--ssh" in where:
+    if "--ssh" in where or line.discovery_script is not None:
         where += [word for setting in line.ssh.values() for word in ("--ssh-option", setting)]
     else:
         line.notes += [f"{flag} has no effect: no host is entered over SSH" for flag in line.ssh]
