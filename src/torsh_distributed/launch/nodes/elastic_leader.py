@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
 from torsh_distributed.launch.control.slot_policy import NodeSlots, SlotChoice, choose_members
@@ -233,14 +234,18 @@ class ElasticLeader:
         elif self._wait_timer is None:
             limit_s = self._elastic.wait_timeout_s
             reason = f"no replacement joined within {limit_s:g} s"
-            self._wait_timer = self._loop.call_later(limit_s, lambda: self._end(reason))
+            end = partial(self._end, reason) if self._slots is None else self._end_for_slots
+            self._wait_timer = self._loop.call_later(limit_s, end)
+
+    def _end_for_slots(self) -> None:
+        """No restart would help."""
+        if not self.is_over:
+            why = f"{self._shortage} for {self._elastic.wait_timeout_s:g} s"
+            self.is_over = True
+            self._end_job(too_few_slots(why, self._last_failure))
 
     def _end(self, reason: str) -> None:
-        if not self.is_over and self._slots is not None:
-            self.is_over = True
-            limit_s = self._elastic.wait_timeout_s
-            self._end_job(too_few_slots(f"{self._shortage} for {limit_s:g} s", self._last_failure))
-        elif not self.is_over and self._last_failure is not None:
+        if not self.is_over and self._last_failure is not None:
             self.is_over = True
             self._output.say(f"not in place: {reason}")
             self._give_up(self._last_failure)
