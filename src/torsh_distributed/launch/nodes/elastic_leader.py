@@ -84,7 +84,7 @@ class ElasticLeader:
         were_members = {member for member in lost if member in running}
         leaving = self._membership.leaving
         self._last_failure = failures[-1]
-        self._close_slots(failures)
+        closed = self._close_slots(failures)
         decisions = self._membership.lost(lost)
         obstacle = next((one.reason for one in decisions if isinstance(one, CannotContinue)), None)
         if obstacle is not None:
@@ -102,6 +102,8 @@ class ElasticLeader:
             pid = "" if failure.pid is None else f" (pid {failure.pid})"
             self._output.say(f"worker {failure.rank}{pid} is lost: {failure.cause}; {rest}")
             self._emit("lost", detail=f"worker {failure.rank}: {failure.cause}")
+        for text in closed:
+            self._output.say(text)
         self._tell_all(ForgetWorkers(attempt=self._attempt, members=tuple(lost)))
         self._carry_out(decisions)
         return True
@@ -279,19 +281,21 @@ class ElasticLeader:
         if next_s is not None:
             self._slots_timer = self._loop.call_later(next_s - now_s, self.follow_slots)
 
-    def _close_slots(self, failures: Sequence[JobFailure]) -> None:
-        """Workers failed: their nodes get no new ones for a while, or for good."""
+    def _close_slots(self, failures: Sequence[JobFailure]) -> list[str]:
+        """Workers failed: their nodes get no new ones for a while, or for good. Says so, if the job goes on."""
         if self._slots is None:
-            return
+            return []
         guilty = [one.rank for one in failures if one.rank in self._on_slots() and not one.is_consequence]
         now_s = time.monotonic()
+        said = []
         for node in sorted({self._node_of[member] for member in guilty if member is not None}):
             delay_s = self._slots.failed.add(node, now_s)
             until = "any more" if delay_s == math.inf else f"for {delay_s:.1f} s"
-            self._output.say(f"node {node} gets no new workers {until}, because one failed there")
+            said.append(f"node {node} gets no new workers {until}, because one failed there")
         self._membership.target = self._choose(without={one.rank for one in failures}).target
         # Once the loss is dealt with: who has no slot leaves, and a cooldown has its end.
         self._loop.call_later(0, self.follow_slots)
+        return said
 
     def _choose(self, *, without: Collection[int | None] = ()) -> SlotChoice:
         held = self._on_slots(without)
