@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.clusters.engine_marks import RAY
 from tests.clusters.ray.conftest import local_ray
 from torsh_distributed.clusters import JobState, Submission
 from torsh_distributed.clusters.ray import RayEngine
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec, Entry
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = RAY
 
 GROWING = Path(__file__).parents[1] / "grow_job.py"
 SCRIPT = """
