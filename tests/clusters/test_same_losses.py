@@ -17,6 +17,7 @@ import pytest
 
 from tests.bed.needs import mpiexec
 from tests.clusters.dask.conftest import DaskProcesses
+from tests.clusters.engine_marks import DASK, RAY
 from tests.clusters.ray.conftest import local_ray
 from tests.lab.network import Lab
 from tests.lab.ssh_hosts import SshHosts
@@ -91,21 +92,15 @@ def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
         by_engine(out, "dask", address=processes.address)
 
 
-IGNORE = pytest.mark.filterwarnings("ignore")  # of Ray and Dask
-
 RUNS = {
-    "slurm": pytest.param(by_slurm),
+    "slurm": pytest.param(by_slurm, marks=pytest.mark.matrix),
     "mpich": pytest.param(by_mpich, marks=[pytest.mark.needs_command(mpiexec()), pytest.mark.matrix]),
     "open_mpi": pytest.param(by_open_mpi, marks=pytest.mark.needs_command("mpiexec.openmpi")),
-    "ssh": pytest.param(by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd")]),
-    "ray": pytest.param(
-        by_ray,
-        marks=[pytest.mark.needs_library("ray"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
+    "ssh": pytest.param(
+        by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd"), pytest.mark.matrix]
     ),
-    "dask": pytest.param(
-        by_dask,
-        marks=[pytest.mark.needs_library("distributed"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
-    ),
+    "ray": pytest.param(by_ray, marks=[*RAY, pytest.mark.matrix]),
+    "dask": pytest.param(by_dask, marks=[*DASK, pytest.mark.matrix]),
 }
 
 

@@ -21,7 +21,10 @@ _MAX_CHAIN = 8
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - pathlib is slow to import
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 _STARTS = frozenset(
-    ("<frozen runpy>", *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py")))  # noqa: PTH118
+    (
+        "<frozen runpy>",
+        *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py", "node_spare.py")),  # noqa: PTH118
+    )
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # What gloo, c10d's stores and NCCL say when the other end is gone or late; all raise RuntimeError or a kind of it.
@@ -31,6 +34,7 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 _TORCH_ERRORS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")  # noqa: PTH118
 _PEER_FACTS = ("failed_rank", "peer", "origin")
 
 Place = tuple[str, int, str]
@@ -61,7 +65,7 @@ def describe_error(error: BaseException, *, how: str) -> dict[str, Any]:
         "full": full,
         "is_consequence": is_consequence,
         "peers": sorted(peers),
-        "operation": facts.get("operation") if isinstance(facts.get("operation"), str) else None,
+        "operation": facts.get("operation") if isinstance(facts.get("operation"), str) else _c10d_call(own),
         "sequence": facts.get("sequence") if isinstance(facts.get("sequence"), int) else None,
     }
 
@@ -130,6 +134,14 @@ def _named_ranks(error: BaseException) -> Iterator[int]:
         named.append(facts.get("rank"))
     me = os.environ.get("RANK")
     yield from (rank for rank in named if isinstance(rank, int) and rank >= 0 and str(rank) != me)
+
+
+def _c10d_call(error: BaseException) -> str | None:
+    """The collective of torch that the error came out of, such as `all_reduce`: its own backends do not say."""
+    if not is_about_peers(error):
+        return None
+    calls = [function for file, _, function in _places(error.__traceback__) if file.endswith(_C10D)]
+    return next((name for name in reversed(calls) if not name.startswith("_")), None)
 
 
 def user_line(error: BaseException) -> str | None:
