@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.engine_marks import DASK, RAY
 from tests.docs.blocks import ROOT, blocks_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.matrix, pytest.mark.timeout(300)]
@@ -17,8 +18,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.matrix, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     ("page", "program"),
     [
-        pytest.param("on-ray.md", "on_ray.py", marks=pytest.mark.needs_library("ray")),
-        pytest.param("on-dask.md", "on_dask.py", marks=pytest.mark.needs_library("distributed")),
+        pytest.param("on-ray.md", "on_ray.py", marks=RAY),
+        pytest.param("on-dask.md", "on_dask.py", marks=DASK),
     ],
 )
 def test_the_program_of_a_guide_runs(page: str, program: str, tmp_path: Path) -> None:

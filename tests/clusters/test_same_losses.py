@@ -17,6 +17,7 @@ import pytest
 
 from tests.bed.needs import mpiexec
 from tests.clusters.dask.conftest import DaskProcesses
+from tests.clusters.engine_marks import DASK, RAY
 from tests.clusters.ray.conftest import local_ray
 from tests.lab.network import Lab
 from tests.lab.ssh_hosts import SshHosts
@@ -91,8 +92,6 @@ def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
         by_engine(out, "dask", address=processes.address)
 
 
-IGNORE = pytest.mark.filterwarnings("ignore")  # of Ray and Dask
-
 RUNS = {
     "slurm": pytest.param(by_slurm, marks=pytest.mark.matrix),
     "mpich": pytest.param(by_mpich, marks=[pytest.mark.needs_command(mpiexec()), pytest.mark.matrix]),
@@ -100,14 +99,8 @@ RUNS = {
     "ssh": pytest.param(
         by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd"), pytest.mark.matrix]
     ),
-    "ray": pytest.param(
-        by_ray,
-        marks=[pytest.mark.needs_library("ray"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
-    ),
-    "dask": pytest.param(
-        by_dask,
-        marks=[pytest.mark.needs_library("distributed"), pytest.mark.matrix, pytest.mark.timeout(300), IGNORE],
-    ),
+    "ray": pytest.param(by_ray, marks=[*RAY, pytest.mark.matrix]),
+    "dask": pytest.param(by_dask, marks=[*DASK, pytest.mark.matrix]),
 }
 
 

@@ -38,3 +38,11 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
             raise InvalidArgument(f"the setting {name!r} is given twice", hint="give it once", setting=name)
         found[name] = value
     return found
+
+
+def is_set(options: Mapping[str, str], name: str) -> bool:
+    """Whether a setting that is on or off is on; off if it is not given."""
+    value = options.get(name, "no")
+    if value not in ("yes", "1", "no", "0", ""):
+        raise InvalidArgument(f"the setting {name!r} must be yes or no", got=value)
+    return value in ("yes", "1")

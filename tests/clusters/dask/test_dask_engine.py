@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.clusters.dask.conftest import DaskProcesses
+from tests.clusters.engine_marks import DASK
 from torsh_distributed.clusters import JobState, Submission
 from torsh_distributed.clusters.dask import DaskEngine
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import Entry
 
-pytestmark = [pytest.mark.needs_library("distributed"), pytest.mark.timeout(300)]
+pytestmark = DASK
 
 SCRIPT = """
 import os, sys, time

@@ -12,6 +12,7 @@ import pytest
 
 from tests.clusters import rank_functions
 from tests.clusters.dask.conftest import DaskProcesses
+from tests.clusters.engine_marks import DASK
 from torsh_distributed.clusters.dask import RankRows, rows_loader, run_search, run_training
 from torsh_distributed.errors import (
     CommunicationError,
@@ -24,13 +25,7 @@ from torsh_distributed.errors import (
 )
 from torsh_distributed.launch.spec import ElasticSpec
 
-pytestmark = [
-    pytest.mark.needs_library("distributed"),
-    pytest.mark.timeout(300),
-    pytest.mark.ranks,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*DASK, pytest.mark.ranks]
 
 
 def data_on_ranks(points: RankRows, targets: RankRows) -> dict[str, Any]:

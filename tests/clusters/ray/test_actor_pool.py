@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import rank_functions
+from tests.clusters.engine_marks import RAY
 from tests.clusters.ray.conftest import quiet_ray
 from torsh_distributed.clusters.ray import RayConfig, run_training
 from torsh_distributed.launch.spec import ElasticSpec
 
-pytestmark = [
-    pytest.mark.needs_library("ray"),
-    pytest.mark.timeout(300),
-    pytest.mark.ranks,
-    pytest.mark.matrix,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*RAY, pytest.mark.ranks, pytest.mark.matrix]
 
 
 def test_after_a_node_is_lost_the_ranks_of_the_others_go_on_in_place(tmp_path: Path) -> None:

@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray import RayRows, RayStream, run_training
 from torsh_distributed.errors import InvalidArgument
 
-pytestmark = [
-    pytest.mark.needs_library("ray"),
-    pytest.mark.timeout(300),
-    pytest.mark.ranks,
-    pytest.mark.matrix,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*RAY, pytest.mark.ranks, pytest.mark.matrix]
 
 
 def numbers(count: int) -> Any:

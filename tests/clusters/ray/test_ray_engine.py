@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.clusters.engine_marks import RAY
 from tests.clusters.ray.conftest import local_ray
 from torsh_distributed.clusters import JobState, Submission
 from torsh_distributed.clusters.ray import RayEngine
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.launch.spec import ElasticSpec, Entry
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.filterwarnings("ignore")]
+pytestmark = RAY
 
 GROWING = Path(__file__).parents[1] / "grow_job.py"
 SCRIPT = """
@@ -61,9 +62,11 @@ def test_what_would_be_submitted_is_shown_without_values_of_variables(tmp_path: 
     assert "secret" not in shown
 
 
-def test_unknown_settings_and_absent_servers_are_said() -> None:
+def test_unknown_settings_and_absent_servers_are_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no setting 'placment'"):
         RayEngine({"placment": "PACK"})
+    with pytest.raises(InvalidArgument, match="must be yes or no"):
+        RayEngine({"own_interpreters": "maybe"}).render(submission(tmp_path, "ok"))
     with pytest.raises(CommunicationError, match="no Ray job server answers"):
         RayEngine({"address": "http://127.0.0.1:1"}).status("x")
 

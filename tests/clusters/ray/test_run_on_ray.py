@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 
 from tests.clusters import rank_functions
+from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray import RayConfig, run_training
 from torsh_distributed.errors import FeatureNotAvailable, OperationTimeout, ProcessFailure, SerializationError
 from torsh_distributed.launch.spec import ElasticSpec
 
-pytestmark = [
-    pytest.mark.needs_library("ray"),
-    pytest.mark.timeout(300),
-    pytest.mark.ranks,
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*RAY, pytest.mark.ranks]
 
 
 def await_end(pid: int) -> None:

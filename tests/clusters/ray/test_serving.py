@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray.serving import ServeConfig, load_export, serve_model, stop_serving
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = RAY
 
 
 def build() -> torch.nn.Module:

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.needs_library("ray"),
-    pytest.mark.timeout(300),
-    pytest.mark.ranks,
-    pytest.mark.matrix,
-    pytest.mark.filterwarnings("ignore"),
-]
+from tests.clusters.engine_marks import RAY
+
+pytestmark = [*RAY, pytest.mark.ranks, pytest.mark.matrix]
 
 
 def train_loop(config: dict[str, Any]) -> None:

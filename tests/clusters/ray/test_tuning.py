@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray.tuning import changed_plan, run_tuning
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
 from torsh_distributed.plan import Plan
 
-pytestmark = [pytest.mark.needs_library("ray"), pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = RAY
 
 
 def parabola(params: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -112,7 +113,10 @@ def test_a_launcher_that_is_killed_is_named_and_nothing_stays(
     assert outcomes[killed].exit_code == -9
     assert outcomes[told].value == 1
     assert f"torsh run: node {killed} (" in outcomes[told].output
-    assert "its launcher is gone: it closed the connection" in outcomes[told].output
+    # The kernel resets a connection on which something was still to be read.
+    assert re.search(
+        r"its launcher is gone: (it closed the connection|Connection reset by peer)", outcomes[told].output
+    )
 
 
 def test_a_launcher_that_is_stopped_is_missed_by_its_heartbeat(world: World, tmp_path: Path) -> None:

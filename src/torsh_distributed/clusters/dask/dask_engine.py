@@ -16,7 +16,7 @@ from typing import Any
 from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.dask import scheduler_jobs
 from torsh_distributed.clusters.dask.dask_connection import client_of, require_dask
-from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, OperationTimeout
@@ -24,6 +24,7 @@ from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, Opera
 OPTIONS = {
     "address": "the scheduler, as tcp://HOST:8786; default: dask's own setting `scheduler-address`",
     "start_timeout_s": "how long the cluster may take to have the workers free",
+    "own_interpreters": "yes: each rank imports torch, instead of being forked from a process that has",
 }
 _LOOK_AGAIN_S = 0.2
 _CANCEL_S = 60.0
@@ -121,7 +122,7 @@ class DaskEngine:
 
     def _job(self, submission: Submission, job_id: str) -> dict[str, Any]:
         return {
-            **job_values(submission, job_id),
+            **job_values(submission, job_id, own_interpreters=is_set(self._options, "own_interpreters")),
             "working_dir": str(submission.working_dir),
             "config": {"start_timeout_s": float(self._options.get("start_timeout_s", 60.0))},
         }

@@ -82,6 +82,9 @@ class EntryWork:
     plan: tuple[str, str] | None = None
     """File name and text of the plan; the host writes it down, and the rank finds it in TORSH_PLAN."""
 
+    own_interpreter: bool = False
+    """Whether each rank starts an interpreter, instead of being forked from one of its node that has imported torch."""
+
 
 Work = FunctionWork | EntryWork
 

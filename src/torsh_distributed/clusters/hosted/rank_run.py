@@ -22,13 +22,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torsh_distributed.clusters.hosted.forked_rank import ForkedRank, RankForker, can_fork
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, FunctionWork, RankFailure, RankOutcome, RankTask
 from torsh_distributed.clusters.hosted.reporting import reporting_to
 from torsh_distributed.comm.trust.job_secret import SECRET_FILE_VARIABLE, TOKEN_VARIABLE, write_secret_file
+from torsh_distributed.errors import ProcessFailure
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.exit_causes import ExitStatus
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE, Guardian, kill_members
 from torsh_distributed.launch.local.worker_variables import STARTUP_DIRECTORY
+from torsh_distributed.launch.spec import EntryKind
 from torsh_distributed.launch.worker.launcher_line import FD_VARIABLE, MAX_MESSAGE_BYTES, line_over
 from torsh_distributed.launch.worker.raised_error import describe_error
 
@@ -52,7 +55,8 @@ class RankRun:
         self._say = say
         self._own_arguments = dict(own_arguments or {})
         self._ours: socket.socket | None = None
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | ForkedRank | None = None
+        self._forker: RankForker | None = None
         self._is_aborted = threading.Event()
         self._raised: dict[str, Any] | None = None
 
@@ -89,10 +93,12 @@ class RankRun:
     def abort(self, reason: str) -> None:
         """End the rank as far as that is possible: a script is killed, a function's collectives raise."""
         self._is_aborted.set()
-        child = self._child
+        child, forker = self._child, self._forker
         if child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
+        elif forker is not None:
+            forker.cancel()
         elif isinstance(self._task.work, FunctionWork) and "torch" in sys.modules:
             from torsh_distributed.comm.groups.abort import abort_all
 
@@ -165,6 +171,8 @@ class RankRun:
     def _start(self, work: EntryWork, variables: dict[str, str]) -> RankOutcome:
         mark = secrets.token_hex(8)
         env = {**_without_job(os.environ), **variables, MARK_VARIABLE: mark}
+        if int(env.get("LOCAL_WORLD_SIZE", "1")) > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as under `torsh run`
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP_DIRECTORY), env.get("PYTHONPATH"))))
         try:
             with _directory(work.working_dir):
@@ -175,32 +183,59 @@ class RankRun:
         guardian = Guardian(mark)
         sessions: list[int] = []
         try:
-            with theirs:
-                self._child = subprocess.Popen(
-                    command_line(work.entry),
-                    env={**env, FD_VARIABLE: str(theirs.fileno())},
-                    cwd=work.working_dir,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
-                )
-            sessions.append(self._child.pid)
-            guardian.watch_session(self._child.pid)
+            try:
+                with theirs:
+                    child = self._child = self._child_of(work, env, theirs)
+            except (OSError, ProcessFailure) as error:
+                return RankOutcome(failure=_failure_of(error))
+            sessions.append(child.pid)
+            guardian.watch_session(child.pid)
+            if self._is_aborted.is_set():  # before there was anything to end
+                self.abort("the job ends")
             relay = threading.Thread(target=self._relay, args=(self._ours,), name="torsh-relay", daemon=True)
             relay.start()
-            tail = self._pump(self._child)
-            code = self._await_exit(self._child)
+            tail = self._pump(child)
+            code = self._await_exit(child)
             self._ours.shutdown(socket.SHUT_RDWR)
             relay.join()
             return self._outcome(code, tail)
         finally:
             kill_members(mark, sessions, timeout_s=_KILL_S)
             guardian.close()
+            if self._forker is not None:
+                self._forker.close()
             self._ours.close()
             self._ours = None
 
-    def _pump(self, child: subprocess.Popen[bytes]) -> list[str]:
+    def _child_of(
+        self, work: EntryWork, env: Mapping[str, str], line: socket.socket
+    ) -> subprocess.Popen[bytes] | ForkedRank:
+        """The rank's process: forked from its node's, or an interpreter of its own."""
+        forked = self._fork(work, env, line)
+        if forked is not None:
+            return forked
+        if self._is_aborted.is_set():
+            raise ProcessFailure("the job ended before this rank had started")
+        return subprocess.Popen(
+            command_line(work.entry),
+            env={**env, FD_VARIABLE: str(line.fileno())},
+            cwd=work.working_dir,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(line.fileno(),),
+        )
+
+    def _fork(self, work: EntryWork, env: Mapping[str, str], line: socket.socket) -> ForkedRank | None:
+        """None if the rank must have an interpreter of its own."""
+        if work.entry.kind is EntryKind.COMMAND or work.own_interpreter or not can_fork(env):
+            return None
+        own = (*self._task.variables, SECRET_FILE_VARIABLE, PLAN_VARIABLE, MARK_VARIABLE)
+        self._forker = RankForker(self._task.secret, env, own_variables=own)
+        argv = command_line(work.entry)[3:]
+        return self._forker.fork(argv, env, cwd=work.working_dir or str(Path.cwd()), line=line.fileno())
+
+    def _pump(self, child: subprocess.Popen[bytes] | ForkedRank) -> list[str]:
         """Show the output line by line until the pipe is closed; returns its last lines."""
         assert child.stdout is not None, "it was opened as a pipe"
         tail: list[str] = []
@@ -211,7 +246,7 @@ class RankRun:
                 tail = [*tail[1 - _MAX_TAIL_LINES :], text]
         return tail
 
-    def _await_exit(self, child: subprocess.Popen[bytes]) -> int:
+    def _await_exit(self, child: subprocess.Popen[bytes] | ForkedRank) -> int:
         """The exit code; a script that was told to end and does not is killed."""
         while True:
             try:

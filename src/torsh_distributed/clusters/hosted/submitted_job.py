@@ -17,7 +17,7 @@ from torsh_distributed.errors import ProcessFailure, TorshError
 from torsh_distributed.launch.spec import ElasticSpec, Entry, EntryKind
 
 
-def job_values(submission: Submission, job_id: str) -> dict[str, Any]:
+def job_values(submission: Submission, job_id: str, *, own_interpreters: bool) -> dict[str, Any]:
     """The job as JSON carries it. Paths below the working directory become relative to it."""
     entry, plan = submission.entry, submission.plan
     target = Path(entry.target)
@@ -33,6 +33,7 @@ def job_values(submission: Submission, job_id: str) -> dict[str, Any]:
         "time_limit_s": submission.time_limit_s,
         "env": dict(submission.env),
         "plan": None if plan is None else [plan.name, plan.read_text()],
+        "own_interpreters": own_interpreters,
     }
 
 
@@ -44,6 +45,7 @@ def spec_of(job: dict[str, Any]) -> HostedSpec:
             entry=Entry(kind=EntryKind(entry["kind"]), target=entry["target"], args=tuple(entry["args"])),
             plan=None if job["plan"] is None else (job["plan"][0], job["plan"][1]),
             working_dir=job.get("working_dir"),
+            own_interpreter=job["own_interpreters"],
         ),
         name=job["name"],
         num_workers=job["num_workers"],

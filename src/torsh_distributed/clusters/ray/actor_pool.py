@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torsh_distributed.clusters.hosted.rank_host import (
@@ -26,7 +26,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
 )
 from torsh_distributed.clusters.ray.rank_actor import LeaderActor, RankActor
 from torsh_distributed.clusters.ray.ray_config import RayConfig, most_that_fit
-from torsh_distributed.clusters.ray.ray_connection import shown, totals_by_node
+from torsh_distributed.clusters.ray.ray_connection import CarriedCode, shown, totals_by_node
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, OperationTimeout, ProcessFailure
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class _ActorHost:
     host_id: int
     actor: Any
     bundle: int | None
+    is_beside_code: bool = False
+    """Whether the job's code lies on its node already."""
     facts: HostFacts | Any = None
 
     def start(self, task: RankTask) -> None:
@@ -71,11 +73,15 @@ class RayPool:
         is_elastic: bool = False,
         leader_name: str | None = None,
         prepares: bool = False,
+        carried: CarriedCode | None = None,
     ) -> None:
         """`leader_name` lets other processes find the job's leader, to change the size of an elastic job.
 
-        `prepares`: ranks are functions, so their actors may import torch as soon as they are up.
+        `prepares`: ranks are functions, so their actors may import torch as soon as they are up. `carried` is what
+        their nodes need of a submitted job, where Ray does not see to it by itself.
         """
+        self._carried = carried
+        self._nodes_of_bundles: Mapping[int, str] = {}
         self._prepares = prepares
         self._ray = ray
         self._config = config
@@ -130,13 +136,15 @@ class RayPool:
         return min(most, fitting)
 
     def _reserve(self, count: int, timeout_s: float) -> bool:
-        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
         bundle = self._config.bundle or {"CPU": 0.001}
         group = placement_group([dict(bundle)] * count, strategy=self._config.placement)
         try:
             if group.wait(timeout_seconds=timeout_s):
                 self._group = group
+                if self._carried is not None:
+                    self._nodes_of_bundles = placement_group_table(group)["bundles_to_node_id"]
                 return True
         finally:
             if self._group is not group:
@@ -144,7 +152,10 @@ class RayPool:
         return False
 
     def _start_actors(self, count: int, deadline_s: float) -> list[RankHost]:
-        hosts = [self._new_host(bundle) for bundle in range(count)]
+        here = self._ray.get_runtime_context().get_node_id()
+        hosts = [
+            self._new_host(bundle, is_beside_code=self._nodes_of_bundles.get(bundle) == here) for bundle in range(count)
+        ]
         refs = [self._describe(host) for host in hosts]
         self._open_leader()  # last: Ray has as many processes ready as there are cores, and ranks need theirs longer
         try:
@@ -186,7 +197,7 @@ class RayPool:
         self._leader = self._ray.remote(LeaderActor).options(**options).remote(is_elastic=self._is_elastic)
         self._inbox = self._leader.take.remote()
 
-    def _new_host(self, bundle: int | None) -> _ActorHost:
+    def _new_host(self, bundle: int | None, *, is_beside_code: bool = False) -> _ActorHost:
         """An actor in a bundle of the group, or, beside the group, wherever there is room."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -200,14 +211,15 @@ class RayPool:
         }
         if config.memory_per_worker_bytes is not None:
             options["memory"] = config.memory_per_worker_bytes
-        if config.runtime_env:
-            options["runtime_env"] = dict(config.runtime_env)
+        carried = {} if self._carried is None or is_beside_code else self._carried.runtime_env
+        if config.runtime_env or carried:
+            options["runtime_env"] = {**carried, **config.runtime_env}
         if bundle is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
             )
         actor = self._ray.remote(RankActor).options(**options).remote(host_id)
-        host = self._hosts[host_id] = _ActorHost(self, host_id, actor, bundle)
+        host = self._hosts[host_id] = _ActorHost(self, host_id, actor, bundle, is_beside_code)
         return host
 
     def request(self, count: int) -> Sequence[int]:
@@ -239,6 +251,9 @@ class RayPool:
         """Run a rank in the actor."""
         if isinstance(task.work, EntryWork):
             self._scripts.add(host.host_id)
+            if self._carried is not None and host.is_beside_code:
+                variables = {"PYTHONPATH": self._carried.python_path, **task.variables}
+                task = replace(task, variables=variables, work=replace(task.work, working_dir=self._carried.directory))
         self._running[host.actor.run.remote(task, self._leader)] = host.host_id
 
     def post(self, host_ids: Sequence[int], message: Mapping[str, Any]) -> None:

@@ -1,15 +1,25 @@
-"""This process's connection to a Ray cluster: found, made or started, and ended again if it was made here."""
+"""This process's connection to a Ray cluster: found, made or started, and ended again if it was made here.
+
+Also the code that Ray carries for a submitted job. Ray starts a process with a runtime environment twice: one
+interpreter prepares it, another replaces that one. The job's driver has its working directory unpacked, so ranks on
+the driver's node only need to be told where it is.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable
 
 _OLDEST = (2, 50)
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Where Ray's job server tells a driver the job's runtime environment, which all its actors get."""
 
 
 def require_ray() -> Any:
@@ -108,3 +118,32 @@ def shown(resources: Mapping[str, float]) -> str:
         and name != "object_store_memory"
     }
     return ", ".join(f"{name} {amount:g}{' GiB' if name == 'memory' else ''}" for name, amount in parts.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CarriedCode:
+    """The working directory of a job, on this node and for others."""
+
+    runtime_env: Mapping[str, Any]
+    """Of actors on other nodes."""
+
+    directory: str
+    """Where it is on this node."""
+
+    python_path: str
+    """PYTHONPATH of a process that has it."""
+
+
+def take_carried_code(*, own_variable: str) -> CarriedCode | None:
+    """The job's code, if Ray is to carry nothing else; its actors then get no runtime environment by themselves.
+
+    None leaves everything to Ray: for other parts of a runtime environment, such as packages and variables.
+    `own_variable` is in the environment for the driver alone. Call this before `ray.init`.
+    """
+    config = json.loads(os.environ.get(_JOB_CONFIG, "{}"))
+    runtime_env = dict(config.get("runtime_env") or {})
+    variables = {name: value for name, value in runtime_env.pop("env_vars", {}).items() if name != own_variable}
+    if variables or set(runtime_env) != {"working_dir"}:
+        return None
+    os.environ[_JOB_CONFIG] = json.dumps({**config, "runtime_env": {}})
+    return CarriedCode(runtime_env=runtime_env, directory=str(Path.cwd()), python_path=os.environ.get("PYTHONPATH", ""))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
-from torsh_distributed.clusters.engine_options import require_known_options
+from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.memory_size import parse_memory
 from torsh_distributed.clusters.ray.ray_connection import require_ray
@@ -36,7 +36,8 @@ OPTIONS = {
     "runtime_env": "a JSON file with Ray's runtime environment; the working directory is added to it",
     "python": "the interpreter on the cluster; default: python",
     "start_timeout_s": "how long the cluster may take to give the workers",
-    "waits_for_nodes": "1 to wait for an autoscaler",
+    "waits_for_nodes": "yes: wait for an autoscaler",
+    "own_interpreters": "yes: each rank imports torch, instead of being forked from a process that has",
 }
 _STATES = {
     "PENDING": JobState.QUEUED,
@@ -46,6 +47,7 @@ _STATES = {
     "STOPPED": JobState.CANCELLED,
 }
 _LOOK_AGAIN_S = 0.25
+_LOOKS_PER_STATE = 3
 _CANCEL_S = 60.0
 _SCALE_S = 60.0
 
@@ -57,6 +59,7 @@ class RayEngine:
         self._options = dict(options or {})
         require_known_options("ray", self._options, OPTIONS)
         require_ray()
+        self._job_server: Any = None
 
     def render(self, submission: Submission) -> str:
         """The entry point, the runtime environment and the job as the driver reads it."""
@@ -96,12 +99,17 @@ class RayEngine:
 
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """The driver's output, which shows the lines of all ranks."""
-        client, pause, num_shown = self._client(), threading.Event(), 0
+        client, pause, num_shown, num_looks = self._client(), threading.Event(), 0, 0
+        is_over = False
         while True:
-            info = self._info(client, job_id)
-            is_over = info is None or _STATES.get(str(info.status.value), JobState.LOST).is_over
-            text = client.get_job_logs(job_id) if info is not None else ""
-            lines = text.split("\n")
+            # Not every time: two processes of the head work on each question, and they share it with ranks.
+            if num_looks % _LOOKS_PER_STATE == 0:
+                info = self._info(client, job_id)
+                is_over = info is None or _STATES.get(str(info.status.value), JobState.LOST).is_over
+                if info is None:
+                    return
+            num_looks += 1
+            lines = client.get_job_logs(job_id).split("\n")
             # The last piece may still grow, unless nothing more comes.
             complete = lines if is_over or not follow else lines[:-1]
             for line in complete[num_shown:]:
@@ -140,11 +148,14 @@ class RayEngine:
     # Ray's job server
 
     def _client(self) -> Any:
+        if self._job_server is not None:
+            return self._job_server
         from ray.job_submission import JobSubmissionClient
 
         address = self._options.get("address")
         try:
-            return JobSubmissionClient(address)
+            self._job_server = JobSubmissionClient(address)
+            return self._job_server
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             raise CommunicationError(
                 f"no Ray job server answers at {address or 'this machine'}",
@@ -195,7 +206,7 @@ class RayEngine:
     def _job(self, submission: Submission, job_id: str) -> dict[str, Any]:
         options, memory = self._options, submission.memory_per_worker
         return {
-            **job_values(submission, job_id),
+            **job_values(submission, job_id, own_interpreters=is_set(options, "own_interpreters")),
             "config": {
                 "cpus_per_worker": submission.cpus_per_worker,
                 "gpus_per_worker": submission.gpus_per_worker,
@@ -203,7 +214,7 @@ class RayEngine:
                 "resources_per_worker": _parse_resources(options.get("resources", "")),
                 "placement": options.get("placement", "PACK" if submission.nodes == 1 else "SPREAD"),
                 "start_timeout_s": float(options.get("start_timeout_s", 120.0)),
-                "waits_for_nodes": options.get("waits_for_nodes", "0") not in ("", "0"),
+                "waits_for_nodes": is_set(options, "waits_for_nodes"),
             },
         }
 

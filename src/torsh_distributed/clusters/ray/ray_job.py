@@ -17,7 +17,7 @@ from typing import Any
 from torsh_distributed.clusters.hosted.submitted_job import drive, spec_of
 from torsh_distributed.clusters.ray.actor_pool import LEADER_NAMESPACE, RayPool
 from torsh_distributed.clusters.ray.ray_config import RayConfig
-from torsh_distributed.clusters.ray.ray_connection import connected
+from torsh_distributed.clusters.ray.ray_connection import connected, take_carried_code
 from torsh_distributed.clusters.ray.ray_engine import JOB_VARIABLE
 
 _SCALE_S = 30.0
@@ -26,6 +26,7 @@ _FIND_S = 10.0
 
 def run_job(job: dict[str, Any]) -> int:
     """Run the job to its end on the cluster that this process belongs to; its exit code."""
+    carried = take_carried_code(own_variable=JOB_VARIABLE)
     import ray
 
     # Lines of the ranks come through the job, with their rank: Ray need not show them again.
@@ -37,6 +38,7 @@ def run_job(job: dict[str, Any]) -> int:
             RayConfig(**job["config"]),
             is_elastic=spec.elastic is not None,
             leader_name=leader_name(job["job_id"]),
+            carried=carried,
         )
         return drive(pool, spec)
     finally:

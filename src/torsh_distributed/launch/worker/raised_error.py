@@ -21,7 +21,10 @@ _MAX_CHAIN = 8
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - pathlib is slow to import
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 _STARTS = frozenset(
-    ("<frozen runpy>", *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py")))  # noqa: PTH118
+    (
+        "<frozen runpy>",
+        *(os.path.join(_OURS, "launch", "worker", name) for name in ("worker_start.py", "spare.py", "node_spare.py")),  # noqa: PTH118
+    )
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # What gloo, c10d's stores and NCCL say when the other end is gone or late; all raise RuntimeError or a kind of it.

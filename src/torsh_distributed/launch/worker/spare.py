@@ -26,16 +26,9 @@ _PRELOADED = (
 
 def main() -> None:
     """Warm up, then serve until the launcher closes its end."""
-    import importlib
-
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # so a worker's collections do not copy the pages they share
+    warm_up()
     control.send(b'{"type": "warm"}')
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 3)
@@ -47,6 +40,18 @@ def main() -> None:
         for fd in fds:
             os.close(fd)
         control.send(json.dumps({"pid": pid}).encode())
+
+
+def warm_up() -> None:
+    """Ignore signals that are meant for workers, and import what every worker needs."""
+    import importlib
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so a worker's collections do not copy the pages they share
 
 
 def _fork_worker(control: socket.socket, order: dict[str, object], fds: list[int]) -> int:
@@ -61,7 +66,7 @@ def _fork_worker(control: socket.socket, order: dict[str, object], fds: list[int
         os.write(writing, str(os.getpid()).encode())
         os.close(writing)
         control.close()
-        _become_worker(order, fds)
+        become_worker(order, fds)
         return 0
     os.close(writing)
     # Until the helper is gone, the worker is not the launcher's child.
@@ -71,7 +76,8 @@ def _fork_worker(control: socket.socket, order: dict[str, object], fds: list[int
     return int(text)
 
 
-def _become_worker(order: dict[str, object], fds: list[int]) -> None:
+def become_worker(order: dict[str, object], fds: list[int]) -> None:
+    """In the forked process: take over the worker's output, line, environment and arguments, and run its script."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     stdout, stderr, line = fds

@@ -1,0 +1,42 @@
+"""Code that Ray carries to a job's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torsh_distributed.clusters.ray.ray_connection import take_carried_code
+
+VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "is_taken"),
+    [
+        ({"working_dir": "gcs://code.zip", "env_vars": {"TORSH_RAY_JOB": "{}"}}, True),
+        ({"working_dir": "gcs://code.zip"}, True),
+        ({"working_dir": "gcs://code.zip", "env_vars": {"TORSH_RAY_JOB": "{}", "MINE": "1"}}, False),
+        ({"working_dir": "gcs://code.zip", "pip": ["einops"]}, False),
+        ({"env_vars": {"TORSH_RAY_JOB": "{}"}}, False),
+    ],
+)
+def test_a_working_directory_alone_is_carried_without_ray(
+    runtime_env: dict[str, Any], is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"runtime_env": runtime_env, "metadata": {"job_submission_id": "a"}}
+    monkeypatch.setenv(VARIABLE, json.dumps(config))
+    monkeypatch.setenv("PYTHONPATH", "/code")
+    monkeypatch.chdir(tmp_path)
+    carried = take_carried_code(own_variable="TORSH_RAY_JOB")
+    left = json.loads(os.environ[VARIABLE])
+    if not is_taken:
+        assert (carried, left) == (None, config)
+        return
+    assert carried is not None
+    assert (carried.directory, carried.python_path) == (str(tmp_path), "/code")
+    assert carried.runtime_env == {"working_dir": "gcs://code.zip"}
+    assert left == {"runtime_env": {}, "metadata": {"job_submission_id": "a"}}
