@@ -46,7 +46,7 @@ test: $(READY) ## set up and run every test this machine can run
 unit: $(READY) ## the quick tests that start no ranks, jobs, servers or interpreters: under 90 seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not ranks and not slow and not matrix' $(PYTEST_ARGS)
 
-matrix: $(READY) ## the long form of the tables of combinations, which `make test` has in short
+matrix: $(READY) ## the long form of the tables of combinations, and what takes a server or a browser for long
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, layer contracts

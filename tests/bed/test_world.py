@@ -76,7 +76,7 @@ def test_a_killed_rank_is_reported_as_such(world: World) -> None:
 
 def test_a_hang_shows_the_stack_of_every_rank(world: World) -> None:
     with pytest.raises(WorldError) as caught:
-        world.run(wait_where_a_reader_finds_it, timeout_s=1.0, backend=None)
+        world.run(wait_where_a_reader_finds_it, timeout_s=4.0, backend=None)
     for rank in (0, 1):
         assert f"rank {rank} hung" in str(caught.value)
     assert str(caught.value).count("in wait_where_a_reader_finds_it") == 2
@@ -90,7 +90,7 @@ def test_a_world_after_a_failed_one_is_fresh(world: World) -> None:
 
 def test_a_stopped_rank_is_reported_as_such(world: World, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=r"(?s)rank 0 hung.*stopped by a signal.*rank 1 hung.*in stop_here"):
-        world.run(stop_here, tmp_path, timeout_s=2.0)
+        world.run(stop_here, tmp_path, timeout_s=5.0)
     assert not any(is_running(int(path.read_text())) for path in tmp_path.iterdir())
 
 

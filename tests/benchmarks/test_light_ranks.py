@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.light_ranks import join_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.matrix]
 
 
 def test_ranks_that_connect_at_once_are_all_let_in_and_each_costs_the_same() -> None:

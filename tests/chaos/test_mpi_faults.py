@@ -43,7 +43,7 @@ def be_stopped_before_barrier() -> None:
 
 @pytest.mark.matrix
 def test_a_stopped_rank_is_missing_at_the_deadline(mpi_world: MpiWorld) -> None:
-    outcomes = mpi_world.outcomes(be_stopped_before_barrier, num_ranks=3, timeout_s=5)
+    outcomes = mpi_world.outcomes(be_stopped_before_barrier, num_ranks=3, timeout_s=15)
     first, third = outcomes[0].error, outcomes[2].error
     assert isinstance(first, OperationTimeout)
     assert first.context["missing_ranks"] == [1]
@@ -61,7 +61,7 @@ def be_killed_before_all_reduce() -> None:
 
 def test_a_killed_rank_is_missing_at_the_deadline(mpi_world: MpiWorld) -> None:
     """A launcher that ends the job at once is the rule (mpiexec, torsh run); here nobody does."""
-    outcomes = mpi_world.outcomes(be_killed_before_all_reduce, num_ranks=3, group_timeout_s=2)
+    outcomes = mpi_world.outcomes(be_killed_before_all_reduce, num_ranks=3, group_timeout_s=4)
     assert outcomes[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, CommunicationError)
@@ -105,7 +105,7 @@ def test_what_was_sent_before_leaving_still_arrives(mpi_world: MpiWorld) -> None
 
 
 def test_a_receive_nobody_serves_ends_at_the_deadline(mpi_world: MpiWorld) -> None:
-    outcomes = mpi_world.outcomes(messages.nobody_sends, group_timeout_s=1)
+    outcomes = mpi_world.outcomes(messages.nobody_sends, group_timeout_s=4)
     assert isinstance(outcomes[1].error, OperationTimeout)
     assert outcomes[1].error.context["missing_ranks"] == [0]
     assert "recv number 1" in str(outcomes[1].error)

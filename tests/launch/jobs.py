@@ -61,7 +61,7 @@ def be_launcher(script: str, num_nodes: int, changes: dict[str, Any], per_node: 
         "nproc_per_node": 2,
         "nnodes": num_nodes,
         "node_rank": node_rank,
-        "join_timeout_s": 20.0,
+        "join_timeout_s": 60.0,
         "token": "the secret of a test",
     }
     if num_nodes > 1:
@@ -84,7 +84,7 @@ def observe(script: str, num_nodes: int) -> list[str]:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        assert select.select([pidfd], [], [], 35)[0], f"the launcher of node {node_rank} does not end"
+        assert select.select([pidfd], [], [], 90)[0], f"the launcher of node {node_rank} does not end"
         os.close(pidfd)
     # A launcher that was killed cannot clean up; its guardian needs a moment.
     return still_running(folder, timeout_s=5.0)
@@ -128,7 +128,7 @@ def launch(
         per_node or [],
         num_ranks=num_nodes + 1,
         backend=None,
-        timeout_s=45,
+        timeout_s=100,
         env=env or {},
         hosts=[*hosts, hosts[0]] if hosts else [],
     )

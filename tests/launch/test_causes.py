@@ -90,6 +90,24 @@ def test_a_segmentation_fault_is_shown_with_the_users_line(world: World, tmp_pat
     assert re.search(r"rank 1 failed first: signal 11 \(SIGSEGV, .*\) at .*worker\.py:\d+ in step\n", outcome.output)
 
 
+def test_an_exception_is_the_cause_though_the_process_then_aborts(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import atexit
+        if rank == 1:
+            atexit.register(os.abort)
+            raise ValueError("bad batch")
+        signal.pause()
+        """,
+    )
+    (outcome,) = launch(world, script)
+    assert outcome.value == 134
+    assert re.search(
+        r"torsh run: .*worker\.py:\d+: ValueError: bad batch\n  rank 1, pid \d+, exit code 134\n", outcome.output
+    )
+
+
 def test_control_c_is_a_line_or_two_but_an_error_on_the_way_out_is_told(world: World, tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -72,4 +72,5 @@ def leave(client: MembershipClient) -> NoReturn:
 
 
 def _concerns(member: int, after_epoch: int, view: WorldView) -> bool:
-    return view.epoch > after_epoch and member in (*view.members, *view.leaving)
+    entered = () if view.is_held else view.members
+    return view.epoch > after_epoch and member in (*entered, *view.leaving)

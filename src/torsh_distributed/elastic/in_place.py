@@ -310,7 +310,8 @@ class InPlaceRecovery:
         self._enter_newest()
 
     def _enter_newest(self) -> None:
-        enter_newest(self._client, self._enter, timeout_s=self._timeout_s)
+        # Where too few workers are left, the launcher says how long training may wait for more.
+        enter_newest(self._client, self._enter, timeout_s=max(self._timeout_s, news_timeout_s()))
 
     def _enter(self, view: WorldView) -> None:
         engine, client = self._engine, self._client

@@ -26,6 +26,8 @@ class WorldView:
     is_urgent: bool
     """Whether a member is gone, so the present world does not work any more."""
     leaving: tuple[int, ...] = ()
+    is_held: bool = False
+    """Whether its members are too few: nobody enters it, and all wait for the next."""
 
 
 class MembershipClient:
@@ -87,6 +89,7 @@ class MembershipClient:
             tuple(int(member) for member in message["members"]),
             bool(message["is_urgent"]),
             tuple(int(member) for member in message["leaving"]),
+            bool(message.get("is_held", False)),
         )
         with self._changed:
             if view.epoch <= self._newest.epoch:

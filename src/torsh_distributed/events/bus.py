@@ -17,41 +17,54 @@ Handler = Callable[[Event], None]
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 # Replaced by a new tuple on every change, so emit reads it without a lock.
-_subscriptions: tuple[tuple[Handler, tuple[type[Event], ...]], ...] = ()
+_subscriptions: tuple[tuple[Handler, tuple[type[Event], ...], bool], ...] = ()
+# What `wanted` has found out, of all events and of those made from notes; new after every change of subscriptions.
+_answers: tuple[dict[type[Event], bool], dict[type[Event], bool]] = ({}, {})
 
 
-def emit(event: Event) -> None:
+def emit(event: Event, *, is_noted: bool = False) -> None:
     """Pass `event` to every subscriber of its type, in the caller's thread.
 
-    If a handler raises, the error is logged and the others still run: observing never breaks training.
+    If a handler raises, the error is logged and the others still run: observing never breaks training. An event that
+    says what a note has said (`is_noted`) is not for subscribers that take notes.
     """
     if not _subscriptions:
         return
-    for handler, types in _subscriptions:
-        if not types or isinstance(event, types):
+    for handler, types, takes_notes in _subscriptions:
+        if (not types or isinstance(event, types)) and not (is_noted and takes_notes):
             try:
                 handler(event)
             except Exception:
                 _log.exception("an event handler failed on %s; training continues", type(event).__name__)
 
 
-def wanted(kind: type[Event]) -> bool:
+def wanted(kind: type[Event], *, is_noted: bool = False) -> bool:
     """Whether an event of this type has a subscriber; ask before building an expensive one."""
-    if not _subscriptions:
-        return False
-    return any(not types or issubclass(kind, types) for _, types in _subscriptions)
+    answers = _answers[is_noted]
+    answer = answers.get(kind)
+    if answer is None:
+        answer = answers[kind] = any(
+            (not types or issubclass(kind, types)) and not (is_noted and takes_notes)
+            for _, types, takes_notes in _subscriptions
+        )
+    return answer
 
 
-def subscribe(handler: Handler, *types: type[Event]) -> Callable[[], None]:
-    """Call `handler` for every event of `types` (default: all); returns a function that unsubscribes it."""
-    global _subscriptions
-    entry = (handler, types)
+def subscribe(handler: Handler, *types: type[Event], takes_notes: bool = False) -> Callable[[], None]:
+    """Call `handler` for every event of `types` (default: all); returns a function that unsubscribes it.
+
+    `takes_notes` is for who also takes notes (`step_notes`), which say the same as some events, and sooner.
+    """
+    global _subscriptions, _answers
+    entry = (handler, types, takes_notes)
     with _lock:
         _subscriptions = (*_subscriptions, entry)
+        _answers = ({}, {})
 
     def unsubscribe() -> None:
-        global _subscriptions
+        global _subscriptions, _answers
         with _lock:
             _subscriptions = tuple(kept for kept in _subscriptions if kept is not entry)
+            _answers = ({}, {})
 
     return unsubscribe

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from torsh_distributed.events.bus import emit, wanted
 from torsh_distributed.events.points import reached
-from torsh_distributed.events.types import Phase, PhaseEvent, WaitEvent
+from torsh_distributed.events.step_notes import note_phase, note_wait, wants_phases, wants_waits
+from torsh_distributed.events.types import Phase
 
 Item = TypeVar("Item")
 
@@ -19,13 +18,12 @@ Item = TypeVar("Item")
 def phase(name: Phase) -> Iterator[None]:
     """Around a part of a step: emits a PhaseEvent unless it raises."""
     reached(name)
-    if not wanted(PhaseEvent):
+    if not wants_phases():
         yield
         return
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.thread_time()
     yield
-    ended = time.monotonic()
-    emit(PhaseEvent(phase=name, start_s=started, duration_s=ended - started, thread=threading.get_ident()))
+    note_phase(name, started, time.monotonic(), (cpu, time.thread_time()))
 
 
 def each_in_phase(name: Phase, items: Iterable[Item]) -> Iterator[Item]:
@@ -45,21 +43,20 @@ def waiting(
     op: str, group: str, *, num_started: int = 0, num_bytes: int = 0, sequence: int | None = None
 ) -> Iterator[None]:
     """Around a wait for an operation of a group: emits a WaitEvent unless it raises."""
-    if not wanted(WaitEvent):
+    if not wants_waits():
         yield
         return
     reached(op)
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.thread_time()
     yield
-    emit(
-        WaitEvent(
-            op=op,
-            group=group,
-            num_started=num_started,
-            num_bytes=num_bytes,
-            start_s=started,
-            duration_s=time.monotonic() - started,
-            sequence=sequence,
-            thread=threading.get_ident(),
-        )
+    ended = time.monotonic()
+    note_wait(
+        op,
+        group,
+        started,
+        ended,
+        (cpu, time.thread_time()),
+        num_started=num_started,
+        num_bytes=num_bytes,
+        sequence=sequence,
     )

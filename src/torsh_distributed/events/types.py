@@ -162,6 +162,21 @@ class MemoryEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareEvent(Event):
+    """What a device measures about itself; None for what it does not."""
+
+    kind: ClassVar[str] = "hardware"
+
+    device: str
+    celsius: float | None = None
+    limit_celsius: float | None = None
+    """Where it slows itself down or switches off."""
+    corrected_errors: int | None = None
+    """Errors that its memory corrected, since it was started."""
+    uncorrected_errors: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
     """A checkpoint was copied, saved, uploaded or loaded, or a copy of it went to another rank's memory."""
 
@@ -334,6 +349,7 @@ _EVENT_TYPES: tuple[type[Event], ...] = (
     WaitEvent,
     BucketEvent,
     MemoryEvent,
+    HardwareEvent,
     CheckpointEvent,
     SamplesEvent,
     IncidentEvent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shlex
@@ -16,10 +17,12 @@ from torsh_distributed.comm.meeting.network_interface import interface_between_n
 from torsh_distributed.comm.trust.job_secret import new_secret
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.launch.control.job_commands import JobCommands, RunningJob
+from torsh_distributed.launch.control.this_machine import is_this_machine
 from torsh_distributed.launch.entry import check_entry, command_line
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import MARK_VARIABLE
 from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.output import LineSplitter
 from torsh_distributed.launch.local.signals import SCALING, SignalInbox
 from torsh_distributed.launch.local.terminal import Terminal
 from torsh_distributed.launch.local.worker_variables import AttemptEndpoint, worker_environment
@@ -28,16 +31,22 @@ from torsh_distributed.launch.nodes.listening_sockets import with_reachable_mast
 from torsh_distributed.launch.nodes.node import Node
 from torsh_distributed.launch.nodes.records import FromLeader, JoinAccepted
 from torsh_distributed.launch.ports import require_port_limit
-from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.launch.spec import DiscoverySpec, ElasticSpec, JobSpec
 
 if TYPE_CHECKING:
+    from torsh_distributed.launch.control.host_discovery import HostWatch
     from torsh_distributed.launch.observing.spot_notice import SpotWatch
 
 _CHOSEN_AT_START = (MARK_VARIABLE, "TORSH_SECRET_FILE", "TORSH_PROGRESS_FILE", "TORSH_STORE", "PYTHONPATH")
 
+_READ_BYTES = 1 << 16
 
-def launch_job(spec: JobSpec) -> int:
+
+def launch_job(spec: JobSpec, *, offers: int | None = None) -> int:
     """Run the job described by `spec`; blocks until it ends. Called once on every node.
+
+    `offers`: a descriptor with lines of JSON that say how many workers each node takes, where another process asks a
+    host discovery script.
 
     Returns 0 if every worker succeeded, otherwise the exit code of the first that failed (128 + signal for a signal).
     Raises a TorshError if the job cannot start. Either way nothing is left running. Called from the main thread, it
@@ -72,14 +81,17 @@ def launch_job(spec: JobSpec) -> int:
             log_name = f"{spec.run_id}-{time.strftime('%Y%m%d-%H%M%S')}"
             leader = stack.enter_context(Leader(spec, loop, output, token=token, directory=node.directory))
             leader.on_measured = node.take_measured
-            if spec.nnodes > 1:
+            if spec.spans_nodes:
                 from torsh_distributed.launch.nodes.launcher_listener import LauncherListener
 
                 stack.enter_context(LauncherListener(spec, loop, output, leader, token=token, log_name=log_name))
             if spec.elastic is not None:
-                name = os.getpid() if spec.run_id == "none" else spec.run_id
-                output.say(f"elastic job of {spec.world_size} workers: change that with `torsh scale {name} N`")
+                output.say(_how_to_scale(spec, spec.elastic))
             stack.enter_context(_open_to_commands(spec, loop, leader))
+            if offers is not None:
+                _follow_offers(offers, loop, leader)
+            elif spec.elastic is not None and spec.elastic.discovery is not None:
+                stack.enter_context(_follow_hosts(spec.elastic.discovery, loop, output, leader))
             node.handle(JoinAccepted(log_name=log_name))
             _connect(leader, node, loop)
         else:
@@ -104,6 +116,57 @@ def _watch_for_notice(cloud: str, loop: Loop, output: LauncherOutput, node: Node
 
     loop.watch(watch.reports.fileno(), hear)
     return watch
+
+
+def _how_to_scale(spec: JobSpec, elastic: ElasticSpec) -> str:
+    name = os.getpid() if spec.run_id == "none" else spec.run_id
+    how = f"change that with `torsh scale {name} N`"
+    if elastic.discovery is not None:
+        how = f"their number follows {elastic.discovery.command[0]}"
+    return f"elastic job of {spec.world_size} workers: {how}"
+
+
+def _follow_hosts(discovery: DiscoverySpec, loop: Loop, output: LauncherOutput, leader: Leader) -> HostWatch:
+    """Let the job have the workers for which a script says that this machine has slots."""
+    from torsh_distributed.launch.control.host_discovery import HostWatch
+
+    watch = HostWatch(discovery)
+    known: dict[str, bool] = {}
+
+    def is_here(host: str) -> bool:
+        if host not in known:
+            known[host] = is_this_machine(host)
+            if not known[host]:
+                output.warn(
+                    f"the host {host} is left out: the job was started on this machine alone\n  hint: a job whose "
+                    "first answer of the host discovery script names another machine is started over SSH"
+                )
+        return known[host]
+
+    def hear() -> None:
+        for report in watch.take():
+            if report.hosts is None:
+                output.warn(f"{report.problem}\n  its last answer stays in force")
+            else:
+                leader.offer({0: sum(count for host, count in report.hosts.items() if is_here(host))})
+
+    loop.watch(watch.fd, hear)
+    return watch
+
+
+def _follow_offers(fd: int, loop: Loop, leader: Leader) -> None:
+    """Let the job have the workers for which slots are offered, by a process that knows the hosts."""
+    lines = LineSplitter()
+    os.set_blocking(fd, False)
+
+    def hear() -> None:
+        data = os.read(fd, _READ_BYTES)
+        if not data:
+            loop.unwatch(fd)
+        for line in lines.feed(data):
+            leader.offer({int(node): int(count) for node, count in json.loads(line).items()})
+
+    loop.watch(fd, hear)
 
 
 def _open_to_commands(spec: JobSpec, loop: Loop, leader: Leader) -> JobCommands:
@@ -133,7 +196,7 @@ def _choose_token(spec: JobSpec, output: LauncherOutput) -> str:
         )
     if spec.token is not None:
         return spec.token
-    if spec.nnodes == 1:
+    if not spec.spans_nodes:
         return new_secret()
     if not spec.allows_no_token:
         raise ConfigurationError(
@@ -152,7 +215,7 @@ def describe_job(spec: JobSpec) -> list[str]:
     port = spec.master_port if spec.nnodes == 1 and spec.master_port else 0
     interface = interface_between_nodes(spec.master_addr, num_nodes=spec.nnodes)
     endpoint = AttemptEndpoint(attempt=0, master_addr=spec.master_addr, master_port=port, interface=interface)
-    workers = f"{spec.nproc_per_node} of {spec.world_size} workers"
+    workers = f"{spec.workers_on(spec.node_rank)} of {spec.world_size} workers"
     lines = [
         f"node {spec.node_rank} of {spec.nnodes}: {workers}, up to {spec.max_restarts} restarts, run {spec.run_id}"
     ]

@@ -49,6 +49,29 @@ OnLoss = Literal["replace", "shrink", "wait", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DiscoverySpec:
+    """A program that prints the hosts of a job and their slots. It is asked again and again while the job runs."""
+
+    command: tuple[str, ...]
+    """The program and its arguments."""
+
+    default_slots: int = 1
+    """Slots of a host for which it prints none."""
+
+    cooldown_s: tuple[float, float] | None = None
+    """Least and most time that a host on which a worker failed gets no new one; None: for good."""
+
+    interval_s: float = 1.0
+    """Time between two questions."""
+
+    timeout_s: float = 30.0
+    """How long an answer may take."""
+
+    is_asked_elsewhere: bool = False
+    """Whether the process that started this launcher over SSH asks: then other nodes may join the running job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticSpec:
     """How a job goes on when workers come and go."""
 
@@ -73,6 +96,9 @@ class ElasticSpec:
     wait_timeout_s: float = 300.0
     """How long training waits for capacity."""
 
+    discovery: DiscoverySpec | None = None
+    """What says how many workers each host takes; None leaves their number to the user and the plan."""
+
     def __post_init__(self) -> None:
         _at_least("min_workers", self.min_workers, 1)
         if self.max_workers < self.min_workers:
@@ -90,7 +116,10 @@ class JobSpec:
     """What the workers run."""
 
     nproc_per_node: int = 1
-    """Workers on each node; the same on all of them."""
+    """Workers on each node."""
+
+    workers_by_node: tuple[int, ...] = ()
+    """Workers on each node where they differ; empty if nproc_per_node says it."""
 
     nnodes: int = 1
     """Nodes of the job; `torsh run` is started once on each."""
@@ -177,6 +206,8 @@ class JobSpec:
         _at_least("nproc_per_node", self.nproc_per_node, 1)
         _at_least("nnodes", self.nnodes, 1)
         _at_least("max_restarts", self.max_restarts, 0)
+        if self.workers_by_node and len(self.workers_by_node) != self.nnodes:
+            raise InvalidArgument("workers_by_node has one number for each node", got=self.workers_by_node)
         for name in ("shutdown_timeout_s", "signal_timeout_s", "join_timeout_s", "heartbeat_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -207,11 +238,9 @@ class JobSpec:
                 "--elastic and --torch-store exclude each other: waits in torch's store cannot be ended",
                 hint="leave out --torch-store",
             )
-        if self.elastic is not None and not (
-            self.elastic.min_workers <= self.nnodes * self.nproc_per_node <= self.elastic.max_workers
-        ):
+        if self.elastic is not None and not (self.elastic.min_workers <= self.world_size <= self.elastic.max_workers):
             raise InvalidArgument(
-                f"the job starts with {self.nnodes * self.nproc_per_node} workers, outside the "
+                f"the job starts with {self.world_size} workers, outside the "
                 f"{self.elastic.min_workers} to {self.elastic.max_workers} that it may have",
                 hint="change --nproc-per-node, --min-workers or --max-workers",
             )
@@ -242,9 +271,15 @@ class JobSpec:
         return (self.elastic is not None or self.max_restarts > 0) and self.entry.kind is not EntryKind.COMMAND
 
     @property
+    def spans_nodes(self) -> bool:
+        """Whether it has other nodes, or may get some."""
+        discovery = None if self.elastic is None else self.elastic.discovery
+        return self.nnodes > 1 or (discovery is not None and discovery.is_asked_elsewhere)
+
+    @property
     def world_size(self) -> int:
         """Workers on all nodes together."""
-        return self.nnodes * self.nproc_per_node
+        return sum(self.workers_by_node) or self.nnodes * self.nproc_per_node
 
     @property
     def is_leader(self) -> bool:
@@ -253,11 +288,15 @@ class JobSpec:
 
     def places(self) -> tuple[WorkerPlace, ...]:
         """The workers of this node, ranks counted through the nodes in order."""
-        first = self.node_rank * self.nproc_per_node
+        first = sum(self.workers_on(node_rank) for node_rank in range(self.node_rank))
         return tuple(
             WorkerPlace(rank=first + local, local_rank=local, node_rank=self.node_rank)
-            for local in range(self.nproc_per_node)
+            for local in range(self.workers_on(self.node_rank))
         )
+
+    def workers_on(self, node_rank: int) -> int:
+        """Workers with which that node starts."""
+        return self.workers_by_node[node_rank] if self.workers_by_node else self.nproc_per_node
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

@@ -1,4 +1,4 @@
-"""The risk score: memory by the time that is left, steps by how much slower they are than at first."""
+"""The risk score: memory and heat by the time that is left, steps by how slow they became, memory errors by count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torsh_distributed.elastic.incidents.risk import ALARM, RiskMonitor, alarms, recorded_alarms
-from torsh_distributed.events import MemoryEvent, StepEvent
+from torsh_distributed.events import HardwareEvent, MemoryEvent, StepEvent
 from torsh_distributed.events.jsonl import to_record
 
 
@@ -54,3 +54,39 @@ def test_a_rank_that_gets_slower_is_named_and_its_peer_is_not(tmp_path: Path) ->
         (tmp_path / f"rank-{rank}.jsonl").write_text("\n".join(records) + "\n")
     assert recorded_alarms(tmp_path) == [found]
     assert alarms([event for event in steps if event.step < 40]) == []
+
+
+def test_heat_scores_by_the_time_to_the_limit_and_noise_does_not() -> None:
+    noise = (0.0, 1.0, -1.0, 0.5, -0.5)
+
+    def series(slope: float) -> list[HardwareEvent]:
+        return [
+            HardwareEvent(
+                time=10.0 * number,
+                rank=2,
+                device="cuda:0",
+                celsius=60 + slope * 10 * number + noise[number % 5],
+                limit_celsius=90,
+            )
+            for number in range(60)
+        ]
+
+    (found,) = alarms(series(0.06))
+    assert (found.rank, found.reason) == (2, "temperature")
+    assert 300 < found.time < 500, "before the limit is reached, at 500 s, and not from the start"
+    assert alarms(series(0.0)) == []
+    (hot,) = alarms([HardwareEvent(time=0.0, rank=0, device="host", celsius=101.0, limit_celsius=100.0)])
+    assert hot.score == 1
+
+
+@pytest.mark.parametrize(
+    ("corrected", "uncorrected", "is_alarm"),
+    [(1000, 0, False), (1003, 0, False), (1010, 0, True), (1000, 1, True), (3, 0, False)],
+    ids=["as before", "a few", "many", "one lost", "the driver was loaded again"],
+)
+def test_memory_errors_count_from_the_start_of_the_run(corrected: int, uncorrected: int, is_alarm: bool) -> None:
+    events = [
+        HardwareEvent(time=0.0, rank=1, device="cuda:1", corrected_errors=1000, uncorrected_errors=0),
+        HardwareEvent(time=10.0, rank=1, device="cuda:1", corrected_errors=corrected, uncorrected_errors=uncorrected),
+    ]
+    assert [risk.reason for risk in alarms(events)] == ["ecc"] * is_alarm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, NewView, StartMembers
-from torsh_distributed.launch.spec import ElasticSpec
+from torsh_distributed.launch.spec import DiscoverySpec, ElasticSpec
 
 
 def trained(num_members: int = 4, **settings: object) -> Membership:
@@ -121,6 +121,68 @@ def test_one_that_was_to_leave_is_told_again_if_another_is_lost_meanwhile() -> N
     assert membership.stuck(2) == [NewView(epoch=3, members=(1,), is_urgent=True)]
 
 
+def test_members_without_a_slot_leave_whatever_their_rank() -> None:
+    membership = trained(4)
+    assert membership.scale(2, unplaced=[0, 2]) == [NewView(epoch=1, members=(1, 3), is_urgent=False, leaving=(0, 2))]
+    membership.finished(0)
+    membership.finished(2)
+    assert enter(membership) == []
+    # One slot moves to another node: its worker is started before the one without a slot has left.
+    assert membership.scale(2, unplaced=[1]) == [
+        StartMembers((4,)),
+        NewView(epoch=2, members=(3,), is_urgent=False, leaving=(1,)),
+    ]
+
+
+def test_too_few_slots_hold_the_world_until_there_are_enough() -> None:
+    membership = trained(3, min_workers=2)
+    held = NewView(epoch=1, members=(0,), is_urgent=False, leaving=(1, 2), is_held=True)
+    assert membership.scale(1, unplaced=[1, 2]) == [held]
+    assert membership.is_short
+    membership.finished(1)
+    membership.finished(2)
+    assert membership.scale(0, unplaced=[0]) == []  # the last one keeps the state, and waits
+    assert membership.scale(3, unplaced=[]) == [StartMembers((3, 4))]
+    assert membership.wants_in(4) == [NewView(epoch=2, members=(0, 4), is_urgent=True)]
+    assert not membership.is_short
+    assert membership.wants_in(3) == []
+    assert enter(membership) == [NewView(epoch=3, members=(0, 4, 3), is_urgent=False)]
+
+
+def test_a_world_of_one_is_held_and_let_go_without_another_worker() -> None:
+    membership = trained(1)
+    assert membership.scale(0, unplaced=[0]) == [NewView(epoch=1, members=(0,), is_urgent=False, is_held=True)]
+    assert membership.scale(1, unplaced=[]) == [NewView(epoch=2, members=(0,), is_urgent=True)]
+    assert membership.scale(0, unplaced=[0]) == []  # once it has entered
+    assert enter(membership) == [NewView(epoch=3, members=(0,), is_urgent=False, is_held=True)]
+
+
+def test_all_slots_may_move_to_another_node() -> None:
+    membership = trained(2)
+    start, view = membership.scale(2, unplaced=[0, 1])
+    assert start == StartMembers((2, 3))
+    assert view == NewView(epoch=1, members=(0,), is_urgent=False, leaving=(1,))  # one of them keeps the state
+    membership.finished(1)
+    membership.wants_in(2)
+    membership.wants_in(3)
+    assert enter(membership) == [NewView(epoch=2, members=(0, 2, 3), is_urgent=False)]
+    *_, view = enter(membership)
+    assert view == NewView(epoch=3, members=(2, 3), is_urgent=False, leaving=(0,))
+
+
+def test_a_loss_while_slots_are_short_waits_for_them() -> None:
+    membership = trained(3, min_workers=2, discovery=DiscoverySpec(command=("x",)))
+    membership.target = 1
+    assert membership.lost([1, 2]) == []
+    assert membership.is_short
+    assert membership.scale(2, unplaced=[]) == [StartMembers((3,))]
+    assert membership.lost([3]) == [StartMembers((4,))]
+    membership.target = 1
+    assert membership.lost([4]) == []  # no other can be started, but slots may come
+    membership.scale(2, unplaced=[])
+    assert membership.wants_in(5) == [NewView(epoch=1, members=(0, 5), is_urgent=True, lost=(1, 2))]
+
+
 def test_who_comes_too_late_is_a_stray() -> None:
     membership = trained(1)
     membership.scale(2)
@@ -133,6 +195,7 @@ def test_any_order_of_events_keeps_the_rules() -> None:
     for seed in range(200):
         source = random.Random(seed)
         membership = trained(4, on_loss=source.choice(["replace", "shrink", "wait"]), max_workers=6)
+        by_slots = source.random() < 0.5
         started: list[int] = []
         alive = set(membership.members)
         told: dict[int, NewView] = {}
@@ -156,7 +219,9 @@ def test_any_order_of_events_keeps_the_rules() -> None:
             elif event == "stuck":
                 decisions += membership.stuck(membership.epoch)
             else:
-                decisions += membership.scale(source.randint(1, 6))
+                number = source.randint(1, 6)
+                marked = [member for member in membership.running if source.random() < 0.3] if by_slots else None
+                decisions += membership.scale(0 if by_slots and number == 6 else number, unplaced=marked)
             for decision in decisions:
                 if isinstance(decision, NewView):
                     assert decision.epoch == epoch + 1

@@ -9,7 +9,7 @@ import pytest
 from tests.launch.observing.test_job_observer import free_port, start
 from tests.observe.page.chromium import Chromium
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.needs_browser]
+pytestmark = [pytest.mark.ranks, pytest.mark.matrix, pytest.mark.needs_browser]
 
 LOOP = """
     import os, sys, time, torch, torch.distributed as dist

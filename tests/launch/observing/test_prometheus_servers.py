@@ -84,6 +84,7 @@ def until(what: Callable[[], Any], within_s: float = 60) -> Any:
         time.sleep(0.1)
 
 
+@pytest.mark.matrix
 @pytest.mark.needs_command("prometheus")
 @pytest.mark.needs_command("prometheus-pushgateway")
 def test_prometheus_scrapes_a_running_job_and_what_it_pushes(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from torsh_distributed.errors import (
     CommunicationError,
@@ -107,6 +109,15 @@ def test_the_users_line_comes_first_and_library_frames_are_folded(tmp_path: Path
     assert any(re.fullmatch(r"  … \d frames in Python, to decoder\.py:\d+ in raw_decode", line) for line in lines)
     assert lines[-1].startswith("json.decoder.JSONDecodeError: ")
     assert "decoder.py" in told["full"]
+
+
+def test_the_collective_of_torchs_own_backends_is_the_function_that_raised() -> None:
+    source = "def all_reduce():\n    raise RuntimeError('gloo: Connection closed by peer')\n"
+    names: dict[str, Any] = {}
+    exec(compile(source, dist.distributed_c10d.__file__, "exec"), names)
+    with pytest.raises(RuntimeError) as caught:
+        names["all_reduce"]()
+    assert describe_error(caught.value, how="uncaught")["operation"] == "all_reduce"
 
 
 def test_an_exception_that_cannot_be_shown_is_described_all_the_same() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ def test_an_entry_has_our_names() -> None:
 def record_on_gloo() -> list[tuple[str, int, int, bool]]:
     dist.all_reduce(torch.ones(10))
     dist.barrier()
+    deadline = time.monotonic() + 30  # a thread of torch notes that an operation has ended
+    while time.monotonic() < deadline and not any(one.op == "all_reduce" and one.is_ended for one in torch_records()):
+        time.sleep(0.01)
     return [(one.op, one.sequence, one.num_bytes, one.is_ended) for one in torch_records()]
 
 

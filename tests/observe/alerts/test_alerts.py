@@ -198,6 +198,28 @@ def test_webhooks_arrive_in_the_shape_that_was_asked_for() -> None:
     assert pagerduty["payload"]["severity"] == "error"
 
 
+def test_an_alert_that_clears_resolves_its_incident_at_pagerduty() -> None:
+    rule = AlertRule(name="hot", metric="torsh_loss", value=5, actions=("ops", "chat", "plain"))
+    with receiver() as (address, taken):
+        actions: dict[str, AlertAction] = {
+            "ops": WebhookAlert(address + "/ops", shape="pagerduty", routing_key="key"),
+            "chat": WebhookAlert(address + "/chat", shape="slack"),
+            "plain": WebhookAlert(address + "/plain"),
+        }
+        alerts = AlertQueue(actions, run_id=lambda: "run-7", tell=lambda text: None)
+        manager = AlertManager([rule], on_alert=alerts.put, on_clear=alerts.put)
+        manager.check(job(loss=6), now=0)
+        manager.check(job(loss=6, r1_loss=4), now=1)  # still holds for rank 0
+        manager.check(job(loss=4), now=2)
+        manager.check(job(loss=4), now=3)
+        alerts.close(timeout_s=60)
+    sent = [(path, json.loads(body)) for _, path, body in taken]
+    assert [path for path, _ in sent] == ["/ops", "/chat", "/plain", "/ops"]
+    opened, resolved = sent[0][1], sent[3][1]
+    assert resolved == {"routing_key": "key", "event_action": "resolve", "dedup_key": opened["dedup_key"]}
+    assert manager.history[0].resolved == 2
+
+
 def test_a_mail_arrives_at_an_smtp_server() -> None:
     lines: list[str] = []
 

@@ -17,6 +17,8 @@ def test_the_driver_tells_what_it_measures() -> None:
     assert readings[0].total_bytes > 2**30
     assert 0 <= (readings[0].utilization or 0) <= 1
     assert readings[0].celsius is None or 5 < readings[0].celsius < 120
+    assert readings[0].limit_celsius is None or 60 < readings[0].limit_celsius < 130
+    assert readings[0].uncorrected_errors in (None, 0), "a GPU with broken memory"
 
 
 def test_the_machine_is_read_and_what_is_absent_is_absent() -> None:

@@ -74,8 +74,12 @@ def test_a_step_of_another_thread_than_the_main_one_is_the_training_threads() ->
     collector = RankCollector()
     now_s = time.monotonic()
     other = collector._thread + 1
-    collector._add(events.StepEvent(step=1, duration_s=0.25), other, now_s)
-    collector._add(events.PhaseEvent(phase="forward", start_s=now_s, duration_s=0.1), other, now_s + 0.1)
-    collector._add(events.StepEvent(step=2, duration_s=0.2), other, now_s + 0.2)
+    for event, at_s in (
+        (events.StepEvent(step=1, duration_s=0.25), now_s),
+        (events.PhaseEvent(phase="forward", start_s=now_s, duration_s=0.1), now_s + 0.1),
+        (events.StepEvent(step=2, duration_s=0.2), now_s + 0.2),
+    ):
+        collector._pending.append((event, other, at_s, None))
+    collector.fold()
     assert collector.steps[0].step_s == pytest.approx(0.25)
     assert collector.steps[1].forward_s == pytest.approx(0.1)

@@ -92,6 +92,7 @@ def train_slowly(gbps: float) -> tuple[list[float], float]:
     return losses, time.monotonic() - started_s
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rate_limit_slows_gradients_down_and_changes_nothing_else(world: World, backend: str) -> None:
     num_bytes = 4 * sum(param.numel() for param in build().parameters()) * NUM_STEPS

@@ -56,6 +56,8 @@ class SshRun:
 
     hosts: tuple[RemoteHost, ...]
     num_workers: int
+    counts: tuple[int, ...]
+    """Workers on each host."""
     client: SshClient
     variables: dict[str, str]
 
@@ -85,8 +87,12 @@ def ssh_hosts(
     python: str | None,
     carry: Sequence[str],
     nproc_per_node: int,
+    may_differ: bool = False,
 ) -> SshRun | None:
-    """The hosts of a job over SSH; None if it is not one. Options that would have no effect are an error."""
+    """The hosts of a job over SSH; None if it is not one. Options that would have no effect are an error.
+
+    Where they `may_differ`, hosts may have different numbers of workers.
+    """
     given = {
         "--hosts": hosts,
         "--ssh-config": config,
@@ -111,12 +117,14 @@ def ssh_hosts(
     from torsh_distributed.launch.ssh.ssh_client import SshClient
 
     parsed = parse_hosts(hosts)
+    counts = tuple(host.num_workers or nproc_per_node for host in parsed)
     missing = [name for name in carry if name not in os.environ]
     if missing:
         raise InvalidArgument(f"--carry {missing[0]}: no such variable is set here", hint="set it, or leave it out")
     return SshRun(
         hosts=parsed,
-        num_workers=workers_per_host(parsed, nproc_per_node),
+        num_workers=max(counts) if may_differ else workers_per_host(parsed, nproc_per_node),
+        counts=counts,
         client=SshClient(config=config, options=tuple(options), **({} if python is None else {"python": python})),
         variables=carried_variables(os.environ, carry),
     )

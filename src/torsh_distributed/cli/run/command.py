@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import typer
@@ -22,6 +23,7 @@ from torsh_distributed.cli.observe.options import (
     PrometheusPort,
     observe_settings,
 )
+from torsh_distributed.cli.run.discovered_job import are_here, discovery_spec, first_hosts
 from torsh_distributed.cli.run.option_values import (
     check_backend,
     default_heartbeat_timeout_s,
@@ -40,6 +42,8 @@ from torsh_distributed.cli.run.options import (
     Elastic,
     Health,
     HeartbeatTimeout,
+    HostCooldown,
+    HostDiscoveryScript,
     JoinTimeout,
     Json,
     LocalRanksFilter,
@@ -68,6 +72,7 @@ from torsh_distributed.cli.run.options import (
     ScriptArgs,
     ShutdownTimeout,
     SignalTimeout,
+    SlotsPerHost,
     SpotNotice,
     Standalone,
     Tls,
@@ -79,6 +84,7 @@ from torsh_distributed.cli.run.options import (
     TraceDir,
     TraceLimit,
     Verbose,
+    WaitTimeout,
 )
 from torsh_distributed.cli.run.trace_recording import own_arguments, recorded, trace_variables
 from torsh_distributed.errors import InvalidArgument
@@ -173,6 +179,10 @@ def run(
     min_workers: MinWorkers = None,
     max_workers: MaxWorkers = None,
     on_loss: LossPolicy = None,
+    wait_timeout: WaitTimeout = None,
+    host_discovery_script: HostDiscoveryScript = None,
+    slots_per_host: SlotsPerHost = None,
+    host_cooldown: HostCooldown = None,
     dashboard: Dashboard = False,
     dashboard_port: DashboardPort = DEFAULT_PAGE_PORT,
     dashboard_host: DashboardHost = LOOPBACK,
@@ -190,15 +200,17 @@ def run(
     address, port = master_endpoint(master_addr, master_port, rdzv_endpoint, is_standalone=standalone)
     check_backend(rdzv_backend)
     num_nodes, num_workers = parse_nnodes(nnodes), parse_nproc(nproc_per_node)
-    remote = ssh_hosts(
-        ssh,
-        hosts,
+    discovery = discovery_spec(host_discovery_script, slots_per_host=slots_per_host, cooldown=host_cooldown)
+    enter = partial(
+        ssh_hosts,
         config=ssh_config,
         options=ssh_option or (),
         python=ssh_python,
         carry=carry or (),
         nproc_per_node=num_workers,
     )
+    # Which hosts a script names is asked once all else is known to be right.
+    remote = enter(ssh, hosts) if discovery is None else None
     if remote is not None:
         if mpi or num_nodes > 1 or node_rank:
             raise InvalidArgument(
@@ -209,8 +221,28 @@ def run(
         raise InvalidArgument("--standalone is for one node", hint="leave it out with --nnodes", nnodes=num_nodes)
     chosen = read_plan(plan, num_ranks=num_nodes * num_workers)
     changes = elastic_spec(
-        planned_elastic(chosen), wanted=elastic, min_workers=min_workers, max_workers=max_workers, on_loss=on_loss
+        planned_elastic(chosen),
+        wanted=elastic,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        on_loss=on_loss,
+        wait_timeout_s=wait_timeout,
+        discovery=discovery,
     )
+    counts: tuple[int, ...] = ()
+    if discovery is not None and changes is not None:
+        if mpi or ssh or hosts or num_nodes > 1 or node_rank:
+            raise InvalidArgument(
+                "--host-discovery-script says the nodes of a job",
+                hint="leave out --ssh, --hosts, --nnodes, --node-rank and --mpi",
+            )
+        found = first_hosts(discovery, changes, num_workers)
+        if are_here(found):
+            num_workers = sum(found.values())
+        else:
+            remote = enter(True, ",".join(f"{host}:{count}" for host, count in found.items()), may_differ=True)
+            assert remote is not None, "it is wanted"
+            num_nodes, num_workers, counts = len(remote.hosts), remote.num_workers, remote.counts
     if mpi and changes is not None:
         raise InvalidArgument(
             "--mpi and --elastic exclude each other: an MPI job ends when a rank is lost", hint="leave out one of them"
@@ -220,6 +252,7 @@ def run(
     spec = JobSpec(
         entry=Entry(kind=entry_kind(module, no_python), target=script, args=tuple(script_args or ())),
         nproc_per_node=num_workers,
+        workers_by_node=counts,
         nnodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,

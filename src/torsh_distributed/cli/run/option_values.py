@@ -10,7 +10,7 @@ import typer
 
 from torsh_distributed.cli.error_message import print_error
 from torsh_distributed.errors import ConfigurationError, FeatureNotAvailable, InvalidArgument
-from torsh_distributed.launch.spec import LOOPBACK, ElasticSpec, EntryKind, OnLoss, parse_endpoint
+from torsh_distributed.launch.spec import LOOPBACK, DiscoverySpec, ElasticSpec, EntryKind, OnLoss, parse_endpoint
 
 if TYPE_CHECKING:
     from torsh_distributed.comm.trust.job_tls import JobTls
@@ -24,13 +24,19 @@ def elastic_spec(
     min_workers: int | None = None,
     max_workers: int | None = None,
     on_loss: str | None = None,
+    wait_timeout_s: float | None = None,
+    discovery: DiscoverySpec | None = None,
 ) -> ElasticSpec | None:
     """How workers may come and go, from the options and from a plan's section; options win."""
-    given = {"min_workers": min_workers, "max_workers": max_workers, "on_loss": on_loss}
+    given: dict[str, Any] = {"min_workers": min_workers, "max_workers": max_workers, "on_loss": on_loss}
     given = {name: value for name, value in given.items() if value is not None}
+    if discovery is not None:
+        wanted, given["discovery"] = True, discovery
+    if wait_timeout_s is not None:
+        given["wait_timeout_s"] = wait_timeout_s
     if not (wanted or planned):
         if given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            names = ", ".join(f"--{name.removesuffix('_s').replace('_', '-')}" for name in given)
             raise InvalidArgument(f"{names} without --elastic has no effect", hint="add --elastic")
         return None
     if given.get("on_loss", "replace") not in get_args(OnLoss):

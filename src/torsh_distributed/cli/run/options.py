@@ -234,3 +234,29 @@ LossPolicy = Annotated[
         rich_help_panel=_ELASTIC,
     ),
 ]
+WaitTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="Seconds that training waits for enough workers. Default 300, or the plan's.",
+        rich_help_panel=_ELASTIC,
+    ),
+]
+HostDiscoveryScript = Annotated[
+    str | None,
+    typer.Option(
+        help="Program that prints host:slots lines, asked every second: the job grows and shrinks with its answer.",
+        rich_help_panel=_ELASTIC,
+    ),
+]
+SlotsPerHost = Annotated[
+    int | None,
+    typer.Option(min=1, help="Slots of hosts for which the script prints none. Default 1.", rich_help_panel=_ELASTIC),
+]
+HostCooldown = Annotated[
+    str | None,
+    typer.Option(
+        help="MIN-MAX seconds without new workers for a host on which one failed. Default: for good.",
+        rich_help_panel=_ELASTIC,
+    ),
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -170,10 +171,24 @@ class GroupLifecycle(dist.ProcessGroup):
     def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
         """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
         self._number(call)
-        if not events.wanted(events.WaitEvent):
+        if not events.wants_waits():
             return self._begin(body, call, outputs, is_async=is_async)
-        with self._timed(call, outputs, sequence=call.sequence):
-            return self._begin(body, call, outputs, is_async=is_async)
+        # Written out, not as `with self._timed(...)`: a step of DDP starts a few, and it takes half the time.
+        events.reached(call.operation)
+        start_s, cpu_s = time.monotonic(), time.thread_time()
+        work = self._begin(body, call, outputs, is_async=is_async)
+        events.note_wait(
+            call.operation,
+            self._name,
+            start_s,
+            time.monotonic(),
+            (cpu_s, time.thread_time()),
+            num_started=1,
+            num_bytes=self._num_bytes(call, outputs),
+            sequence=call.sequence,
+            started=getattr(work, "record", None),
+        )
+        return work
 
     def _begin(self, body: Body, call: Call, outputs: Sequence[Tensor], *, is_async: bool) -> dist.Work:
         record = self._new_record(call, outputs)
@@ -221,7 +236,7 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
         """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""
-        if events.wanted(events.WaitEvent):
+        if events.wants_waits():
             help_with = partial(_help_timed, help_with, call.operation, self._name)
         work = PendingWork(call.operation, tensors, help_with)
         work.on_error(self._note_failure)
@@ -243,16 +258,17 @@ class GroupLifecycle(dist.ProcessGroup):
             "Seq": call.sequence,
         }
 
-    def _timed(
-        self, call: Call, tensors: Sequence[Tensor], *, sequence: int | None = None
-    ) -> AbstractContextManager[None]:
-        """Around the start of an operation that fills `tensors`; of a collective with its number."""
-        if not events.wanted(events.WaitEvent):
+    def _timed(self, call: Call, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Around the start of a message that fills `tensors`."""
+        if not events.wants_waits():
             return _UNTIMED
+        num_bytes = self._num_bytes(call, tensors)
+        return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes)
+
+    def _num_bytes(self, call: Call, tensors: Sequence[Tensor]) -> int:
         # A reduce-scatter takes as much from every rank as it gives to all of them.
         parts = self._wire.num_ranks if call.operation.startswith("reduce_scatter") else 1
-        num_bytes = parts * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes, sequence=sequence)
+        return parts * sum([tensor.nbytes for tensor in tensors])
 
     def _track(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

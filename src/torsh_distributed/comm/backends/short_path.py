@@ -21,7 +21,7 @@ from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
 from torsh_distributed.comm.recording.flight_recorder import in_thread, recorder
 from torsh_distributed.comm.reduce_op import ReduceOp
-from torsh_distributed.events import WaitEvent, wanted
+from torsh_distributed.events import wants_waits
 
 _STRIDED = torch.strided
 _note_briefly = recorder.note_briefly
@@ -123,7 +123,7 @@ class ShortPath(GroupLifecycle):
             return False
         if _torch_profiler._is_profiler_enabled:
             return False
-        if wanted(WaitEvent) or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
+        if wants_waits() or opts.timeout != UNSET_TIMEOUT or not self._executor.begin():
             return False
         call = self._call_at_once  # only used while holding the turn
         call.operation = operation

@@ -26,6 +26,7 @@ _now_s = time.monotonic
 _OURS = str(Path(__file__).parents[2])
 
 
+_BACKWARD = "_engine_run_backward"
 _TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
@@ -95,6 +96,11 @@ class OperationRecord:
         # Computed on demand: finding the line of an instruction takes as long as a small collective.
         line = next((line for start, end, line in self._code.co_lines() if start <= self._at < end), None)
         return f"{self._code.co_filename}:{line}"
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether torch's autograd started it, as for DDP's buckets."""
+        return self._code is not None and self._code.co_name == _BACKWARD
 
     @property
     def duration_s(self) -> float | None:

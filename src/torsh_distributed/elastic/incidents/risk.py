@@ -1,8 +1,8 @@
 """How likely a rank fails soon, as a score from 0 to 1, from trends in its events: memory that grows towards its limit,
-and a rank that gets slower than it was.
+a rank that gets slower than it was, a temperature that nears the device's limit, errors of a device's memory.
 
 A score is not a probability: 0.7 and more is worth a look. `python -m benchmarks risk` measures how often it is right,
-in real runs that leak, get slower, or go well.
+in real runs that leak, get slower, or go well; heat and memory errors cannot be had to order and are tested on series.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_distributed.events import Event, MemoryEvent, StepEvent
+from torsh_distributed.events import Event, HardwareEvent, MemoryEvent, StepEvent
 
 ALARM = 0.7
 """A score from here on is reported."""
@@ -23,6 +23,8 @@ _WINDOW = 40
 _LEAST = 8
 _SIGNIFICANT = 4.0
 """A slope counts if it is this many times its standard error."""
+_FEW_ERRORS = 4
+"""So many corrected errors within a run score one half: single ones are common, a row of them is a part that fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class RiskScore:
     rank: int
     score: float
     reason: str
-    """memory or slowing."""
+    """memory, slowing, temperature or ecc."""
     detail: str
 
 
@@ -48,6 +50,10 @@ class _Trend:
     @property
     def is_rising(self) -> bool:
         return self.slope > 0 and self.slope > _SIGNIFICANT * self.error
+
+    def seconds_to(self, limit: float) -> float:
+        """Until the line reaches the limit, if x is in seconds; infinite if it does not rise."""
+        return max(0.0, limit - self.last) / self.slope if self.is_rising else math.inf
 
 
 def _trend(xs: Sequence[float], ys: Sequence[float]) -> _Trend:
@@ -69,6 +75,8 @@ class RiskMonitor:
         self._memory: dict[int, deque[tuple[float, float]]] = {}
         self._own_s: dict[int, deque[tuple[float, float]]] = {}
         self._usual_s: dict[int, float] = {}
+        self._celsius: dict[tuple[int, str], deque[tuple[float, float]]] = {}
+        self._errors_before: dict[tuple[int, str], tuple[int, int]] = {}
 
     def observe(self, event: Event) -> RiskScore | None:
         """Take in an event of any rank; the rank's score by it, once there is enough to say."""
@@ -76,6 +84,9 @@ class RiskMonitor:
             return self._observe_memory(event)
         if isinstance(event, StepEvent):
             return self._observe_step(event)
+        if isinstance(event, HardwareEvent):
+            found = [one for one in (self._observe_errors(event), self._observe_heat(event)) if one is not None]
+            return max(found, key=lambda one: one.score, default=None)
         return None
 
     def _observe_memory(self, event: MemoryEvent) -> RiskScore | None:
@@ -84,12 +95,37 @@ class RiskMonitor:
         if len(points) < _LEAST or event.limit_bytes is None:
             return None
         trend = _trend([at for at, _ in points], [used for _, used in points])
-        score, left_s = 0.0, math.inf
-        if trend.is_rising:
-            left_s = max(0.0, event.limit_bytes - trend.last) / trend.slope
-            score = 1.0 if left_s <= self._horizon_s else self._horizon_s / left_s
+        left_s = trend.seconds_to(event.limit_bytes)
+        score = self._score_of_time(left_s)
         detail = f"{event.device} memory grows by {trend.slope / 2**20:.1f} MiB/s, full in {left_s:.0f} s"
         return RiskScore(time=event.time, rank=event.rank, score=score, reason="memory", detail=detail)
+
+    def _observe_heat(self, event: HardwareEvent) -> RiskScore | None:
+        if event.celsius is None or event.limit_celsius is None:
+            return None
+        points = self._celsius.setdefault((event.rank, event.device), deque(maxlen=_WINDOW))
+        points.append((event.time, event.celsius))
+        score, detail = 0.0, f"{event.device} has {event.celsius:.0f} °C, its limit is {event.limit_celsius:.0f} °C"
+        if event.celsius >= event.limit_celsius:
+            score = 1.0
+        elif len(points) >= _LEAST:
+            trend = _trend([at for at, _ in points], [celsius for _, celsius in points])
+            score = self._score_of_time(trend.seconds_to(event.limit_celsius))
+        return RiskScore(time=event.time, rank=event.rank, score=score, reason="temperature", detail=detail)
+
+    def _observe_errors(self, event: HardwareEvent) -> RiskScore | None:
+        """What a device counted before the run is no trend of it."""
+        if event.corrected_errors is None and event.uncorrected_errors is None:
+            return None
+        corrected, uncorrected = event.corrected_errors or 0, event.uncorrected_errors or 0
+        before = self._errors_before.setdefault((event.rank, event.device), (corrected, uncorrected))
+        more, lost = max(0, corrected - before[0]), max(0, uncorrected - before[1])
+        score = 1.0 if lost else more / (more + _FEW_ERRORS)
+        detail = f"the memory of {event.device} corrected {more} errors since the start, and could not correct {lost}"
+        return RiskScore(time=event.time, rank=event.rank, score=score, reason="ecc", detail=detail)
+
+    def _score_of_time(self, left_s: float) -> float:
+        return 1.0 if left_s <= self._horizon_s else self._horizon_s / left_s
 
     def _observe_step(self, event: StepEvent) -> RiskScore | None:
         """A rank's own time is what it does not wait for others; it is compared with what it was at first."""
@@ -114,7 +150,7 @@ class RiskMonitor:
 
 def recorded_alarms(directory: Path, *, horizon_s: float = 60.0) -> list[RiskScore]:
     """The alarms that the events of a run, recorded in `directory`, give."""
-    kinds: dict[str, type[MemoryEvent | StepEvent]] = {kind.kind: kind for kind in (MemoryEvent, StepEvent)}
+    kinds = {kind.kind: kind for kind in (MemoryEvent, StepEvent, HardwareEvent)}
     found: list[Event] = []
     for path in directory.glob("rank-*.jsonl"):
         for line in path.read_text().splitlines():

@@ -8,6 +8,9 @@ once; a worker that joins or leaves makes one that is entered between two steps:
       │  ▲                           │ lost: entering(epoch + 2, at once)
       │  └────────all entered────────┘
       └──a worker waits, or the target is lower──► entering(epoch + 1, between two steps) ──► …
+
+Where fewer slots are left than the job needs, the view is *held*: who is in it stops between two steps and waits for
+the next one.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class NewView:
     """Enter at once, because a member is gone; otherwise between two steps."""
     lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    is_held: bool = False
+    """Nobody enters: the members wait for the next view, because they are too few."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,9 @@ class Membership:
         self._waiting: list[int] = []
         self._outside: set[int] = set()
         self._leaving: set[int] = set()
+        self._unplaced: frozenset[int] | None = None
+        """Members that have no slot any more; None where a number alone says who leaves."""
+        self._is_held = False
         self._finished: set[int] = set()
         self._lost: list[int] = []
         self._num_replaced = 0
@@ -90,7 +98,12 @@ class Membership:
     @property
     def is_short(self) -> bool:
         """Whether training waits for capacity."""
-        return bool(self._lost)
+        return bool(self._lost) or self._is_held
+
+    @property
+    def coming(self) -> list[int]:
+        """Workers that were started and have not joined yet."""
+        return sorted({*self._starting, *self._waiting})
 
     @property
     def strays(self) -> list[int]:
@@ -112,12 +125,13 @@ class Membership:
         if self._starting & set(members):
             self._num_failed_starts += 1
         self._forget(members)
-        if not gone and has_left_early and not self._lost:
+        if not gone and has_left_early and not self.is_short:
             # The world that it was about to leave does not work any more: the others cannot agree there to enter this.
             return [self._view(self.running, is_urgent=True), *self._replace()]
         if not gone:  # they had not joined yet, or had left
             starts = self._replace()
-            if self._lost and not (starts or self._starting or self._waiting):
+            is_final = self._spec.discovery is None
+            if self._lost and is_final and not (starts or self._starting or self._waiting):
                 return [CannotContinue(f"{len(self.running)} workers are left, and no other can be started")]
             return starts
         self.members = [member for member in self.members if member not in members]
@@ -150,9 +164,9 @@ class Membership:
     def _go_on(self) -> list[MembershipDecision]:
         """Go on with the members there are, or wait until there are enough."""
         enough = self.target if self._spec.on_loss == "wait" else self._spec.min_workers
-        if len(self.running) + len(self._waiting) < enough:
+        if len(self.running) + len(self._waiting) < enough or self.target < self._spec.min_workers:
             return []
-        joining = self._take_waiting() if len(self.running) < enough else []
+        joining = self._take_waiting(self.running) if len(self.running) < enough else []
         lost, self._lost = tuple(self._lost), []
         return [self._view([*self.running, *joining], is_urgent=True, lost=lost)]
 
@@ -199,11 +213,21 @@ class Membership:
             return []
         return [self._view(self.running, is_urgent=True)]
 
-    def scale(self, target: int) -> list[MembershipDecision]:
-        """The user wants that many members, between the least and the most that the job allows."""
+    def scale(self, target: int, *, unplaced: Sequence[int] | None = None) -> list[MembershipDecision]:
+        """That many members are wanted. Without `unplaced` the last ranks leave if they are too many.
+
+        `unplaced` members have no slot any more and leave, whatever their rank; the target may then be below the least
+        that the job allows, and those that are left wait.
+        """
         self.target = target
-        more = target - len(self.running) - len(self._starting) - len(self._waiting)
-        return [*self._start(more), *self._settle()]
+        self._unplaced = None if unplaced is None else frozenset(unplaced)
+        staying = [member for member in self.running if member not in (self._unplaced or ())]
+        starts = self._start(target - len(staying) - len(self._starting) - len(self._waiting))
+        return [*starts, *(self._go_on() if self._lost else self._settle())]
+
+    def withdraw(self, members: Sequence[int]) -> None:
+        """Workers that have not joined yet have no slot any more, and are ended."""
+        self._forget(members)
 
     def finished(self, member: int) -> None:
         """A worker ended with exit code 0: its script came to its end, or it left."""
@@ -212,33 +236,66 @@ class Membership:
         self._outside.discard(member)
 
     def _settle(self) -> list[MembershipDecision]:
-        """In a steady world: let in who waits, or let the last ranks leave."""
-        if self._outside or self._lost or self._finished & set(self.members):
+        """In a steady world: let in who waits, or let some leave; hold it if too few are left."""
+        if self._lost or self._finished & set(self.members) or (self._outside and not self._is_held):
             return []
-        if len(self.members) > self.target:
-            leaving = tuple(self.members[self.target :])
-            return [self._view(self.members[: self.target], is_urgent=False, leaving=leaving)]
-        joining = self._take_waiting()
+        leaving = self._surplus()
+        staying = [member for member in self.members if member not in leaving]
+        least = self._spec.min_workers
+        if self._is_held:
+            is_enough = self.target >= least and len(staying) + min(len(self._waiting), self._room(staying)) >= least
+            if not is_enough:
+                return [self._view(staying, is_urgent=False, leaving=leaving, is_held=True)] if leaving else []
+            # At once: all of them wait, and nobody is in a step between which a state could be streamed.
+            return [self._view([*staying, *self._take_waiting(staying)], is_urgent=True, leaving=leaving)]
+        if leaving or self.target < least:
+            is_held = min(self.target, len(staying)) < least
+            return [self._view(staying, is_urgent=False, leaving=leaving, is_held=is_held)]
+        joining = self._take_waiting(staying)
         if not joining:
             return []
         return [self._view([*self.members, *joining], is_urgent=False)]
 
-    def _take_waiting(self) -> list[int]:
-        room = max(0, min(self.target, self._spec.max_workers) - len(self.running))
+    def _surplus(self) -> tuple[int, ...]:
+        """Who leaves now. One stays, though it has no slot: it keeps the state until another has it."""
+        if self._unplaced is None:
+            return tuple(self.members[self.target :])
+        leaving = [member for member in self.members if member in self._unplaced]
+        return tuple(leaving[1:] if len(leaving) == len(self.members) else leaving)
+
+    def _room(self, staying: Sequence[int]) -> int:
+        placed = [member for member in staying if member not in (self._unplaced or ())]
+        return max(0, min(self.target, self._spec.max_workers) - len(placed))
+
+    def _take_waiting(self, staying: Sequence[int]) -> list[int]:
+        room = self._room(staying)
         joining, self._waiting = self._waiting[:room], self._waiting[room:]
         self._ready |= set(joining)
         return joining
 
     def _view(
-        self, members: Sequence[int], *, is_urgent: bool, lost: tuple[int, ...] = (), leaving: tuple[int, ...] = ()
+        self,
+        members: Sequence[int],
+        *,
+        is_urgent: bool,
+        lost: tuple[int, ...] = (),
+        leaving: tuple[int, ...] = (),
+        is_held: bool = False,
     ) -> NewView:
         """Who has been told to leave, and has not, is told so again: it may not have come to it."""
         self.epoch += 1
         self.members = list(members)
         self._outside = set(members)
         self._leaving |= set(leaving)
-        still = tuple(sorted(self._leaving))
-        return NewView(epoch=self.epoch, members=tuple(members), is_urgent=is_urgent, lost=lost, leaving=still)
+        self._is_held = is_held
+        return NewView(
+            epoch=self.epoch,
+            members=tuple(members),
+            is_urgent=is_urgent,
+            lost=lost,
+            leaving=tuple(sorted(self._leaving)),
+            is_held=is_held,
+        )
 
     def _forget(self, members: Sequence[int]) -> None:
         self._starting -= set(members)

@@ -339,7 +339,8 @@ class LocalAttempt:
         status = worker_exit.status if worker_exit is not None else None
         exit_code = status.shell_code if status is not None else _exit_code(raised)
         by_signal = status is not None and status.code < 0
-        if raised is not None and (by_signal or (not raised.is_fatal and raised.how != "leaving")):
+        # What left the script is the cause even if the process then aborts on its way out, as gloo's threads may.
+        if raised is not None and raised.how != "uncaught" and (by_signal or raised.how not in ("exit", "leaving")):
             raised = None  # it was handled, or came from a thread: it did not end the process
         exit_line = None
         if raised is not None and raised.kind == "SystemExit":

@@ -101,7 +101,7 @@ def worker_environment(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
         WORLD_SIZE=str(max(spec.world_size, place.rank + 1)),
-        LOCAL_WORLD_SIZE=str(max(spec.nproc_per_node, place.local_rank + 1)),
+        LOCAL_WORLD_SIZE=str(max(spec.workers_on(place.node_rank), place.local_rank + 1)),
         GROUP_RANK=str(place.node_rank),
         GROUP_WORLD_SIZE=str(spec.nnodes),
         NODE_RANK=str(place.node_rank),
@@ -121,14 +121,14 @@ def worker_environment(
     )
     if spec.tls is not None:
         env.update(spec.tls.variables())
-        if spec.nnodes > 1:
+        if spec.spans_nodes:
             env.update(plain_transports_off(spec.tls))
     if spec.port_range is not None:
         env.update(port_variables(spec.port_range, base))
     if spec.elastic is not None:
         env.update({BEAT_VARIABLE: str(BEAT_S), MEMBER_VARIABLE: str(place.rank)})
-        if spec.elastic.on_loss == "wait" or spec.elastic.min_workers > 1:
-            # Survivors may hear nothing until a replacement has come up.
+        if spec.elastic.on_loss == "wait" or spec.elastic.min_workers > 1 or spec.elastic.discovery is not None:
+            # Survivors may hear nothing until a replacement has come up, or a slot for one.
             env[NEWS_VARIABLE] = f"{spec.elastic.wait_timeout_s + _NEWS_S:g}"
     else:
         env[BEAT_VARIABLE] = str(SLOW_BEAT_S)

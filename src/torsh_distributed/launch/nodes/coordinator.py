@@ -61,16 +61,17 @@ class Coordinator:
     @property
     def unstopped(self) -> list[int]:
         """Node ranks whose workers may still run."""
-        return sorted(set(range(self._num_nodes)) - self._done - self._dropped)
+        return sorted(self._joined - self._done - self._dropped)
 
     def has_joined(self, node_rank: int) -> bool:
         """Whether that node is part of the job."""
         return node_rank in self._joined
 
     def joined(self, node_rank: int) -> list[Decision]:
-        """A node that fits the job has joined."""
+        """A node that fits the job has joined. One that joins later has no worker yet."""
         self._joined.add(node_rank)
         if self.phase is not JobPhase.GATHERING or self.absent:
+            self._done.add(node_rank)
             return []
         return [self._begin(0)]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from torsh_distributed.launch.control.membership import CannotContinue, Membership, MembershipDecision, NewView
+from torsh_distributed.launch.control.slot_policy import NodeSlots, SlotChoice, choose_members
 from torsh_distributed.launch.control.worker_health import Health, HealthState
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
@@ -29,7 +33,10 @@ class ElasticLeader:
         tell_all: Callable[[FromLeader], None],
         nodes: Callable[[], Sequence[int]],
         give_up: Callable[[JobFailure], None],
+        end: Callable[[JobFailure], None],
+        slots: NodeSlots | None = None,
     ) -> None:
+        """`give_up` starts all workers again, if the job may; `end` does not. `slots` limits the workers by node."""
         self._elastic = elastic
         self._attempt = attempt
         self._loop = loop
@@ -37,8 +44,12 @@ class ElasticLeader:
         self._tell_all = tell_all
         self._nodes = nodes
         self._give_up = give_up
+        self._end_job = end
+        self._slots = slots
+        self._slots_timer: Timer | None = None
         self._membership = Membership(range(spec.world_size), elastic)
-        self._node_of = {member: member // spec.nproc_per_node for member in range(spec.world_size)}
+        places = (node for node in range(spec.nnodes) for _ in range(spec.workers_on(node)))
+        self._node_of = dict(enumerate(places))
         self.is_over = False
         """Whether the job has gone the way of one whose world is fixed."""
         self._changed_s: float | None = None
@@ -73,6 +84,7 @@ class ElasticLeader:
         were_members = {member for member in lost if member in running}
         leaving = self._membership.leaving
         self._last_failure = failures[-1]
+        closed = self._close_slots(failures)
         decisions = self._membership.lost(lost)
         obstacle = next((one.reason for one in decisions if isinstance(one, CannotContinue)), None)
         if obstacle is not None:
@@ -86,10 +98,12 @@ class ElasticLeader:
             rest = "it was about to leave" if failure.rank in leaving else "it had not joined"
             rest = f"{num_left} go on" if failure.rank in were_members else rest
             if failure.rank in were_members and self._membership.is_short:
-                rest = f"{num_left} wait for a replacement"
+                rest = f"{num_left} wait for a {'replacement' if self._slots is None else 'slot'}"
             pid = "" if failure.pid is None else f" (pid {failure.pid})"
             self._output.say(f"worker {failure.rank}{pid} is lost: {failure.cause}; {rest}")
             self._emit("lost", detail=f"worker {failure.rank}: {failure.cause}")
+        for text in closed:
+            self._output.say(text)
         self._tell_all(ForgetWorkers(attempt=self._attempt, members=tuple(lost)))
         self._carry_out(decisions)
         return True
@@ -136,6 +150,8 @@ class ElasticLeader:
             return f"{target} workers are outside the {least} to {most} that the job may have"
         if self.is_over:
             return "the job is about to end"
+        if self._slots is not None:
+            return "the workers of this job follow its host discovery script"
         self._carry_out(self._membership.scale(target))
         return None
 
@@ -145,7 +161,7 @@ class ElasticLeader:
         if message.member not in membership.members[:1]:  # a rank 0 of an older world
             return
         target = max(self._elastic.min_workers, min(message.workers, self._elastic.max_workers))
-        if target != membership.target:
+        if target != membership.target and self._slots is None:  # a script knows better what there is
             self._output.say(f"{target} workers are wanted now: {message.detail}")
             self._emit("scaling", detail=f"{membership.target} to {target} workers: {message.detail}")
             self._carry_out(membership.scale(target))
@@ -189,6 +205,8 @@ class ElasticLeader:
         if leaving:
             self._told_to_leave.update(leaving)
             self._output.say(f"worker {join_numbers(leaving)} leaves after this step")
+        if view.is_held:
+            self._output.say(f"training waits: {self._shortage}")
         self._tell_all(
             ChangeMembers(
                 attempt=self._attempt,
@@ -196,13 +214,15 @@ class ElasticLeader:
                 members=view.members,
                 is_urgent=view.is_urgent,
                 leaving=view.leaving,
+                is_held=view.is_held,
             )
         )
 
     def _start(self, member: int) -> None:
-        """Start a worker on the node with the fewest."""
-        num_on = Counter(self._node_of[member] for member in self._membership.running)
-        node = min(self._nodes(), key=lambda one: num_on[one])
+        """Start a worker on the node with the fewest; where slots count, on the one with the most free."""
+        num_on = Counter(self._node_of[one] for one in self._on_slots())
+        usable = self._usable()
+        node = min(self._nodes(), key=lambda one: num_on[one] - usable.get(one, 0))
         self._node_of[member] = node
         self._started.add(member)
         self._tell_all(AddWorker(attempt=self._attempt, member=member, node_rank=node))
@@ -216,7 +236,15 @@ class ElasticLeader:
         elif self._wait_timer is None:
             limit_s = self._elastic.wait_timeout_s
             reason = f"no replacement joined within {limit_s:g} s"
-            self._wait_timer = self._loop.call_later(limit_s, lambda: self._end(reason))
+            end = partial(self._end, reason) if self._slots is None else self._end_for_slots
+            self._wait_timer = self._loop.call_later(limit_s, end)
+
+    def _end_for_slots(self) -> None:
+        """No restart would help."""
+        if not self.is_over:
+            why = f"{self._shortage} for {self._elastic.wait_timeout_s:g} s"
+            self.is_over = True
+            self._end_job(too_few_slots(why, self._last_failure))
 
     def _end(self, reason: str) -> None:
         if not self.is_over and self._last_failure is not None:
@@ -231,6 +259,71 @@ class ElasticLeader:
         size = len(self._membership.members)
         emit(MembershipEvent(action=action, world_size=size, attempt=self._membership.epoch, detail=detail))
 
+    # Where a host discovery script says how many workers each node takes
+
+    def follow_slots(self) -> None:
+        """Other slots, another node or the end of a cooldown: have the workers that the slots are for."""
+        if self._slots is None or self.is_over:
+            return
+        membership, choice = self._membership, self._choose()
+        if choice.withdrawn:
+            self._output.say(f"worker {join_numbers(choice.withdrawn)} is ended before it joined: its slot is gone")
+            membership.withdraw(choice.withdrawn)
+            self._tell_all(ForgetWorkers(attempt=self._attempt, members=choice.withdrawn))
+        if choice.target != membership.target:
+            self._output.say(f"slots for {choice.target} workers, {len(membership.running)} are there")
+            self._emit("scaling", detail=f"slots for {choice.target} workers in place of {membership.target}")
+        self._carry_out(membership.scale(choice.target, unplaced=choice.unplaced))
+        if self._slots_timer is not None:
+            self._slots_timer.cancel()
+        now_s = time.monotonic()
+        next_s = self._slots.failed.next_end_s(now_s)
+        if next_s is not None:
+            self._slots_timer = self._loop.call_later(next_s - now_s, self.follow_slots)
+
+    def _close_slots(self, failures: Sequence[JobFailure]) -> list[str]:
+        """Workers failed: their nodes get no new ones for a while, or for good. Says so, if the job goes on."""
+        if self._slots is None:
+            return []
+        guilty = [one.rank for one in failures if one.rank in self._on_slots() and not one.is_consequence]
+        now_s = time.monotonic()
+        said = []
+        for node in sorted({self._node_of[member] for member in guilty if member is not None}):
+            delay_s = self._slots.failed.add(node, now_s)
+            until = "any more" if delay_s == math.inf else f"for {delay_s:.1f} s"
+            said.append(f"node {node} gets no new workers {until}, because one failed there")
+        self._membership.target = self._choose(without={one.rank for one in failures}).target
+        # Once the loss is dealt with: who has no slot leaves, and a cooldown has its end.
+        self._loop.call_later(0, self.follow_slots)
+        return said
+
+    def _choose(self, *, without: Collection[int | None] = ()) -> SlotChoice:
+        held = self._on_slots(without)
+        running = [member for member in self._membership.running if member in held]
+        return choose_members(
+            self._usable(without),
+            self._node_of,
+            running=running,
+            coming=[member for member in held if member not in running],
+            most=self._elastic.max_workers,
+        )
+
+    def _on_slots(self, without: Collection[int | None] = ()) -> list[int]:
+        """Workers that have a node, without these."""
+        there = (*self._membership.running, *self._membership.coming)
+        return [member for member in there if member in self._node_of and member not in without]
+
+    def _usable(self, without: Collection[int | None] = ()) -> dict[int, int]:
+        if self._slots is None:
+            return {}
+        num_there = Counter(self._node_of[member] for member in self._on_slots(without))
+        return self._slots.usable(self._nodes(), num_there, time.monotonic())
+
+    @property
+    def _shortage(self) -> str:
+        least = self._elastic.min_workers
+        return f"{sum(self._usable().values())} slots for a job of at least {least} workers"
+
     def members_on(self, node_rank: int) -> list[int]:
         """The running workers of a node."""
         return [member for member in self._membership.running if self._node_of[member] == node_rank]
@@ -238,5 +331,16 @@ class ElasticLeader:
     def close(self) -> None:
         """The attempt is over."""
         self.is_over = True
-        if self._wait_timer is not None:
-            self._wait_timer.cancel()
+        for timer in (self._wait_timer, self._slots_timer):
+            if timer is not None:
+                timer.cancel()
+
+
+def too_few_slots(why: str, last: JobFailure | None = None) -> JobFailure:
+    """The end of a job for which a host discovery script offers too little."""
+    after = "" if last is None else f"; the last worker that failed: {last.cause}"
+    return JobFailure(
+        node_rank=0,
+        node_name=socket.gethostname(),
+        cause=f"the host discovery script offers too few slots: {why}{after}",
+    )

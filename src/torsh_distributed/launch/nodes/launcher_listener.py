@@ -45,23 +45,26 @@ _MAX_CLOCK_SKEW_S = 5.0
 
 def disagreement(spec: JobSpec, request: JoinRequest) -> str | None:
     """Why a node does not fit the leader's job, or None if it does."""
-    ours = {
-        "--nnodes": spec.nnodes,
-        "--nproc-per-node": spec.nproc_per_node,
-        "--max-restarts": spec.max_restarts,
-        "--rdzv-id": spec.run_id,
+    compared: dict[str, tuple[int | str, int | str]] = {
+        "--max-restarts": (spec.max_restarts, request.max_restarts),
+        "--rdzv-id": (spec.run_id, request.run_id),
     }
-    theirs = (request.nnodes, request.nproc_per_node, request.max_restarts, request.run_id)
+    takes_others = spec.spans_nodes and spec.elastic is not None and spec.elastic.discovery is not None
+    if not takes_others:
+        # Where nodes come and go, each with workers of its own, these two are what a node was told when it came.
+        counts = {
+            "--nnodes": (spec.nnodes, request.nnodes),
+            "--nproc-per-node": (spec.nproc_per_node, request.nproc_per_node),
+        }
+        compared = {**counts, **compared}
     differing = [
-        f"{name} is {their} there and {our} on node 0"
-        for (name, our), their in zip(ours.items(), theirs, strict=True)
-        if our != their
+        f"{name} is {their} there and {our} on node 0" for name, (our, their) in compared.items() if our != their
     ]
     theirs_installed = NodeSoftware(python=request.python, torch=request.torch, torsh=request.torsh)
     differing += software_differences(own_software(), theirs_installed)
     if differing:
         return "; ".join(differing)
-    if not 0 < request.node_rank < spec.nnodes:
+    if not request.node_rank > 0 or (request.node_rank >= spec.nnodes and not takes_others):
         return f"node rank {request.node_rank} is not between 1 and {spec.nnodes - 1}"
     return None
 

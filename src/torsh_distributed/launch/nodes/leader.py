@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -12,13 +12,14 @@ from typing import Any, Self
 from torsh_distributed.launch.causes.diagnosis import Diagnosis
 from torsh_distributed.launch.causes.inquiry import Inquiry
 from torsh_distributed.launch.control.plan_changes import ChangeWord, PlanChanges
+from torsh_distributed.launch.control.slot_policy import NodeSlots
 from torsh_distributed.launch.control.worker_health import Health
 from torsh_distributed.launch.local.exit_causes import peek_status
 from torsh_distributed.launch.local.failure_report import LauncherOutput, join_numbers
 from torsh_distributed.launch.local.job_failure import JobFailure
-from torsh_distributed.launch.local.loop import Loop
+from torsh_distributed.launch.local.loop import Loop, Timer
 from torsh_distributed.launch.nodes.coordinator import Coordinator, Decision, JobPhase, StartAttempt
-from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader
+from torsh_distributed.launch.nodes.elastic_leader import ElasticLeader, too_few_slots
 from torsh_distributed.launch.nodes.listening_sockets import listen_in_range, listen_on, listen_on_path
 from torsh_distributed.launch.nodes.records import (
     AddWorker,
@@ -58,7 +59,16 @@ class Leader:
         self._directory = directory
         self._inquiry: Inquiry | None = None
         self._elastic: ElasticLeader | None = None
+        self._offered: dict[int, int] | None = None
+        """Slots by node rank, where a host discovery script says them."""
+        if spec.elastic is not None and spec.elastic.discovery is not None:
+            self._offered = {node: spec.workers_on(node) for node in range(spec.nnodes)}
+        self._slots: NodeSlots | None = None
+        self._late_start: StartAttempt | None = None
+        self._late_timer: Timer | None = None
         self._changes: PlanChanges | None = None
+        self._start: Start | None = None
+        """That of the running attempt, for nodes that join it."""
         self._store: StoreProcess | None = None
         self._listener: socket.socket | None = None
         self._local_listener: socket.socket | None = None
@@ -68,9 +78,18 @@ class Leader:
         """Takes what the workers of other nodes measure."""
 
     def join(self, node_rank: int, send: Callable[[FromLeader], None]) -> None:
-        """Add a node that fits the job; `send` carries decisions to it. The last one starts the job."""
+        """Add a node that fits the job; `send` carries decisions to it. The last one starts the job.
+
+        One that a host discovery script names later joins the running attempt, without workers at first.
+        """
         self._send[node_rank] = send
-        self._carry_out(self.coordinator.joined(node_rank))
+        decisions = self.coordinator.joined(node_rank)
+        self._carry_out(decisions)
+        if not decisions and self._start is not None and self._elastic is not None:
+            counts = self._start.workers_by_node
+            more = (0,) * max(0, node_rank + 1 - len(counts))
+            send(dataclasses.replace(self._start, workers_by_node=(*counts, *more)))
+            self._elastic.follow_slots()
 
     def receive(self, node_rank: int, message: FromNode) -> None:
         """Handle a report of a node."""
@@ -131,18 +150,68 @@ class Leader:
     def _begin_elastic(self, attempt: int) -> None:
         if self._elastic is not None:
             self._elastic.close()
-        if self._spec.elastic is None:
+        elastic = self._spec.elastic
+        if elastic is None:
             return
+        cooldown_s = None if elastic.discovery is None else elastic.discovery.cooldown_s
+        self._slots = None if self._offered is None else NodeSlots(self._offered, cooldown_s)
         self._elastic = ElasticLeader(
             self._spec,
-            self._spec.elastic,
+            elastic,
             attempt,
             self._loop,
             self._output,
             tell_all=self._tell_all,
             nodes=lambda: list(self._send),
             give_up=lambda failure: self._carry_out(self.coordinator.failed(attempt, failure)),
+            end=lambda failure: self._carry_out(self.coordinator.lost(failure)),
+            slots=self._slots,
         )
+
+    def offer(self, slots: Mapping[int, int]) -> None:
+        """A host discovery script says how many workers each node takes; a node that it does not name takes none."""
+        assert self._offered is not None, "asked for in a job with a script alone"
+        self._offered = dict(slots)
+        if self._slots is not None:
+            self._slots.offered = self._offered
+        if self._late_start is not None and self._has_slots():
+            start, self._late_start = self._late_start, None
+            if self._late_timer is not None:
+                self._late_timer.cancel()
+            self._carry_out([start])
+        elif self._elastic is not None:
+            self._elastic.follow_slots()
+
+    def _has_slots(self) -> bool:
+        """Whether all workers can be started again."""
+        elastic = self._spec.elastic
+        return self._offered is None or elastic is None or sum(self._offered.values()) >= elastic.min_workers
+
+    def _delay(self, start: StartAttempt) -> None:
+        """Start all workers once there are slots for enough of them."""
+        elastic = self._spec.elastic
+        assert elastic is not None, "only an elastic job has slots"
+        assert self._offered is not None, "only slots can be too few"
+        few = f"{sum(self._offered.values())} slots for a job of at least {elastic.min_workers} workers"
+        self._output.say(f"the restart waits: {few}")
+        self._late_start = start
+        why = f"{few} for {elastic.wait_timeout_s:g} s"
+        self._late_timer = self._loop.call_later(elastic.wait_timeout_s, lambda: self._end_late(why))
+
+    def _end_late(self, why: str) -> None:
+        if self._late_start is not None:
+            self._carry_out(self.coordinator.lost(too_few_slots(why)))
+
+    def _counts(self) -> tuple[int, ...]:
+        """Workers with which each node starts, where slots say so: all of them, up to the most that the job allows."""
+        elastic = self._spec.elastic
+        if self._offered is None or elastic is None:
+            return ()
+        left, counts = elastic.max_workers, []
+        for node in range(max(self._send) + 1):
+            counts.append(min(left, self._offered.get(node, 0)) if node in self._send else 0)
+            left -= counts[-1]
+        return tuple(counts)
 
     def _begin_changes(self, attempt: int) -> None:
         if self._changes is not None:
@@ -200,6 +269,12 @@ class Leader:
         if self._elastic is None:
             return False
         members = self._elastic.members_on(failure.node_rank)
+        if not members and self._offered is not None:
+            # Its workers had left, or it was not given any.
+            self._output.say(f"node {failure.node_rank} ({failure.node_name}) is gone, which had no workers")
+            self._elastic.follow_slots()
+            self._carry_out(self.coordinator.dropped(failure.node_rank))
+            return True
         cause = f"node {failure.node_rank}: {failure.cause}"
         lost = [dataclasses.replace(failure, rank=member, cause=cause) for member in members]
         if not lost or not self._goes_on_in_place(self.coordinator.attempt, lost):
@@ -210,17 +285,26 @@ class Leader:
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
+                case StartAttempt() if decision.attempt and not self._has_slots():
+                    self._delay(decision)
+                    continue
                 case StartAttempt():
+                    counts = self._counts()
+                    if counts:
+                        self._spec = dataclasses.replace(self._spec, nnodes=len(counts), workers_by_node=counts)
                     self._begin_inquiry(decision.attempt)
                     self._begin_elastic(decision.attempt)
                     self._begin_changes(decision.attempt)
-                    message: FromLeader = self._open(decision.attempt)
+                    self._start = self._open(decision.attempt)
+                    message: FromLeader = self._start
                 case Stop():
                     message = decision
                     limit_s = self._spec.shutdown_timeout_s + self._spec.heartbeat_timeout_s
                     self._loop.call_later(limit_s, partial(self._check_stopped, decision.attempt, limit_s))
                 case End():
                     message = decision
+            if not isinstance(decision, StartAttempt):
+                self._start = None
             if not isinstance(decision, StartAttempt) and self._inquiry is not None:
                 self._inquiry.close()
             if not isinstance(decision, StartAttempt) and self._elastic is not None:
@@ -246,7 +330,7 @@ class Leader:
     def _open(self, attempt: int) -> Start:
         """An empty store for the attempt, on a port of its own or on the one the user chose."""
         address = self._spec.master_addr
-        port = (self._spec.master_port or 0) if self._spec.nnodes == 1 else 0
+        port = 0 if self._spec.spans_nodes else self._spec.master_port or 0
         serves_torch = self._spec.serves_torch_store
         if port and serves_torch and self._store is not None:
             # The next attempt has the same port: torch's old store must not answer its workers.
@@ -272,13 +356,14 @@ class Leader:
             master_port=self._listener.getsockname()[1],
             local_store=path if self._local_listener is not None else "",
             machine_interval_s=self._spec.observe.machine_interval_s if self._spec.observe.is_active else None,
+            workers_by_node=self._spec.workers_by_node,
         )
 
     def _listen(self, address: str, port: int) -> socket.socket:
         ports = self._spec.port_range
         if port or ports is None:
             return listen_on(address, port)
-        return listen_in_range(address, ports, besides=self._spec.meeting_port if self._spec.nnodes > 1 else 0)
+        return listen_in_range(address, ports, besides=self._spec.meeting_port if self._spec.spans_nodes else 0)
 
     def _show_report(self) -> None:
         """The store refused connections, and says so in one line."""

@@ -39,7 +39,7 @@ def with_reachable_master(spec: JobSpec) -> JobSpec:
 
     Why: Debian gives a host's own name the address 127.0.1.1 in its /etc/hosts; other nodes look up the real one.
     """
-    if spec.nnodes == 1 or not spec.is_leader or spec.master_addr == "localhost" or _is_numeric(spec.master_addr):
+    if not spec.spans_nodes or not spec.is_leader or spec.master_addr == "localhost" or _is_numeric(spec.master_addr):
         return spec
     if not is_loopback(spec.master_addr):
         return spec

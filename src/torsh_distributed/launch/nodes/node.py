@@ -66,7 +66,7 @@ class Node:
     def __init__(
         self, spec: JobSpec, loop: Loop, terminal: Terminal, output: LauncherOutput, *, mark: str, token: str
     ) -> None:
-        if spec.nnodes > 1:
+        if spec.spans_nodes:
             # For `_emit`: now, and not in the loop, which other nodes wait for.
             from torsh_distributed.events import MembershipEvent, emit  # noqa: F401
         self._guardian = Guardian(mark)
@@ -114,7 +114,9 @@ class Node:
     def count_workers(self) -> tuple[int, int]:
         """Workers of this node that run, and how many there should be; none run any more once the job is ending."""
         is_up = self._attempt is not None and not (self._is_interrupted or self._is_ending)
-        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.nproc_per_node
+        return (len(self._attempt.running_ranks) if is_up and self._attempt else 0), self._spec.workers_on(
+            self._spec.node_rank
+        )
 
     def handle(self, message: FromLeader) -> None:
         """Carry out a record of the leader."""
@@ -144,13 +146,18 @@ class Node:
             self._output.say("OMP_NUM_THREADS=1 for every worker, as torchrun does; set it to choose otherwise")
         self._close_attempt()
         self._attempt_number = number = message.attempt
+        if message.workers_by_node:
+            # As many as there are slots for: other ones than at the start of the job, after a restart.
+            counts = message.workers_by_node
+            self._spec = dataclasses.replace(self._spec, nnodes=len(counts), workers_by_node=counts)
+            self._context = dataclasses.replace(self._context, spec=self._spec)
         self._attempt = LocalAttempt(
             self._context,
             AttemptEndpoint(
                 attempt=message.attempt,
                 master_addr=message.master_addr,
                 master_port=message.master_port,
-                interface=interface_between_nodes(message.master_addr, num_nodes=self._spec.nnodes),
+                interface=interface_between_nodes(message.master_addr, num_nodes=2 if self._spec.spans_nodes else 1),
                 local_store=message.local_store if self._spec.is_leader else "",
                 machine_interval_s=message.machine_interval_s,
             ),
@@ -249,6 +256,7 @@ class Node:
                 "members": message.members,
                 "is_urgent": message.is_urgent,
                 "leaving": message.leaving,
+                "is_held": message.is_held,
             }
         )
 
@@ -363,7 +371,7 @@ class Node:
             self._output.show_failure(
                 failure,
                 attempt=self._attempt_number,
-                is_multi_node=self._spec.nnodes > 1,
+                is_multi_node=self._spec.spans_nodes,
                 is_verbose=self._spec.is_verbose,
             )
         who = f"node {failure.node_rank}" if failure.rank is None else f"rank {failure.rank}"

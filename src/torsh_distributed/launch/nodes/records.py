@@ -184,6 +184,8 @@ class Start:
     """Where workers on the leader's node reach the store without the network; empty if they cannot."""
     machine_interval_s: float | None = None
     """Seconds between readings of a node's sensors, if the workers are to measure; None if nobody looks."""
+    workers_by_node: tuple[int, ...] = ()
+    """Workers on each node, where a host discovery script says how many; empty for those of the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,8 @@ class ChangeMembers:
     members: tuple[int, ...]
     is_urgent: bool
     leaving: tuple[int, ...] = ()
+    is_held: bool = False
+    """They are too few, and wait for the next change."""
 
 
 @dataclass(frozen=True, kw_only=True)

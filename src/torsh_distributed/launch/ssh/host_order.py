@@ -1,4 +1,4 @@
-"""What a host is told over ssh's stdin: one line with everything it needs, then one line for each signal.
+"""What a host is told over ssh's stdin: one line with everything it needs, then one line for each signal or offer.
 
 Why stdin: arguments and variables of a process can be read on the host by others or end up in logs; this line has the
 job's secret and the user's variables.
@@ -79,6 +79,21 @@ def carried_variables(environ: Mapping[str, str], names: Iterable[str] = ()) -> 
 def signal_line(number: int) -> bytes:
     """Pass a signal on to the launcher."""
     return json.dumps({"signal": int(number)}).encode() + b"\n"
+
+
+def offer_line(slots: Mapping[int, int]) -> bytes:
+    """Tell the launcher that leads how many workers each node takes."""
+    return json.dumps({"offer": slots}).encode() + b"\n"
+
+
+def read_offer(line: bytes) -> dict[str, int] | None:
+    """The offer of such a line; None for any other line."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    offer = found.get("offer") if isinstance(found, dict) else None
+    return offer if isinstance(offer, dict) else None
 
 
 def read_signal(line: bytes) -> int | None:

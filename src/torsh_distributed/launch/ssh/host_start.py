@@ -6,6 +6,7 @@ or the connection is gone; the job then ends here as after SIGTERM.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import threading
 
 from torsh_distributed.errors import IoError, TorshError
-from torsh_distributed.launch.ssh.host_order import HostOrder, read_signal
+from torsh_distributed.launch.ssh.host_order import HostOrder, read_offer, read_signal
 
 _NOT_STARTED = 78  # EX_CONFIG
 
@@ -36,9 +37,12 @@ def main() -> int:
         return _NOT_STARTED
     from torsh_distributed.launch.job import launch_job
 
-    threading.Thread(target=_pass_signals_on, args=(stdin,), name="torsh-ssh-stdin", daemon=True).start()
+    offers, to_job = os.pipe()
+    threading.Thread(target=_pass_on, args=(stdin, to_job), name="torsh-ssh-stdin", daemon=True).start()
+    elastic = order.spec.elastic
+    follows = order.spec.is_leader and elastic is not None and elastic.discovery is not None
     try:
-        return launch_job(order.spec)
+        return launch_job(order.spec, offers=offers if follows else None)
     except TorshError as error:
         sys.stderr.write(f"torsh run: on {socket.gethostname()}: {error.code}: {error}\n")
         return 1
@@ -57,9 +61,12 @@ def _enter(order: HostOrder) -> None:
         ) from error
 
 
-def _pass_signals_on(stdin: object) -> None:
+def _pass_on(stdin: object, to_job: int) -> None:
     """Runs beside the launcher until the line ends."""
     for line in stdin:  # type: ignore[attr-defined]  # a binary file
+        offer = read_offer(line)
+        if offer is not None:
+            os.write(to_job, json.dumps(offer).encode() + b"\n")
         number = read_signal(line)
         if number is not None:
             os.kill(os.getpid(), number)

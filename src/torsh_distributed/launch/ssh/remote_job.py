@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,10 +45,24 @@ def launch_over_ssh(
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
         output = LauncherOutput(terminal, is_json=False)
-        job = stack.enter_context(_RemoteJob(spec, loop, output))
+        job = stack.enter_context(RemoteJob(spec, loop, output))
         loop.watch(inbox.fd, lambda: job.take_signals(inbox))
-        for order, host in zip(host_orders(spec, hosts, client, directory, variables), hosts, strict=True):
-            job.add(HostConnection(host, client.command(host), loop, terminal, job.ended), order)
+        orders = host_orders(spec, hosts, client, directory, variables)
+
+        def enter(host: RemoteHost, order: HostOrder) -> HostConnection:
+            connection = HostConnection(host, client.command(host), loop, terminal, job.ended)
+            job.add(connection, order)
+            return connection
+
+        connections = [enter(host, order) for host, order in zip(hosts, orders, strict=True)]
+        discovery = None if spec.elastic is None else spec.elastic.discovery
+        if discovery is not None:
+            from torsh_distributed.launch.ssh.found_hosts import FoundHosts
+
+            found = stack.enter_context(
+                FoundHosts(discovery, loop, output, orders[0], enter, connections, is_ending=lambda: job.is_ending)
+            )
+            job.on_loss = found.lose
         return loop.run()
 
 
@@ -57,7 +71,11 @@ def host_orders(
 ) -> list[HostOrder]:
     """What each host is told. Only node 0 prints the reports that all nodes have."""
     address = spec.master_addr
-    if len(hosts) > 1 and address == LOOPBACK:
+    elastic = spec.elastic
+    if elastic is not None and elastic.discovery is not None:
+        discovery = dataclasses.replace(elastic.discovery, is_asked_elsewhere=True)
+        spec = dataclasses.replace(spec, elastic=dataclasses.replace(elastic, discovery=discovery))
+    if spec.spans_nodes and address == LOOPBACK:
         address = client.host_name(hosts[0])
     token = spec.token or new_secret()
     return [
@@ -77,7 +95,7 @@ def host_orders(
     ]
 
 
-class _RemoteJob:
+class RemoteJob:
     """The hosts of a job, from the first connection to the end of the last."""
 
     def __init__(self, spec: JobSpec, loop: Loop, output: LauncherOutput) -> None:
@@ -89,11 +107,21 @@ class _RemoteJob:
         """Exit code of the first host that failed."""
         self._signal: signal.Signals | None = None
         self._is_ending = False
+        self._num_first = 0
+        self.on_loss: Callable[[HostConnection], None] | None = None
+        """Called for a host that ends while the job goes on without it, where others may come for it."""
 
     def add(self, connection: HostConnection, order: HostOrder) -> None:
         """A host of the job; it starts when it has its order."""
         self._hosts.append(connection)
+        if self.on_loss is None:
+            self._num_first += 1
         connection.tell(order.to_line())
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no host is entered any more."""
+        return self._is_ending or self._hosts[0].is_over
 
     def take_signals(self, inbox: SignalInbox) -> None:
         """Handle what came since the last call."""
@@ -118,8 +146,14 @@ class _RemoteJob:
             never_came = self._lose(connection)
         elif code and self._first_code is None:
             self._first_code = code
-        if code and not self._goes_on_without(connection):
+        is_first = connection in self._hosts[: self._num_first]
+        if code and (not self._goes_on_without(connection) or (never_came and is_first)):
             self._end_others(after_s=0.0 if never_came else self._notice_s)
+        elif connection is self._hosts[0] and self.on_loss is not None:
+            # One that is about to join would wait for it.
+            self._end_others(after_s=self._notice_s)
+        elif code and self.on_loss is not None and not self.is_ending:
+            self.on_loss(connection)
         if all(host.is_over for host in self._hosts):
             self._loop.stop(self._exit_code())
 
@@ -169,11 +203,11 @@ class _RemoteJob:
         leader = self._hosts[0].exit_code
         if self._signal is not None:
             return 128 + self._signal if leader in (None, FAILED) else int(leader or 0)
-        if self._first_code is not None:
+        if self._first_code is not None and (self.on_loss is None or leader in (None, FAILED)):
             return self._first_code
         return 1 if leader is None else leader
 
-    def __enter__(self) -> _RemoteJob:
+    def __enter__(self) -> RemoteJob:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,10 +223,10 @@ def describe_remote_job(
 
     from torsh_distributed.launch.entry import command_line
 
-    workers = spec.nproc_per_node
-    lines = [f"{len(hosts)} hosts with {workers} workers each, run {spec.run_id}, in {directory}"]
+    lines = [f"{len(hosts)} hosts with {spec.world_size} workers, run {spec.run_id}, in {directory}"]
     lines += [f"carried variables: {', '.join(sorted(variables)) or 'none'}"]
     for node_rank, host in enumerate(hosts):
-        ranks = f"ranks {node_rank * workers} to {(node_rank + 1) * workers - 1}"
+        first = sum(spec.workers_on(node) for node in range(node_rank))
+        ranks = f"ranks {first} to {first + spec.workers_on(node_rank) - 1}"
         lines += [f"node {node_rank}, {ranks}: {shlex.join(client.command(host))}"]
     return [*lines, f"every rank: {shlex.join(command_line(spec.entry))}"]

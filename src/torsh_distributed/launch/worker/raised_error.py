@@ -34,6 +34,7 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 _TORCH_ERRORS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")  # noqa: PTH118
 _PEER_FACTS = ("failed_rank", "peer", "origin")
 
 Place = tuple[str, int, str]
@@ -64,7 +65,7 @@ def describe_error(error: BaseException, *, how: str) -> dict[str, Any]:
         "full": full,
         "is_consequence": is_consequence,
         "peers": sorted(peers),
-        "operation": facts.get("operation") if isinstance(facts.get("operation"), str) else None,
+        "operation": facts.get("operation") if isinstance(facts.get("operation"), str) else _c10d_call(own),
         "sequence": facts.get("sequence") if isinstance(facts.get("sequence"), int) else None,
     }
 
@@ -133,6 +134,14 @@ def _named_ranks(error: BaseException) -> Iterator[int]:
         named.append(facts.get("rank"))
     me = os.environ.get("RANK")
     yield from (rank for rank in named if isinstance(rank, int) and rank >= 0 and str(rank) != me)
+
+
+def _c10d_call(error: BaseException) -> str | None:
+    """The collective of torch that the error came out of, such as `all_reduce`: its own backends do not say."""
+    if not is_about_peers(error):
+        return None
+    calls = [function for file, _, function in _places(error.__traceback__) if file.endswith(_C10D)]
+    return next((name for name in reversed(calls) if not name.startswith("_")), None)
 
 
 def user_line(error: BaseException) -> str | None:

@@ -33,6 +33,9 @@ class AlertAction(ABC):
     def run(self, alert: Alert, run_id: str) -> None:
         """Act on the alert of the job `run_id`."""
 
+    def clear(self, alert: Alert, run_id: str) -> None:  # noqa: B027 - most actions have nothing to take back
+        """What the alert was about holds no more: take back what `run` opened, if it opened anything."""
+
 
 class LogAlert(AlertAction):
     """A line where the job's own lines go."""
@@ -59,9 +62,21 @@ class WebhookAlert(AlertAction):
 
     @override
     def run(self, alert: Alert, run_id: str) -> None:
+        self._post(self.body(alert, run_id))
+
+    @override
+    def clear(self, alert: Alert, run_id: str) -> None:
+        """PagerDuty keeps an incident open until it is resolved; the other shapes are messages, and stay."""
+        if self._shape == "pagerduty":
+            self._post({**self._incident(alert, run_id), "event_action": "resolve"})
+
+    def _incident(self, alert: Alert, run_id: str) -> dict[str, Any]:
+        return {"routing_key": self._routing_key, "dedup_key": f"torsh-{run_id}-{alert.name}"}
+
+    def _post(self, body: Mapping[str, Any]) -> None:
         request = urllib.request.Request(  # noqa: S310 - the scheme was checked
             self._url,
-            data=json.dumps(self.body(alert, run_id)).encode(),
+            data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
             method="POST",
         )
@@ -69,15 +84,14 @@ class WebhookAlert(AlertAction):
             answer.read(1 << 16)
 
     def body(self, alert: Alert, run_id: str) -> dict[str, Any]:
-        """What is posted."""
+        """What is posted when it fires."""
         text = f"{alert.severity.value}: {alert.name}: {alert.message}"
         if self._shape == "slack":
             return {"text": f"torsh {run_id}: {text}"}
         if self._shape == "pagerduty":
             return {
-                "routing_key": self._routing_key,
+                **self._incident(alert, run_id),
                 "event_action": "trigger",
-                "dedup_key": f"torsh-{run_id}-{alert.name}",
                 "payload": {
                     "summary": text[:1024],
                     "source": f"torsh {run_id}",

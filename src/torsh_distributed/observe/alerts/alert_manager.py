@@ -52,15 +52,20 @@ class _SeriesState:
 class AlertManager:
     """Rules, what fires, and what has fired; thread-safe.
 
-    `check` is called about once a second; `on_alert` is told of each alert.
+    `check` is called about once a second; `on_alert` is told of each alert, `on_clear` of each that has ended.
     """
 
     def __init__(
-        self, rules: Iterable[AlertRule] = (), *, on_alert: Callable[[AlertRule, Alert], None] | None = None
+        self,
+        rules: Iterable[AlertRule] = (),
+        *,
+        on_alert: Callable[[AlertRule, Alert], None] | None = None,
+        on_clear: Callable[[AlertRule, Alert], None] | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._rules: dict[str, AlertRule] = {rule.name: rule for rule in rules}
         self._on_alert = on_alert
+        self._on_clear = on_clear
         self._series: dict[tuple[str, str], _SeriesState] = {}
         self._firing: dict[str, Alert] = {}
         self._history: deque[Alert] = deque(maxlen=MAX_HISTORY)
@@ -158,7 +163,10 @@ class AlertManager:
         if not still:
             ended = self._firing.pop(rule.name, None)
             if ended is not None:
-                self._replace_in_history(replace(ended, resolved=now))
+                ended = replace(ended, resolved=now)
+                self._replace_in_history(ended)
+                if self._on_clear is not None:
+                    self._on_clear(rule, ended)
             return None
         current = self._firing.get(rule.name)
         if current is not None and (not due or current.is_acknowledged):

@@ -37,7 +37,7 @@ class AlertQueue:
         self._thread.start()
 
     def put(self, rule: AlertRule, alert: Alert) -> None:
-        """Take an alert for every action of its rule; never waits."""
+        """Take an alert, or one that has ended, for every action of its rule; never waits."""
         for name in rule.actions:
             try:
                 self._waiting.put_nowait((name, alert))
@@ -60,7 +60,8 @@ class AlertQueue:
     def _act(self, name: str, alert: Alert) -> None:
         for number in range(_MAX_TRIES):
             try:
-                self._actions[name].run(alert, self._run_id())
+                action = self._actions[name]
+                (action.run if alert.resolved is None else action.clear)(alert, self._run_id())
             except Exception as error:
                 is_last = number == _MAX_TRIES - 1 or self._closing.wait(self._retry_s * 2**number)
                 if is_last:

@@ -18,6 +18,7 @@ from typing_extensions import override
 _MAD_TO_STD = 1.4826
 _LEAST_SAMPLES = 10
 _PIECES = 6
+_SPREAD_AGE = 5
 
 
 class Detector(ABC):
@@ -40,6 +41,8 @@ class SpikeDetector(Detector):
         self._least_ratio = math.log(least_ratio)
         self._baseline: deque[float] = deque(maxlen=window)
         self._held_back: deque[float] = deque(maxlen=_LEAST_SAMPLES)
+        self._spread: tuple[float, float] | None = None
+        self._num_added = 0
         self._is_in_episode = False
 
     @override
@@ -50,11 +53,15 @@ class SpikeDetector(Detector):
         if len(self._baseline) < _LEAST_SAMPLES:
             self._baseline.append(level)
             return None
-        middle, scatter = robust_spread(self._baseline)
+        if self._spread is None or self._num_added >= _SPREAD_AGE:
+            # Of dozens of values a few more say the same, and sorting them for each is most of what this costs.
+            self._spread, self._num_added = robust_spread(self._baseline), 0
+        middle, scatter = self._spread
         excess = level - middle
         z = excess / max(scatter, 0.01)
         if z < self._z_limit or excess < self._least_ratio:
             self._baseline.append(level)
+            self._num_added += 1
             self._held_back.clear()
             self._is_in_episode = False
             return None
@@ -62,6 +69,7 @@ class SpikeDetector(Detector):
         if len(self._held_back) == _LEAST_SAMPLES:
             self._baseline.clear()
             self._baseline.extend(self._held_back)
+            self._spread = None
             self._held_back.clear()
         if self._is_in_episode:
             return None
@@ -81,6 +89,7 @@ class LevelShiftDetector(Detector):
         self._least_ratio = math.log(least_ratio)
         self._limit = limit
         self._baseline: list[float] = []
+        self._spread: tuple[float, float] | None = None
         self._recent: deque[float] = deque(maxlen=12)
         self._total = 0.0
 
@@ -91,14 +100,19 @@ class LevelShiftDetector(Detector):
         level = math.log(value)
         if len(self._baseline) < self._warm_up:
             self._baseline.append(level)
+            self._spread = None
             return None
-        middle, scatter = robust_spread(self._baseline)
+        if self._spread is None:
+            self._spread = robust_spread(self._baseline)
+        middle, scatter = self._spread
         self._recent.append(level)
         drift = (level - middle) / max(scatter, 0.02)
         # One step counts for at most three deviations: a spike alone cannot reach the limit.
         self._total = max(0.0, self._total + min(drift, 3.0) - 0.75)
+        if self._total < self._limit or len(self._recent) < 8:
+            return None
         rise = statistics.median(self._recent) - middle
-        if self._total < self._limit or rise < self._least_ratio or len(self._recent) < 8:
+        if rise < self._least_ratio:
             return None
         self._baseline = []
         self._recent.clear()

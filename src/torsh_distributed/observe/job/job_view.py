@@ -68,6 +68,9 @@ class JobView:
         self.stragglers = StragglerFinder()
         self.num_failures = 0
         self.num_regroupings = 0
+        self.newest_step: StepRecord | None = None
+        """Of the rank whose steps are the curve."""
+        self._has_losses = False
         self._first_rank = MAX_RANKS
         self.is_traced = False
         """Whether steps are exported as spans, so that others may point to them."""
@@ -100,7 +103,9 @@ class JobView:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < limit:
             self.num_dropped += 1
             return
-        view = self.ranks.setdefault(rank, RankView(rank))
+        view = self.ranks.get(rank)
+        if view is None:
+            view = self.ranks[rank] = RankView(rank)
         num_bad = view.num_bad
         steps = view.take(packet, now_s=now_s)
         self.num_dropped += view.num_bad - num_bad
@@ -115,19 +120,31 @@ class JobView:
         self._first_rank = min(self._first_rank, rank)
         for step in steps:
             if step.wait_s is not None:
-                self.stragglers.add(rank, step.step, step.busy_s, num_ranks=num_ranks)
+                self.stragglers.add(rank, step.step, step.own_s, num_ranks=num_ranks)
             if rank == self._first_rank and not step.is_skipped:
                 self._add_to_curve(step)
             for listener in self.step_listeners:
                 listener(rank, step)
         for slow in self.stragglers.take_newly_named():
             told = f"it computes {slow.slowdown:.0%} longer than the others since step {slow.since_step}"
-            self.incidents.append({"time": time.time(), "type": "straggler", "rank": slow.rank, "detail": told})
+            self.incidents.append(
+                {
+                    "time": time.time(),
+                    "type": "straggler",
+                    "rank": slow.rank,
+                    "step": slow.named_step,
+                    "detail": told,
+                }
+            )
         marks = packet.get("marks")
         for mark in marks if isinstance(marks, list) else []:
             self._take_mark(rank, mark)
 
     def _add_to_curve(self, step: StepRecord) -> None:
+        self.newest_step = step
+        if step.loss is None and self._has_losses:
+            return  # one of the steps that were not looked at
+        self._has_losses = step.loss is not None
         rate = step.num_samples / step.step_s if step.num_samples is not None and step.step_s > 0 else None
         self.curve.add(CurvePoint(step.step, step.time, step.loss, step.step_s, rate))
 

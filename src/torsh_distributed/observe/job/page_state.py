@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torsh_distributed.observe.analytics.training_course import training_course
 from torsh_distributed.observe.bottlenecks.live_analysis import advice_rows
 from torsh_distributed.observe.job.job_view import JobView
-from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView
+from torsh_distributed.observe.job.rank_view import DistributionSummary, RankView, newest_of
 from torsh_distributed.observe.metrics.catalogue import CATALOGUE, CUSTOM_PREFIX, MetricScope
-from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord, share_of_steps
+from torsh_distributed.observe.metrics.step_record import PARTS, StepRecord
 
 MAX_TIMELINE_RANKS = 16
 _NEWEST_STEPS = 20
 _ADVICE_AGE_S = 5.0
 _SILENT_S = 10.0
 _SHOWN_INCIDENTS = 100
-_parts_of = attrgetter(*(f"{part}_s" for part in PARTS))
+_FIRST_PART = StepRecord._fields.index(f"{PARTS[0]}_s")
+_LAST_PART = _FIRST_PART + len(PARTS)
 _OPERATION_METRICS = frozenset(name for name in CATALOGUE if name.startswith("torsh_collective"))
 _NODE_METRICS = frozenset(name for name, one in CATALOGUE.items() if one.scope is MetricScope.NODE)
 
@@ -71,6 +71,7 @@ def _job_row(view: JobView) -> dict[str, Any]:
     facts: dict[str, Any] = next((rank.facts for _, rank in sorted(view.ranks.items())), {})
     ended = header.ended or time.time()
     newest = next(iter(view.curve.points()[-1:]), None)
+    step = view.newest_step
     return {
         "run_id": header.run_id,
         "command": header.command,
@@ -82,24 +83,25 @@ def _job_row(view: JobView) -> dict[str, Any]:
         "started": header.started,
         "age_s": ended - header.started,
         "backend": facts.get("backend"),
-        "step": newest.step if newest else None,
+        "step": step.step if step else None,
         "loss": newest.loss if newest else None,
         "samples_per_s": newest.samples_per_s if newest else None,
-        "last_step_age_s": time.time() - newest.time if newest and header.ended is None else None,
+        "last_step_age_s": time.time() - step.time if step and header.ended is None else None,
     }
 
 
 def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> dict[str, Any]:
     steps = rank.newest_steps(window)
+    step_s, busy_s, wait_s, data_s = _sums(steps)
     return {
         "rank": rank.rank,
         "node": rank.facts.get("node"),
         "pid": rank.facts.get("pid"),
         "step": rank.number("torsh_step"),
-        "step_s": _mean(step.step_s for step in steps),
-        "busy_s": _mean(step.busy_s for step in steps),
-        "wait_share": share_of_steps(steps, "wait_s"),
-        "data_share": share_of_steps(steps, "data_s"),
+        "step_s": step_s / len(steps) if steps else None,
+        "busy_s": busy_s / len(steps) if steps else None,
+        "wait_share": wait_s / step_s if wait_s is not None and step_s > 0 else None,
+        "data_share": data_s / step_s if data_s is not None and step_s > 0 else None,
         "memory": rank.number("torsh_host_memory_bytes"),
         "device_memory": rank.number("torsh_device_memory_bytes"),
         "cores": rank.number("torsh_process_cpu_cores"),
@@ -107,7 +109,8 @@ def _rank_row(rank: RankView, now_s: float, window: int, *, has_ended: bool) -> 
         "mfu": rank.number("torsh_mfu_ratio"),
         "is_silent": not has_ended and now_s - rank.heard_s > _SILENT_S,
         "silent_s": max(0.0, now_s - rank.heard_s),
-        "parts": _mean_parts(steps),
+        # A part of a step is shown beside the others of that step.
+        "parts": _mean_parts(newest_of(rank.split_steps, window) or steps),
     }
 
 
@@ -194,10 +197,24 @@ def _custom(view: JobView) -> list[dict[str, Any]]:
     ]
 
 
+def _sums(steps: Sequence[StepRecord]) -> tuple[float, float, float | None, float | None]:
+    """Seconds of the steps: in all, busy, waiting for ranks and for data; the last two if every step measured them."""
+    step_s = busy_s = 0.0
+    wait_s: float | None = 0.0
+    data_s: float | None = 0.0
+    for step in steps:
+        step_s += step.step_s
+        busy_s += step.busy_s
+        wait_s = wait_s + step.wait_s if wait_s is not None and step.wait_s is not None else None
+        data_s = data_s + step.data_s if data_s is not None and step.data_s is not None else None
+    return step_s, busy_s, wait_s, data_s
+
+
 def _mean_parts(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Mean seconds by part of a step; a part that no step measured is left out."""
     found = {}
-    for part, column in zip(PARTS, zip(*map(_parts_of, steps), strict=True), strict=False):
+    rows = [step[_FIRST_PART:_LAST_PART] for step in steps]
+    for part, column in zip(PARTS, zip(*rows, strict=True), strict=False):
         values = column if None not in column else [seconds for seconds in column if seconds is not None]
         if values:
             found[part] = max(0.0, sum(values) / len(values))

@@ -21,15 +21,18 @@ from torsh_distributed.observe.metrics.catalogue import (
     MetricDefinition,
     MetricKind,
 )
-from torsh_distributed.observe.metrics.rank_collector import MAX_TIMELINE_SPANS
 from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
 from torsh_distributed.observe.metrics.step_record import StepRecord
+from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
 
 STEPS_KEPT = 200
+SPLIT_STEPS_KEPT = 20
 _MAX_LABEL_CHARS = 100
 _MAX_TEXT_CHARS = 400
 _MAX_FACTS = 40
 _MAX_ROWS = 4000
+_FLOATS = frozenset((float,))
+_WHOLE = frozenset((int,))
 _CUSTOM_NAME = re.compile(re.escape(CUSTOM_PREFIX) + r"[a-zA-Z_][a-zA-Z0-9_]{0,99}")
 
 ValueKey = tuple[str, tuple[str, ...]]
@@ -75,6 +78,8 @@ class RankView:
     _checked: dict[ValueKey, Value | None] = field(default_factory=dict)
     custom: dict[str, MetricDefinition] = field(default_factory=dict)
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    split_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=SPLIT_STEPS_KEPT))
+    """Those of the steps whose forward and backward were looked at."""
     timeline: list[tuple[str, float, float]] = field(default_factory=list)
     """The spans of the newest step that has any: name, start on the wall clock, seconds."""
     timeline_step: int = 0
@@ -107,6 +112,7 @@ class RankView:
             except (SerializationError, TypeError, ValueError, OverflowError):
                 self.num_bad += 1
         self.steps.extend(found)
+        self.split_steps.extend([step for step in found if step.forward_s is not None])
         return found
 
     def _take_custom(self, rows: Any) -> None:
@@ -140,8 +146,7 @@ class RankView:
 
     def newest_steps(self, most: int) -> list[StepRecord]:
         """The latest steps, oldest first."""
-        steps = self.steps
-        return [steps[at] for at in range(-min(most, len(steps)), 0)]
+        return newest_of(self.steps, most)
 
     def names(self) -> list[ValueKey]:
         """Every metric that the last summary names, known or not."""
@@ -165,13 +170,12 @@ class RankView:
     def values(self, names: Container[str] | None = None) -> Iterator[tuple[ValueKey, Value]]:
         """Every value that is understood, or those of the metrics in `names`; of each at most so many label sets."""
         sizes: dict[str, int] = {}
-        for key in self._given:
-            if names is not None and key[0] not in names:
-                continue
-            value = self.value(key)
+        checked = self._checked
+        for key in self._given if names is None else [key for key in self._given if key[0] in names]:
+            value = checked[key] if key in checked else self.value(key)
             sizes[key[0]] = sizes.get(key[0], 0) + 1
             if value is not None and sizes[key[0]] <= MAX_LABEL_SETS + 1:
-                yield (key[0], tuple(label[:_MAX_LABEL_CHARS] for label in key[1])), value
+                yield (key[0], tuple([label[:_MAX_LABEL_CHARS] for label in key[1]])), value
 
     def _take_facts(self, facts: Any) -> None:
         if isinstance(facts, Mapping):
@@ -196,26 +200,33 @@ class RankView:
                 del self.timelines[next(iter(self.timelines))]
 
 
+def newest_of(steps: deque[StepRecord], most: int) -> list[StepRecord]:
+    """The latest of them, oldest first, without a copy of all."""
+    return [steps[at] for at in range(-min(most, len(steps)), 0)]
+
+
 def _parse(definition: MetricDefinition, value: Any) -> Value | None:
     if definition.kind is not MetricKind.DISTRIBUTION:
         return finite(value)
     if not isinstance(value, Mapping):
         return None
-    stats = [finite(figure) for figure in _rows(value.get("stats"))]
-    buckets = _rows(value.get("buckets"))
+    stats, buckets = _rows(value.get("stats")), _rows(value.get("buckets"))
+    if not _FLOATS.issuperset(map(type, stats)):  # whole numbers, or none at all
+        stats = [finite(figure) for figure in stats]
     count, total, last = value.get("n"), finite(value.get("sum")), finite(value.get("last"))
     if (
         not isinstance(count, int)
         or total is None
         or last is None
         or len(stats) != 7
-        or None in stats
+        or not _FLOATS.issuperset(map(type, stats))
+        or not math.isfinite(sum(stats))
         or len(buckets) != len(BUCKETS_S) + 1
-        or not all(isinstance(number, int) and number >= 0 for number in buckets)
+        or not _WHOLE.issuperset(map(type, buckets))
+        or min(buckets) < 0
     ):
         return None
-    figures = [figure for figure in stats if figure is not None]
-    return DistributionSummary(count, total, tuple(buckets), last, *figures)
+    return DistributionSummary(count, total, tuple(buckets), last, *stats)
 
 
 def _rows(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +29,9 @@ class BatchWaits:
         original: Callable[[Any], Any] = kind.__next__
 
         def timed(iterator: Any) -> Any:
-            started_s = time.monotonic()
+            started_s, cpu_s = time.monotonic(), time.thread_time()
             item = original(iterator)
-            took_s = time.monotonic() - started_s
-            events.emit(
-                events.PhaseEvent(phase="data", start_s=started_s, duration_s=took_s, thread=threading.get_ident())
-            )
+            events.note_phase("data", started_s, time.monotonic(), (cpu_s, time.thread_time()))
             return item
 
         self._kind, self._next = kind, original

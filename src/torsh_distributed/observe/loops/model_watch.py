@@ -1,7 +1,8 @@
 """The model of a plain loop: when its forward and backward run, its loss, its batch, and the arithmetic of a step.
 
 Nobody says which module the model is. So during one early step every module that is called is looked at, and the
-outermost ones are kept: from then on only they have hooks, which costs a few microseconds a step.
+outermost ones are kept: from then on only they have hooks. Those cost some 0.3 ms of a step, so short steps have them
+now and then (`StepSampling`), not always.
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 class ModelWatch:
     """Hooks on the modules that a loop calls. `end_step` is called in the training thread after every update."""
 
-    def __init__(self, on_counted: Counted) -> None:
+    def __init__(self, on_counted: Counted, on_averaged_group: Callable[[str], None]) -> None:
+        """`on_averaged_group` is told the group of torch's DDP, if its operations are recorded."""
         self._on_counted = on_counted
+        self._on_averaged_group = on_averaged_group
         self._handles: list[Any] = []
+        self._places: list[tuple[dict[int, Any], int, Any]] = []
+        self._is_hooked = False
         self._is_looking = False
-        self._has_models = False
-        self._num_steps = 0
+        self._kept: list[tuple[Any, ModuleFacts]] = []
         self._thread = 0
         self._depth = 0
         self._started_s = 0.0
         self._backward_s = 0.0
-        self._gradients_s = 0.0
+        self._gradients_s = self._gradients_cpu_s = 0.0
         self._ddp_group: str | None = None
         self._count: CountedOperations | None = None
         self._num_flops = 0
@@ -79,10 +83,17 @@ class ModelWatch:
         self.has_phases = True
         """Whether phases are emitted; an Engine emits its own."""
 
-    def end_step(self) -> tuple[float | None, int | None]:
-        """An update was done: its loss, and its samples over all replicas, as far as they were seen."""
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether some waits of a step are seen by the hooks alone: DDP over a group that no recorder of ours sees."""
+        return any(facts.ddp_group is not None and not facts.is_recorded for _, facts in self._kept)
+
+    def end_step(self, num_steps: int, *, watches_next: bool) -> tuple[float | None, int | None]:
+        """`num_steps` updates are done: loss and samples over all replicas of the last one, as far as they were seen.
+
+        Not called after every step; `watches_next` says whether the next one is seen.
+        """
         self._thread = threading.get_ident()
-        self._num_steps += 1
         if self._is_counting and self._num_flops:
             self._on_counted(self._num_flops, known_peak(self._device) if self._device is not None else None)
         self._is_counting, self._num_flops, self._depth = False, 0, 0
@@ -92,11 +103,13 @@ class ModelWatch:
             return None, None
         if self._is_looking:
             self._keep_models()
-        elif not self._has_models and _is_power_of_ten(self._num_steps) and not _compiles():
+        elif not self._kept and _is_power_of_ten(num_steps) and not _compiles():
             self._look()
-        elif self._has_models:
+        elif self._kept:
             # Batches may change their shape, so operations are counted again now and then.
-            self._is_counting = _is_power_of_ten(self._num_steps) and not _compiles()
+            self._is_counting = _is_power_of_ten(num_steps) and not _compiles()
+        if self._kept:
+            self._hook(is_wanted=watches_next or self._is_counting)
         loss, self._loss = self._loss, None
         num_samples, self._num_samples = self._num_samples, None
         return _number(loss), num_samples
@@ -105,7 +118,7 @@ class ModelWatch:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._places, self._is_hooked = [], [], False
 
     # Looking for the model
 
@@ -147,12 +160,35 @@ class ModelWatch:
         self._is_looking = False
         models, self._models = self._models, []
         losses, self._losses = self._losses, []
-        self._has_models = bool(models)
-        for module in [*models, *losses] if models else []:
-            self._handles += [
-                module.register_forward_pre_hook(_BeforeForward(self)),
-                module.register_forward_hook(_AfterForward(self, _facts_of(module)), always_call=True),
-            ]
+        self._kept = [(module, _facts_of(module)) for module in [*models, *losses]] if models else []
+        for _, facts in self._kept:
+            if facts.is_recorded and facts.ddp_group is not None:
+                self._on_averaged_group(facts.ddp_group)
+
+    def _hook(self, *, is_wanted: bool) -> None:
+        """Watch what was found in the next step, or leave it alone: then torch calls the modules without a detour."""
+        if is_wanted == self._is_hooked:
+            return
+        self._is_hooked = is_wanted
+        if is_wanted and not self._handles:
+            for module, facts in self._kept:
+                before, after = _BeforeForward(self), _AfterForward(self, facts)
+                handles = (
+                    module.register_forward_pre_hook(before),
+                    module.register_forward_hook(after, always_call=True),
+                )
+                self._handles += handles
+                self._places += [
+                    (module._forward_pre_hooks, handles[0].id, before),
+                    (module._forward_hooks, handles[1].id, after),
+                ]
+            return
+        # By torch's own dictionaries: to register and remove them every few steps costs as much as the hooks.
+        for hooks, number, hook in self._places:
+            if is_wanted:
+                hooks[number] = hook
+            else:
+                hooks.pop(number, None)
 
     # What a model does
 
@@ -174,9 +210,7 @@ class ModelWatch:
             self._end_count()
         if not self.has_phases:
             return
-        started_s = self._started_s
-        took_s = time.monotonic() - started_s
-        events.emit(events.PhaseEvent(phase="forward", start_s=started_s, duration_s=took_s, thread=self._thread))
+        events.note_phase("forward", self._started_s, time.monotonic())
         loss = _first_tensor(output, _is_loss)
         if loss is not None:
             self._loss = loss.detach()
@@ -226,7 +260,7 @@ class ModelWatch:
             return
         import torch
 
-        self._gradients_s = time.monotonic()
+        self._gradients_s, self._gradients_cpu_s = time.monotonic(), time.thread_time()
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_averaging)
 
@@ -236,27 +270,20 @@ class ModelWatch:
         now_s = time.monotonic()
         last = recorder.last(self._ddp_group or "")
         if now_s - self._gradients_s > _SHORTEST_WAIT_S:
-            events.emit(
-                events.WaitEvent(
-                    op="all_reduce",
-                    group=self._ddp_group or "",
-                    num_started=0,
-                    num_bytes=0,
-                    start_s=self._gradients_s,
-                    duration_s=now_s - self._gradients_s,
-                    sequence=last.sequence if last is not None else None,
-                    thread=threading.get_ident(),
-                )
+            events.note_wait(
+                "all_reduce",
+                self._ddp_group or "",
+                self._gradients_s,
+                now_s,
+                (self._gradients_cpu_s, time.thread_time()),
+                sequence=last.sequence if last is not None else None,
             )
         self._note_backward()
 
     def _note_backward(self) -> None:
         started_s, self._backward_s = self._backward_s, 0.0
         if started_s:
-            took_s = time.monotonic() - started_s
-            events.emit(
-                events.PhaseEvent(phase="backward", start_s=started_s, duration_s=took_s, thread=threading.get_ident())
-            )
+            events.note_phase("backward", started_s, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +292,16 @@ class ModuleFacts:
 
     has_params: bool
     ddp_group: str | None
+    is_recorded: bool
+    """Whether DDP's operations are in our flight recorder: then the end of its last one is known without hooks."""
     num_replicas: int | None
 
 
 def _facts_of(module: Any) -> ModuleFacts:
     has_params = next(module.parameters(), None) is not None
-    return ModuleFacts(has_params, _ddp_group(module), _num_replicas(module))
+    group = _ddp_group(module)
+    is_recorded = group is not None and any(one.is_by_torch and one.group == group for one in recorder)
+    return ModuleFacts(has_params, group, is_recorded, _num_replicas(module))
 
 
 class _ForwardHook:

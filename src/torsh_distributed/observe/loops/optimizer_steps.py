@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torsh_distributed import events
 from torsh_distributed.observe.loops.after_import import AfterImport
 from torsh_distributed.observe.loops.batch_waits import BatchWaits
 from torsh_distributed.observe.loops.model_watch import Counted, ModelWatch
+from torsh_distributed.observe.loops.step_sampling import StepSampling
 
 _ENGINE = "torsh_distributed.train.engine"
 _OPTIMIZERS = "torch.optim.optimizer"
@@ -23,15 +25,23 @@ _active: dict[int, OptimizerSteps] = {}
 
 
 class OptimizerSteps:
-    """Emits a StepEvent and a PhaseEvent for each update. Where the Engine is in use, it tells of its steps itself."""
+    """Tells of each update, and of its part of the step. Where the Engine is in use, it tells of its steps itself."""
 
-    def __init__(self, on_counted: Counted | None = None) -> None:
+    def __init__(
+        self, on_counted: Counted | None = None, on_averaged_group: Callable[[str], None] | None = None
+    ) -> None:
         self._num_steps = 0
         self._first: weakref.ref[Any] | None = None
-        self._started_s = 0.0
+        self._started_s = self._started_cpu_s = 0.0
+        self._num_samples: int | None = None
+        self._sampling = StepSampling()
+        self._looks_at = 1
         self._ended_s: float | None = None
         self._handles: list[Any] = []
-        self._model = ModelWatch(on_counted if on_counted is not None else lambda num_flops, peak: None)
+        self._model = ModelWatch(
+            on_counted if on_counted is not None else lambda num_flops, peak: None,
+            on_averaged_group if on_averaged_group is not None else lambda group: None,
+        )
         self._batches = BatchWaits()
         self._later: AfterImport | None = None
 
@@ -64,35 +74,54 @@ class OptimizerSteps:
         self._batches.remove()
 
     def _before(self, optimizer: Any, args: object, kwargs: object) -> None:
-        self._started_s = time.monotonic()
+        self._started_s, self._started_cpu_s = time.monotonic(), time.thread_time()
 
     def _after(self, optimizer: Any, args: object, kwargs: object) -> None:
+        # Most steps do little more than what is in this function: it runs between two of them, with cold caches.
         now_s = time.monotonic()
+        first = self._first() if self._first is not None else None
+        if first is None:
+            self._first, first = weakref.ref(optimizer), optimizer
         is_engines = _ENGINE in sys.modules
-        if not is_engines:
-            took_s = now_s - self._started_s
-            thread = threading.get_ident()
-            events.emit(events.PhaseEvent(phase="optimizer", start_s=self._started_s, duration_s=took_s, thread=thread))
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer:
-            return  # a loop with several optimizers, as of a GAN, steps when the first one does
-        self._model.has_phases = not is_engines
-        loss, num_samples = self._model.end_step()
+        if first is not optimizer:
+            # A loop with several optimizers, as of a GAN, steps when the first one does.
+            if not is_engines:
+                events.note_phase("optimizer", self._started_s, now_s, (self._started_cpu_s, time.thread_time()))
+            return
+        self._num_steps += 1
+        loss = None
+        if self._num_steps >= self._looks_at:
+            loss = self._look(now_s, is_engines=is_engines)
+        since_s, self._ended_s = self._ended_s, now_s
         if is_engines:
             return
-        since_s = self._ended_s if self._ended_s is not None else self._started_s
-        self._ended_s = now_s
-        self._num_steps += 1
-        events.emit(
-            events.StepEvent(
-                step=self._num_steps,
-                duration_s=now_s - since_s,
-                loss=loss,
-                num_samples=num_samples,
-                learning_rate=_rate_of(optimizer),
+        events.note_step(
+            events.StepNote(
+                threading.get_ident(),
+                self._started_s,
+                now_s,
+                (self._started_cpu_s, time.thread_time()),
+                self._num_steps,
+                now_s - (since_s or self._started_s),
+                loss,
+                self._num_samples,
+                _rate_of(optimizer),
             )
         )
+
+    def _look(self, now_s: float, *, is_engines: bool) -> float | None:
+        """Take what was seen of a step that was watched, and choose the next one; returns its loss."""
+        model, sampling = self._model, self._sampling
+        model.has_phases = not is_engines
+        sampling.add(self._num_steps, now_s)
+        is_always = model.needs_every_step or events.wanted(events.PhaseEvent, is_noted=True)
+        ahead = 1 if is_always else sampling.next_step(self._num_steps) - self._num_steps
+        loss, num_samples = model.end_step(self._num_steps, watches_next=ahead == 1 and not is_engines)
+        # Between two steps that are looked at, batches are taken to be as large as in the last one.
+        self._num_samples = num_samples if num_samples is not None else self._num_samples
+        # At the end of the step before the one that is watched its hooks are set, at its end they are read.
+        self._looks_at = self._num_steps + max(1, ahead - 1)
+        return loss
 
 
 def _rate_of(optimizer: Any) -> float | None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 _LIBRARY = "libnvidia-ml.so.1"
 _TEMPERATURE_OF_GPU = 0
+_SLOWDOWN = 1
+_SINCE_LOADED = 0
+_CORRECTED, _UNCORRECTED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,11 @@ class GpuReading:
     used_bytes: int | None
     total_bytes: int | None
     celsius: int | None
+    limit_celsius: int | None
+    """Where it starts to slow itself down."""
+    corrected_errors: int | None
+    """Errors that its memory corrected, since the driver was loaded."""
+    uncorrected_errors: int | None
     power_w: float | None
     energy_j: float | None
     """Since the driver was loaded."""
@@ -72,6 +80,10 @@ class GpuSensors:
         has_celsius = (
             library.nvmlDeviceGetTemperature(handle, ctypes.c_uint(_TEMPERATURE_OF_GPU), ctypes.byref(celsius)) == 0
         )
+        limit = ctypes.c_uint()
+        has_limit = (
+            library.nvmlDeviceGetTemperatureThreshold(handle, ctypes.c_uint(_SLOWDOWN), ctypes.byref(limit)) == 0
+        )
         milliwatts = _number(library.nvmlDeviceGetPowerUsage, handle, ctypes.c_uint())
         millijoules = _number(library.nvmlDeviceGetTotalEnergyConsumption, handle, ctypes.c_ulonglong())
         return GpuReading(
@@ -80,9 +92,20 @@ class GpuSensors:
             used_bytes=memory.used if has_memory else None,
             total_bytes=memory.total if has_memory else None,
             celsius=celsius.value if has_celsius else None,
+            limit_celsius=limit.value if has_limit else None,
+            corrected_errors=self._memory_errors(handle, _CORRECTED),
+            uncorrected_errors=self._memory_errors(handle, _UNCORRECTED),
             power_w=None if milliwatts is None else milliwatts / 1e3,
             energy_j=None if millijoules is None else millijoules / 1e3,
         )
+
+    def _memory_errors(self, handle: ctypes.c_void_p, kind: int) -> int | None:
+        assert self._library is not None, "a handle comes from the library"
+        count = ctypes.c_ulonglong()
+        code = self._library.nvmlDeviceGetTotalEccErrors(
+            handle, ctypes.c_uint(kind), ctypes.c_uint(_SINCE_LOADED), ctypes.byref(count)
+        )
+        return count.value if code == 0 else None
 
 
 def _number(

@@ -1,10 +1,11 @@
 """Fills the metrics of a rank from the event bus and the flight recorder; no layer is asked to do anything for it.
 
-In the emitting thread an event costs an append. It is looked at later, by `fold`, on the reporter's thread.
+In the emitting thread a note or an event costs an append. It is looked at later, by `fold`, on the reporter's thread.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -13,20 +14,19 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from torsh_distributed import events
-from torsh_distributed.comm.recording.flight_recorder import recorder
+from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.recording.intervals import covered_s
-from torsh_distributed.comm.recording.span_account import SpanAccount, StepSpans
+from torsh_distributed.comm.recording.span_account import StepSpans
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.step_record import StepRecord
+from torsh_distributed.observe.metrics.training_spans import RunDelay, TrainingSpans
 
 MAX_PENDING_EVENTS = 50_000
 MAX_STEPS_A_SUMMARY = 200
 MAX_MARKS_A_SUMMARY = 40
-MAX_TIMELINE_SPANS = 80
 _MAX_TEXT_CHARS = 400
 _LONG_S = 1e6
-_OLD_S = 10.0
-_POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
+_MAX_UNDER_WAY = 1000
 _MARKS = (
     events.CheckpointEvent,
     events.MembershipEvent,
@@ -52,8 +52,8 @@ _NUMBERS = (
 class RankCollector:
     """The metrics of this process. `attach` begins, `fold` adds up; `steps` and `marks` are what came since.
 
-    `fold` may be called by one thread at a time. Events beyond MAX_PENDING_EVENTS between two folds are dropped and
-    counted.
+    `fold` may be called by one thread at a time. Beyond MAX_PENDING_EVENTS between two folds, new events are dropped
+    and counted, and the oldest notes make room for new ones.
     """
 
     def __init__(self, metrics: RankMetrics | None = None) -> None:
@@ -67,17 +67,22 @@ class RankCollector:
         self.timeline_step = 0
         """Which step that is: the roundest number, in twos, so that ranks choose the same one."""
         self._roundness = -1
-        self._pending: deque[tuple[events.Event, int, float]] = deque()
+        self._pending: deque[Any] = deque(maxlen=MAX_PENDING_EVENTS)
+        """Notes, and events as (event, thread, moment, processor time of the thread or None)."""
         self._num_dropped = 0
         self._detach: Callable[[], None] | None = None
         self._thread = threading.main_thread().ident or 0
-        self._account = SpanAccount(time.monotonic(), bubble_waits=_POINT_TO_POINT)
+        self._training = TrainingSpans(time.monotonic())
+        self._run_delay = RunDelay()
+        self._unfinished: list[tuple[events.StepEvent, StepSpans, float | None]] = []
         self._has_begun = False
         self._is_replay = False
-        self._spans: list[list[Any]] = []
+        self._averaged_group: str | None = None
         self._has_waits = False
         self._groups_with_waits: set[str] = set()
         self._looked_s = time.monotonic()
+        self._last_seen: OperationRecord | None = None
+        self._under_way: list[OperationRecord] = []
         self._waited_s = 0.0
         self._has_data = False
         self._new: list[tuple[events.StepEvent, StepRecord]] = []
@@ -89,7 +94,14 @@ class RankCollector:
     def attach(self) -> Self:
         """Take events from now on, until `detach`."""
         if self._detach is None:
-            self._detach = events.subscribe(self._take, *_NUMBERS, *_MARKS)
+            unsubscribe = events.subscribe(self._take, *_NUMBERS, *_MARKS, takes_notes=True)
+            forget = events.take_notes(self._pending.append)
+
+            def detach() -> None:
+                unsubscribe()
+                forget()
+
+            self._detach = detach
         return self
 
     def detach(self) -> None:
@@ -100,13 +112,14 @@ class RankCollector:
 
     def _take(self, event: events.Event) -> None:
         if len(self._pending) < MAX_PENDING_EVENTS:
-            self._pending.append((event, threading.get_ident(), time.monotonic()))
+            cpu_s = time.thread_time() if isinstance(event, events.StepEvent) else None
+            self._pending.append((event, threading.get_ident(), time.monotonic(), cpu_s))
         else:
             self._num_dropped += 1
 
     def take_later(self, event: events.Event, *, now_s: float) -> None:
         """As if the training thread had emitted it at `now_s`; the next `fold` adds it up."""
-        self._pending.append((event, self._thread, now_s))
+        self._pending.append((event, self._thread, now_s, None))
 
     def take(self, event: events.Event, *, now_s: float) -> None:
         """Add an event of a finished run, in order, as if its training thread had emitted it at `now_s`."""
@@ -115,37 +128,57 @@ class RankCollector:
             self.metrics("torsh_collective_seconds", event.op).record(event.duration_s)
         if not self._is_replay and isinstance(event, events.PhaseEvent | events.WaitEvent):
             # The clock of that process, not of this one.
-            self._account = SpanAccount(event.start_s - _LONG_S, bubble_waits=_POINT_TO_POINT)
+            self._training = TrainingSpans(event.start_s - _LONG_S)
             self._is_replay = True
         self._add(event, self._thread, now_s)
+        self._finish_steps(None)
 
     def note_operations(self, num_flops: int, peak_flops: float | None) -> None:
         """A step takes so many operations on this rank, whose device does at most `peak_flops` a second."""
         self._flops_per_step, self._peak_flops = num_flops, peak_flops
 
+    def note_averaged_group(self, group: str) -> None:
+        """torch's DDP averages over this group, whose operations are recorded."""
+        self._averaged_group = self._training.averaged_group = group
+
     def fold(self) -> None:
-        """Add up everything that has happened since the last call."""
-        add, take = self._add, self._pending.popleft
-        for _ in range(len(self._pending)):
-            add(*take())
+        """Add up everything that has happened since the last call, and record it as metrics."""
+        self.fold_steps()
         dropped, self._num_dropped = self._num_dropped, 0
         if dropped:
             self.metrics("torsh_observe_dropped").record(dropped)
         self.settle()
+
+    def fold_steps(self) -> None:
+        """Add up the steps since the last call; their metrics wait for `settle`."""
+        add, take = self._add, self._pending.popleft
+        clock_s = time.time() - time.monotonic()
+        for _ in range(len(self._pending)):
+            entry = take()
+            match entry:  # by how often they come: most are waits and phases
+                case events.WaitNote():
+                    self._add_wait(entry)
+                case events.PhaseNote():
+                    self._add_phase(entry)
+                case events.StepNote(thread=thread, end_s=end_s):
+                    self._add_phase(events.PhaseNote(thread, "optimizer", entry.start_s, end_s, entry.cpu))
+                    self._add_step(events.step_event(entry, clock_s + end_s), thread, end_s, entry.cpu[1])
+                case _:
+                    add(*entry)
+        self._finish_steps(self._run_delay.read(self._thread))
         self._look_at_recorder()
 
-    def _add(self, event: events.Event, thread: int, now_s: float) -> None:
-        # By how often they come: most are waits and phases.
+    def _add(self, event: events.Event, thread: int, now_s: float, cpu_s: float | None = None) -> None:
         match event:
-            case events.WaitEvent():
-                self._add_wait(event, thread)
-            case events.PhaseEvent():
-                if thread == self._thread:
-                    self._has_data = self._has_data or event.phase == "data"
-                    self._account.add_phase(event.phase, event.start_s, event.duration_s)
-                    self._note_span(event.phase, event.start_s, event.duration_s)
+            case events.WaitEvent(op=op, group=group, start_s=start_s):
+                end_s, num_started = start_s + event.duration_s, event.num_started
+                self._add_wait(
+                    events.WaitNote(thread, op, group, start_s, end_s, None, num_started, event.num_bytes, None)
+                )
+            case events.PhaseEvent(phase=phase, start_s=start_s):
+                self._add_phase(events.PhaseNote(thread, phase, start_s, start_s + event.duration_s, None))
             case events.StepEvent():
-                self._add_step(event, thread, now_s)
+                self._add_step(event, thread, now_s, cpu_s)
             case events.CollectiveEvent():
                 self._add_collective(event)
             case events.BucketEvent():
@@ -163,27 +196,47 @@ class RankCollector:
 
     # Steps
 
-    def _add_step(self, event: events.StepEvent, thread: int, now_s: float) -> None:
+    def _add_phase(self, note: events.PhaseNote) -> None:
+        if note.thread == self._thread:
+            self._has_data = self._has_data or note.phase == "data"
+            self._training.add_phase(note)
+
+    def _add_step(self, event: events.StepEvent, thread: int, now_s: float, cpu_s: float | None) -> None:
         if thread != self._thread:
             # Training runs in another thread than the main one: what was seen so far is not its time.
             self._thread = thread
-            self._account = SpanAccount(now_s - event.duration_s, bubble_waits=_POINT_TO_POINT)
-        spans = self._account.end_step(now_s)
+            self._training = TrainingSpans(now_s - event.duration_s)
+            self._training.averaged_group = self._averaged_group
+        spans, computed_s = self._training.end_step(now_s, cpu_s)
         if not self._has_begun:
             # Nothing says when the first step began but the step itself, which does not count the wait for its data.
             self._has_begun = True
             spans.step_s = event.duration_s + spans.phases["data"]
             spans.phases["other"] = 0.0
             spans.phases["other"] = max(0.0, spans.step_s - sum(spans.phases.values()) - sum(spans.waits.values()))
-        spans_seen, self._spans = self._spans, []
+        timeline, self._training.timeline = self._training.timeline, []
         if _roundness(event.step) >= self._roundness:
-            self.timeline, self.timeline_step, self._roundness = spans_seen, event.step, _roundness(event.step)
-        record = self._record_of(event, spans)
-        self.steps.append(record)
-        self._window.append((record, event.num_tokens))
-        self._new.append((event, record))
+            self.timeline, self.timeline_step, self._roundness = timeline, event.step, _roundness(event.step)
+        self._unfinished.append((event, spans, computed_s))
 
-    def _record_of(self, event: events.StepEvent, spans: StepSpans) -> StepRecord:
+    def _finish_steps(self, delay_s: float | None) -> None:
+        """Make the records of the steps since the last call, in which others had this thread's core for `delay_s`."""
+        new, self._unfinished = self._unfinished, []
+        if not new:
+            return
+        # What a thread did not compute, it slept, or somebody else had its core. The kernel says how much that was in
+        # all, of the thread itself; the steps say when.
+        absent = [_busy_s(spans) - computed_s if computed_s is not None else 0.0 for _, spans, computed_s in new]
+        total_s = sum([seconds for seconds in absent if seconds > 0])
+        share = None if delay_s is None else min(1.0, delay_s / total_s) if total_s > 0 else 0.0
+        for (event, spans, _), absent_s in zip(new, absent, strict=True):
+            self._waited_s += sum(spans.waits.values())
+            record = self._record_of(event, spans, None if share is None else share * max(0.0, absent_s))
+            self.steps.append(record)
+            self._window.append((record, event.num_tokens))
+            self._new.append((event, record))
+
+    def _record_of(self, event: events.StepEvent, spans: StepSpans, preempted_s: float | None) -> StepRecord:
         phases = spans.phases
         has_phases = "forward" in phases or "backward" in phases or "schedule" in phases
         return StepRecord(
@@ -200,6 +253,7 @@ class RankCollector:
             loss=event.loss if event.loss is not None and math.isfinite(event.loss) else None,
             num_samples=event.num_samples,
             is_skipped=event.is_skipped,
+            preempted_s=preempted_s,
         )
 
     def timeline_taken(self) -> None:
@@ -265,16 +319,13 @@ class RankCollector:
 
     # Communication
 
-    def _add_wait(self, event: events.WaitEvent, thread: int) -> None:
+    def _add_wait(self, note: events.WaitNote) -> None:
         self._has_waits = True
-        self._groups_with_waits.add(event.group)
-        if event.num_started:
-            self._count(event.op, event.num_started, event.num_bytes)
-        if thread == self._thread:
-            self._waited_s += event.duration_s
-            self._account.add_wait(event.op, event.start_s, event.duration_s)
-            if len(self._spans) < MAX_TIMELINE_SPANS:
-                self._spans.append([f"wait: {event.op}", event.start_s, event.duration_s])
+        self._groups_with_waits.add(note.group)
+        if note.num_started:
+            self._count(note.op, note.num_started, note.num_bytes)
+        if note.thread == self._thread:
+            self._training.add_wait(note)
 
     def _add_collective(self, event: events.CollectiveEvent) -> None:
         if event.error is not None:
@@ -292,13 +343,15 @@ class RankCollector:
         since_s, self._looked_s = self._looked_s, time.monotonic()
         intervals = []
         moved: dict[str, list[float]] = {}
-        for record in recorder.timed():
+        under_way, self._under_way = self._under_way, []
+        newest, last = None, self._last_seen
+        for record in itertools.chain(itertools.takewhile(lambda one: one is not last, recorder.timed()), under_way):
+            newest = newest or record
             if record.end_s is None or record.end_s > self._looked_s:
+                self._under_way.append(record)
                 continue
             if record.end_s <= since_s:
-                if record.end_s < since_s - _OLD_S:
-                    break  # the ring is in the order of beginnings: what is before it ended long ago too
-                continue
+                continue  # it ended before anybody looked
             intervals.append((max(record.start_s, since_s), record.end_s))
             took_s = record.end_s - record.start_s
             self.metrics("torsh_collective_seconds", record.op).record(took_s)
@@ -306,6 +359,8 @@ class RankCollector:
                 sums = moved.setdefault(record.op, [0.0, 0.0])
                 sums[0] += record.num_bytes
                 sums[1] += took_s
+        self._last_seen = newest or last
+        del self._under_way[_MAX_UNDER_WAY:]
         for op, (num_bytes, seconds) in moved.items():
             if seconds > 0:
                 self.metrics("torsh_collective_bytes_per_second", op).record(num_bytes / seconds)
@@ -313,10 +368,6 @@ class RankCollector:
         under_way_s = covered_s(intervals)
         if under_way_s > 0 and self._has_waits:
             self.metrics("torsh_overlap_ratio").record(max(0.0, 1 - waited_s / under_way_s))
-
-    def _note_span(self, name: str, start_s: float, duration_s: float) -> None:
-        if len(self._spans) < MAX_TIMELINE_SPANS:
-            self._spans.append([name, start_s, duration_s])
 
     # Rare events
 
@@ -347,6 +398,12 @@ class RankCollector:
             self.metrics("torsh_checkpoint_step").record(event.step)
             if event.num_bytes is not None:
                 self.metrics("torsh_checkpoint_size_bytes").record(event.num_bytes)
+
+
+def _busy_s(spans: StepSpans) -> float:
+    """The time in which the thread waited for nobody and for no data."""
+    phases = spans.phases
+    return spans.step_s - sum(spans.waits.values()) - phases.get("data", 0.0) - phases.get("schedule", 0.0)
 
 
 def _roundness(step: int) -> int:

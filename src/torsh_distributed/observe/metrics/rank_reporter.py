@@ -22,6 +22,9 @@ MAX_PACKET_BYTES = 60 * 1024
 """The line to the launcher takes 64 KiB, with what it adds itself."""
 _ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 250, "metrics": 560}
 """The most that a row of each takes, but for texts of the user's."""
+_SECONDS_OF_METRICS = 4
+"""Steps travel in every summary. What is read and reckoned from them comes with each fourth, and with the first two and
+the last: statistics of hundreds of values are most of what a summary costs, on both ends."""
 _C10D = "torch.distributed.distributed_c10d"
 _log = logging.getLogger(__name__)
 
@@ -38,8 +41,9 @@ class RankReporter:
         self._sensors = ProcessSensors()
         # One rank of a node reads the node.
         self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        self._optimizer_steps = OptimizerSteps(collector.note_operations)
+        self._optimizer_steps = OptimizerSteps(collector.note_operations, collector.note_averaged_group)
         self._sequence = 0
+        self._turn = _rank() % _SECONDS_OF_METRICS  # so that of many ranks not all tell everything at once
         self._has_failed = False
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -79,18 +83,18 @@ class RankReporter:
 
     def _packet(self) -> dict[str, Any]:
         collector = self._collector
+        self._sequence += 1
+        is_turn = self._sequence <= 2 or self._sequence % _SECONDS_OF_METRICS == self._turn
+        found = {"rank": _rank(), "sequence": self._sequence}
+        if not is_turn and not self._closing.is_set():
+            collector.fold_steps()
+            return step_packet(collector, time=time.time(), clock=time.time() - time.monotonic(), **found)
         collector.fold()
         self._sensors.read(collector.metrics)
         if self._machine is not None:
             self._machine.read(collector.metrics)
-        self._sequence += 1
         return summary_packet(
-            collector,
-            rank=_rank(),
-            sequence=self._sequence,
-            time=time.time(),
-            clock=time.time() - time.monotonic(),
-            facts={**_place(), **self.facts},
+            collector, time=time.time(), clock=time.time() - time.monotonic(), facts={**_place(), **self.facts}, **found
         )
 
 
@@ -104,15 +108,9 @@ def summary_packet(
     collector.settle()
     packet = _within_limit(
         {
-            "type": "metrics",
-            "rank": rank,
-            "sequence": sequence,
-            "time": time,
-            "clock": clock,
+            **step_packet(collector, rank=rank, sequence=sequence, time=time, clock=clock),
             "metrics": collector.metrics.summary(),
             "custom": collector.metrics.definitions(),
-            "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
-            "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
             "timeline": [[name, round(start, 6), round(took, 6)] for name, start, took in collector.timeline],
             "timeline_step": collector.timeline_step,
             "facts": facts,
@@ -120,6 +118,19 @@ def summary_packet(
     )
     collector.timeline_taken()
     return packet
+
+
+def step_packet(collector: RankCollector, *, rank: int, sequence: int, time: float, clock: float) -> dict[str, Any]:
+    """The message with the steps and marks alone; it takes them as `summary_packet` does."""
+    return {
+        "type": "metrics",
+        "rank": rank,
+        "sequence": sequence,
+        "time": time,
+        "clock": clock,
+        "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
+        "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
+    }
 
 
 def _within_limit(packet: dict[str, Any]) -> dict[str, Any]:

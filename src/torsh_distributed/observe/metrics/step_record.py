@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torsh_distributed.errors import SerializationError
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step. The parts add up to `step_s`; a part that was not measured is None."""
+class StepRecord(NamedTuple):
+    """One step. The parts add up to `step_s`; a part that was not measured is None.
+
+    Of steps that were not looked at, forward and backward are part of `other_s`.
+    """
 
     step: int
     time: float
@@ -29,11 +31,18 @@ class StepRecord:
     loss: float | None = None
     num_samples: int | None = None
     is_skipped: bool = False
+    preempted_s: float | None = None
+    """Of its busy time, the seconds in which it was ready to run and other processes had its core."""
 
     @property
     def busy_s(self) -> float:
         """The time in which the rank waited for nobody and for no data."""
         return self.step_s - (self.wait_s or 0.0) - (self.data_s or 0.0) - (self.bubble_s or 0.0)
+
+    @property
+    def own_s(self) -> float:
+        """The busy time that is the rank's own: without what others took of its core."""
+        return max(0.0, self.busy_s - (self.preempted_s or 0.0))
 
     def to_row(self) -> list[Any]:
         """As a JSON array, in the order of the fields."""
@@ -49,6 +58,7 @@ class StepRecord:
             self.loss,
             self.num_samples,
             self.is_skipped,
+            None if self.preempted_s is None else round(self.preempted_s, 8),
         ]
 
     @classmethod
@@ -56,20 +66,22 @@ class StepRecord:
         """What `to_row` gave, which came from another process; raises SerializationError if it is something else."""
         if not isinstance(row, list) or len(row) != _NUM_FIELDS:
             raise SerializationError("a step that another process sent is not understood", got=repr(row)[:100])
-        *numbers, is_skipped = row
-        for value in numbers:
-            # Of many ranks this is done ten thousand times a second: by type, and infinity minus itself is NaN.
-            kind = type(value)
-            is_number = value - value == 0.0 if kind is float else kind is int or value is None
-            if not is_number:
-                raise SerializationError("a step that another process sent has no numbers", got=repr(row)[:100])
-        if numbers[0] is None or numbers[1] is None or numbers[2] is None or numbers[9] is None:
+        values = [*row]
+        values[_SKIPPED] = None
+        # Of many ranks this is done thousands of times a second: all types at once, and infinity minus itself is NaN.
+        total = sum(filter(None, values)) if _NUMBERS.issuperset(map(type, values)) else math.nan
+        if total - total != 0.0:
+            raise SerializationError("a step that another process sent has no numbers", got=repr(row)[:100])
+        if values[0] is None or values[1] is None or values[2] is None or values[9] is None:
             raise SerializationError("a step that another process sent has no time", got=repr(row)[:100])
-        numbers[0] = int(numbers[0])
-        return cls(*numbers, *[bool(is_skipped)])
+        values[0] = int(values[0])
+        values[_SKIPPED] = bool(row[_SKIPPED])
+        return cls._make(values)
 
 
-_NUM_FIELDS = len(fields(StepRecord))
+_NUM_FIELDS = len(StepRecord._fields)
+_SKIPPED = StepRecord._fields.index("is_skipped")
+_NUMBERS = frozenset((float, int, type(None)))
 PARTS: Sequence[str] = ("forward", "backward", "optimizer", "wait", "bubble", "data", "other")
 """The parts of a step, in the order in which they are shown."""
 

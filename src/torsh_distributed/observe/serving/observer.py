@@ -47,7 +47,7 @@ class Observer:
         self._tell = tell
         self._stack = ExitStack()
         self._anomalies = AnomalyWatch(self.view)
-        self._alerts = AlertManager(on_alert=self._take_alert)
+        self._alerts = AlertManager(on_alert=self._take_alert, on_clear=self._take_cleared)
         self._queue: AlertQueue | None = None
         self.view.job_value_sources += [self._anomalies.values, self._alerts.values]
         self._feed = PageFeed(self.state)
@@ -154,6 +154,10 @@ class Observer:
         events.emit(event)
         with self.view.lock:  # it stays among what happened when it has ended
             self.view.incidents.append(events.to_record(event))
+
+    def _take_cleared(self, rule: AlertRule, alert: Alert) -> None:
+        if self._queue is not None:
+            self._queue.put(rule, alert)
 
     # Every second
 

@@ -316,7 +316,7 @@ class GradientSync:
     def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
         """Note a bucket to be waited for before the reducer does, if waits are timed: its own wait cannot be."""
         is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_backward and self._device.type == "cpu" and events.wanted(events.WaitEvent):
+        if is_in_backward and self._device.type == "cpu" and events.wants_waits():
             self._travelling.append(bucket)
         return bucket
 

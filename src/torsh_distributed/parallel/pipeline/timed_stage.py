@@ -97,5 +97,5 @@ class TimedStage(PipelineStage):
     def _record(self, kind: Kind, microbatch: int, started: float) -> None:
         ended = time.monotonic()
         self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
-        if events.wanted(events.PhaseEvent):
-            events.emit(events.PhaseEvent(phase="stage", start_s=started, duration_s=ended - started))
+        if events.wants_phases():
+            events.note_phase("stage", started, ended)

@@ -45,6 +45,7 @@ def compare(
             assert ours[rank][1][number] == theirs[rank][1][number], scaling
 
 
+@pytest.mark.matrix
 @pytest.mark.needs_deepspeed
 @pytest.mark.timeout(300)
 def test_losses_and_loss_scales_are_those_of_deepspeed(world: World, deepspeed_world: DeepSpeedWorld) -> None:

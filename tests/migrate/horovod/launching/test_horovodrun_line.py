@@ -13,7 +13,6 @@ from torsh_distributed.migrate.horovod.launching.horovodrun_line import FLAGS
 
 REFUSED = {
     *("--version", "-cb", "--check-build", "--jsrun", "--mpi-args", "--binding-args", "--thread-affinity"),
-    *("--host-discovery-script", "--blacklist-cooldown-range"),
 }
 OURS = {"--nproc-per-node": True, "--verbose": False, "--log-dir": True, "--mpi": False, "--max-restarts": True}
 
@@ -58,6 +57,31 @@ def translate(text: str) -> tuple[list[str], dict[str, str], list[str]]:
             {"HOROVOD_ELASTIC": "1"},
         ),
         (
+            "-np 2 --min-np 1 --elastic-timeout 9 t.py",
+            "--wait-timeout 9 --elastic --min-workers 1 --max-workers 2 --nproc-per-node 2 t.py",
+            {"HOROVOD_ELASTIC": "1"},
+        ),
+        ("-np 2 --elastic-timeout 9 t.py", "--join-timeout 9 --nproc-per-node 2 t.py", {}),
+        (
+            (
+                "-np 2 --min-np 1 --max-np 4 --host-discovery-script ./d.sh --slots 3 --blacklist-cooldown-range 5 60 "
+                "--elastic-timeout 9 t.py"
+            ),
+            (
+                "--elastic --min-workers 1 --max-workers 4 --nproc-per-node 2 --wait-timeout 9 "
+                "--host-discovery-script ./d.sh --slots-per-host 3 --host-cooldown 5-60 t.py"
+            ),
+            {"HOROVOD_ELASTIC": "1"},
+        ),
+        (
+            "-np 4 --host-discovery-script=./d.sh t.py",
+            (
+                "--elastic --min-workers 4 --max-workers 65536 --nproc-per-node 4 --wait-timeout 600 "
+                "--host-discovery-script ./d.sh t.py"
+            ),
+            {"HOROVOD_ELASTIC": "1"},
+        ),
+        (
             "--min-np 2 t.py",
             "--elastic --min-workers 2 --max-workers 2 --nproc-per-node 2 t.py",
             {"HOROVOD_ELASTIC": "1"},
@@ -87,6 +111,26 @@ def test_every_option_is_honoured_noted_or_refused_by_name(flag: str, tmp_path: 
     assert all(note.startswith(f"{flag} ") for note in line.notes)
     does_nothing = flag in ("--gloo", "--no-autotune", "--slots", "--slots-per-host")
     assert line.notes or line.args != ["t.py"] or len(line.env) > 1 or does_nothing
+
+
+def test_hosts_that_a_script_names_are_named_nowhere_else(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="say the same thing twice"):
+        translate("-np 2 -H localhost:2 --host-discovery-script ./d.sh t.py")
+    with pytest.raises(InvalidArgument, match="not between --min-np 3"):
+        translate("-np 2 --min-np 3 --host-discovery-script ./d.sh t.py")
+    config = tmp_path / "config.yaml"
+    config.write_text("host-discovery-script: ./d.sh\nblacklist-cooldown-range: [5, 60]\nmin-np: 2\n")
+    assert translate(f"--config-file {config} t.py")[0][-5:] == [
+        "--host-discovery-script",
+        "./d.sh",
+        "--host-cooldown",
+        "5-60",
+        "t.py",
+    ]
+    config.write_text("blacklist-cooldown-range: 5\n")
+    with pytest.raises(InvalidArgument, match="takes 2 value"):
+        translate(f"--config-file {config} t.py")
+    assert "has no effect" in translate("-np 2 --blacklist-cooldown-range 5 60 t.py")[2][0]
 
 
 def test_several_hosts_are_entered_over_ssh_unless_the_user_starts_each(

@@ -15,6 +15,7 @@ from torsh_distributed import events
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.events import JsonlSink
 from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note_error_in_flight, open_line
+from torsh_distributed.launch.worker.recording.hardware_samples import HardwareSamples
 from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
 from torsh_distributed.observe.loops.loader_workers import LOADER_WORKERS_VARIABLE, use_loader_workers
@@ -29,7 +30,7 @@ LIMIT_VARIABLE = "TORSH_EVENTS_MAX_MB"
 """The most that the events of a rank take; the oldest are dropped. `torsh run --trace` sets it."""
 
 # By process: a forked child records into its own files.
-_recorders: dict[int, list[JsonlSink | MemorySamples | ProgressWriter]] = {}
+_recorders: dict[int, list[JsonlSink | MemorySamples | HardwareSamples | ProgressWriter]] = {}
 
 
 def record_events(directory: str | Path | None = None) -> None:
@@ -39,10 +40,11 @@ def record_events(directory: str | Path | None = None) -> None:
     """
     if os.getpid() in _recorders:
         return
-    started: list[JsonlSink | MemorySamples | ProgressWriter] = []
+    started: list[JsonlSink | MemorySamples | HardwareSamples | ProgressWriter] = []
     chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
     if chosen:
         started += [JsonlSink(chosen, limit_bytes=_limit_bytes()), MemorySamples()]
+        started.append(HardwareSamples(is_first_of_node=os.environ.get("LOCAL_RANK", "0") == "0"))
     progress = os.environ.get("TORSH_PROGRESS_FILE")
     if progress:
         started.append(ProgressWriter(progress, on_leaving=note_error_in_flight))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.launch.control.this_machine import is_this_machine
 from torsh_distributed.migrate.command_lines import TranslatedLine
 from torsh_distributed.migrate.deepspeed.launching.deepspeed_hosts import (
     Resources,
@@ -15,12 +16,7 @@ from torsh_distributed.migrate.deepspeed.launching.deepspeed_hosts import (
     parse_filter,
     read_resources,
 )
-from torsh_distributed.migrate.horovod.launching.host_slots import (
-    BY_HAND,
-    HostSlots,
-    is_this_machine,
-    node_options,
-)
+from torsh_distributed.migrate.horovod.launching.host_slots import BY_HAND, HostSlots, node_options
 
 LOCAL_RANK_VARIABLE = "TORSH_DEEPSPEED_LOCAL_RANK"
 """Tells the stand-in to pass `--local_rank=N` to the script, as DeepSpeed's launcher does."""

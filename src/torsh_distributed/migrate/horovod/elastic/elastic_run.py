@@ -63,8 +63,10 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                 if limit is not None and num_resets >= limit:
                     raise
                 _note("the members of the job changed")
+                state.agree()  # while those that leave are still there
                 is_moved = members is not None and members.follow()
-                must_sync = not interrupt.skip_sync
+                # The world that is entered may be a newer one than the interrupt told of.
+                must_sync = not interrupt.skip_sync or (members is not None and members.has_newcomers)
             num_resets += 1
             if not is_moved:
                 reset()

@@ -2,13 +2,13 @@
 
 As in Horovod, the remaining samples are dealt out again after a reset, and padded with repeated ones so every rank has
 the same number. With `exactly_once=True` none is repeated or lost: ranks remember the indices they processed, agree on
-them when they synchronise, and may differ by one sample; use `hvd.join()` at the end of such an epoch.
+them at every commit and before some leave, and may differ by one sample; use `hvd.join()` at the end of such an epoch.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.processed_num = 0
         self.processed_indices: set[int] = set()
+        self._untold: list[int] = []
         self.num_replicas = 0
         self.rank = 0
         self.remaining_indices: list[int] = []
@@ -42,15 +43,28 @@ class ElasticSampler(Sampler[int]):
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
+        self._untold = []
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that this rank has processed a batch, the `batch_idx`-th of `batch_size` since the last reset."""
         if self.exactly_once:
-            self.processed_indices.update(self._own[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+            done = self.get_indices(batch_idx, batch_size)
+            self.processed_indices.update(done)
+            self._untold += done
             self.processed_num = len(self.processed_indices)
         else:
             self.processed_num += batch_size * self.num_replicas
+
+    def news(self) -> tuple[int, list[int]]:
+        """The epoch, and what this rank has processed since the ranks last agreed (`exactly_once`)."""
+        return self.epoch, self._untold
+
+    def merge(self, told: Sequence[tuple[int, list[int]]]) -> None:
+        """Count what the ranks have processed of this epoch; it is not dealt out again after a reset."""
+        self.processed_indices.update(index for epoch, done in told if epoch == self.epoch for index in done)
+        self.processed_num = len(self.processed_indices)
+        self._untold = []
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The samples of a batch of this rank."""
@@ -88,6 +102,7 @@ class ElasticSampler(Sampler[int]):
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.processed_indices = set(state_dict.get("processed_indices", ()))
+        self._untold = []
         self.reset()
 
     @override

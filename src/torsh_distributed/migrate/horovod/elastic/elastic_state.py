@@ -89,6 +89,9 @@ class State:
     def reset(self) -> None:
         """Adapt to other ranks; nothing by default."""
 
+    def agree(self) -> None:
+        """Tell each other what only one rank knows, before some leave; every rank calls this. Nothing by default."""
+
     def load_commit(self) -> None:
         """Continue from a commit of an earlier attempt of this job, if there is one; nothing by default."""
 
@@ -167,7 +170,13 @@ class TorchState(ObjectState):
         super().save()
 
     @override
+    def agree(self) -> None:
+        for handler in self._handlers.values():
+            handler.agree()
+
+    @override
     def commit(self) -> None:
+        self.agree()
         self.save()
         if self._commit_file is not None and self._get_rank() == 0:
             self._commit_file.write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from torsh_distributed.elastic.entering import enter_newest
+from torsh_distributed.elastic.entering import enter_newest, news_timeout_s
 from torsh_distributed.elastic.epoch_world import EpochWorld
 from torsh_distributed.elastic.membership_client import MembershipClient, WorldView, open_membership
 from torsh_distributed.migrate.horovod.basics import init, shutdown
@@ -14,7 +14,7 @@ from torsh_distributed.train.continuing.elastic_steps import is_elastic_job
 _ENTER_TIMEOUT_S = 300.0
 """As elastic.scaling_timeout_s of a plan."""
 _NEWS_TIMEOUT_S = 30.0
-"""How long a failed operation waits for word from the launcher: with too few survivors for a replacement to start."""
+"""How long a failed operation waits for word from the launcher, which says so itself if training may wait longer."""
 _ADDED, _REMOVED = 0, 1
 
 
@@ -26,6 +26,8 @@ class JobMembers:
         self._world = EpochWorld(client.member)
         self._entered_epoch = client.current.epoch
         self._stepped_epoch = client.current.epoch
+        self.has_newcomers = False
+        """Whether the present world has members that were not in the one before: they need the state."""
         client.call_on_news(self._interrupt)
         client.tell("ready")
 
@@ -51,7 +53,8 @@ class JobMembers:
         if not self._client.is_interrupted:
             if not _has_ended():
                 return False
-            if self._client.await_view(_NEWS_TIMEOUT_S, is_wanted=lambda view: view.is_urgent) is None:
+            limit_s = max(_NEWS_TIMEOUT_S, news_timeout_s())
+            if self._client.await_view(limit_s, is_wanted=lambda view: view.is_urgent) is None:
                 return False
         self._enter()
         return True
@@ -77,7 +80,10 @@ class JobMembers:
 
     def _enter(self) -> None:
         shutdown()
-        enter_newest(self._client, self._enter_view, timeout_s=_ENTER_TIMEOUT_S)
+        before = set(self._client.current.members)
+        # A world that is held because it is too small is entered once it has grown.
+        enter_newest(self._client, self._enter_view, timeout_s=max(_ENTER_TIMEOUT_S, news_timeout_s()))
+        self.has_newcomers = not set(self._client.current.members) <= before
         self._client.call_on_news(self._interrupt)
         self._interrupt()  # for a view that came in between
 

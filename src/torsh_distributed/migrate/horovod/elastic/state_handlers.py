@@ -36,6 +36,9 @@ class StateHandler:
         """Make the part equal on all ranks; every rank calls this."""
         raise NotImplementedError
 
+    def agree(self) -> None:
+        """Tell the other ranks what only this one knows; every rank calls this. Nothing by default."""
+
     def set_value(self, value: Any) -> None:
         """Handle another object from now on."""
         self.value = value
@@ -95,6 +98,11 @@ class OptimizerStateHandler(_DictHandler):
 
 class SamplerStateHandler(_DictHandler):
     """A sampler: what any rank has processed counts as processed."""
+
+    @override
+    def agree(self) -> None:
+        if self.value.exactly_once:
+            self.value.merge(allgather_object(self.value.news(), "sampler.news"))
 
     @override
     def sync(self) -> None:

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _LOCAL_HOSTS = ("localhost", "127.0.0.1")
 _REFUSED = {
     "hostfile": "start the script with `torsh run --as horovod --hostfile FILE` on every host",
-    "host_discovery_script": "the number of hosts is fixed; leave it out",
+    "host_discovery_script": "start the script with `torsh run --as horovod --host-discovery-script FILE`",
     "ssh_port": "workers are started on this machine; on others start `torsh run` there",
     "ssh_identity_file": "workers are started on this machine; on others start `torsh run` there",
     "mpi_args": "no MPI is underneath",

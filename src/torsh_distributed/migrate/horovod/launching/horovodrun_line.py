@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.migrate.command_lines import TranslatedLine
+from torsh_distributed.migrate.horovod.launching.horovodrun_yaml import config_flags
 from torsh_distributed.migrate.horovod.launching.host_slots import (
     BY_HAND,
     HostSlots,
@@ -31,6 +31,9 @@ class _Line:
     most: int | None = None
     hosts: list[HostSlots] | None = None
     slots_per_host: int | None = None
+    discovery_script: str | None = None
+    cooldown: str | None = None
+    elastic_timeout: str | None = None
     ssh: dict[str, str] = field(default_factory=dict)
     """By option: what ssh is told, if hosts are entered."""
 
@@ -74,6 +77,13 @@ def _field(name: str) -> _Flag:
     return _Flag(1, read)
 
 
+def _text(name: str) -> _Flag:
+    def read(line: _Line, flag: str, values: list[str]) -> None:
+        setattr(line, name, values[0])
+
+    return _Flag(1, read)
+
+
 def _ssh(name: str) -> _Flag:
     def read(line: _Line, flag: str, values: list[str]) -> None:
         line.ssh[flag] = f"{name}={values[0]}"
@@ -112,6 +122,10 @@ def _take_interface(line: _Line, flag: str, values: list[str]) -> None:
     line.env["NCCL_SOCKET_IFNAME"] = f"={values[0]}"
 
 
+def _take_cooldown(line: _Line, flag: str, values: list[str]) -> None:
+    line.cooldown = "-".join(values)
+
+
 def _take_reset_limit(line: _Line, flag: str, values: list[str]) -> None:
     line.options += ["--max-restarts", str(_whole_number(flag, values[0]))]
     line.env["HOROVOD_RESET_LIMIT"] = values[0]
@@ -123,7 +137,7 @@ def _take_timestamps(line: _Line, flag: str, values: list[str]) -> None:
 
 
 def _take_config(line: _Line, flag: str, values: list[str]) -> None:
-    for words in config_flags(values[0]):
+    for words in config_flags(values[0], {name: one.num_values for name, one in FLAGS.items()}):
         _take(line, words[0], list(words[1:]))
 
 
@@ -142,7 +156,10 @@ def _megabytes(text: str) -> str:
 
 _BACKEND = "the torsh backend goes through shared memory on a node and over the network between nodes by itself"
 _TUNING = "the defaults need no tuning"
-_ASKED = "hosts are not looked for: workers come and go by `torsh scale`"
+_ELASTIC_TIMEOUT_S = "600"
+"""Horovod's default: how long an elastic job waits for slots."""
+_UNBOUNDED = 65536
+"""Workers of an elastic job for which Horovod is given no limit."""
 
 FLAGS: dict[str, _Flag] = {
     "-np": _field("num_proc"),
@@ -153,7 +170,7 @@ FLAGS: dict[str, _Flag] = {
     "--hostfile": _Flag(1, _take_hostfile),
     "--config-file": _Flag(1, _take_config),
     "--start-timeout": _option("--join-timeout"),
-    "--elastic-timeout": _option("--join-timeout"),
+    "--elastic-timeout": _text("elastic_timeout"),
     "--network-interface": _Flag(1, _take_interface),
     "--network-interfaces": _Flag(1, _take_interface),
     "--output-filename": _option("--log-dir"),
@@ -194,8 +211,8 @@ FLAGS: dict[str, _Flag] = {
     "--slots-per-host": _field("slots_per_host"),
     "--slots": _field("slots_per_host"),
     "--reset-limit": _Flag(1, _take_reset_limit),
-    "--host-discovery-script": _refused(1, _ASKED, "name the hosts with -H or --hostfile"),
-    "--blacklist-cooldown-range": _refused(2, "hosts are not excluded from a job", "leave it out"),
+    "--host-discovery-script": _text("discovery_script"),
+    "--blacklist-cooldown-range": _Flag(2, _take_cooldown),
     # Timeline and stalls.
     "--timeline-filename": _variable("HOROVOD_TIMELINE"),
     "--timeline-mark-cycles": _switch("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
@@ -251,7 +268,7 @@ def translate(args: Sequence[str], ours: Mapping[str, bool]) -> TranslatedLine:
     if rest[:1] == ["--"]:
         del rest[0]
     where = _placement(line)
-    if "--ssh" in where:
+    if "--ssh" in where or line.discovery_script is not None:
         where += [word for setting in line.ssh.values() for word in ("--ssh-option", setting)]
     else:
         line.notes += [f"{flag} has no effect: no host is entered over SSH" for flag in line.ssh]
@@ -264,12 +281,18 @@ def _take(line: _Line, name: str, values: list[str]) -> None:
 
 def _placement(line: _Line) -> list[str]:
     """Where the workers run."""
-    if line.least is not None or line.most is not None:
+    if line.discovery_script is not None:
+        return _discovery(line, line.discovery_script)
+    if line.cooldown is not None:
+        line.notes.append("--blacklist-cooldown-range has no effect: without a script that names others, hosts stay")
+    is_elastic = line.least is not None or line.most is not None
+    if line.elastic_timeout is not None:
+        line.options += ["--wait-timeout" if is_elastic else "--join-timeout", line.elastic_timeout]
+    if is_elastic:
         _check_range(line)
     if line.num_proc is None and line.hosts is None:
         return []
-    if "--nproc-per-node" in line.options:
-        raise InvalidArgument("-np and --nproc-per-node say the same thing twice", hint="give one of the two")
+    _refuse_two_numbers(line)
     hosts = line.hosts
     if hosts is None:
         return ["--nproc-per-node", str(line.num_proc)]
@@ -279,6 +302,33 @@ def _placement(line: _Line) -> list[str]:
     return node_options(hosts, line.num_proc, by_hand=by_hand)
 
 
+def _refuse_two_numbers(line: _Line) -> None:
+    if "--nproc-per-node" in line.options:
+        raise InvalidArgument("-np and --nproc-per-node say the same thing twice", hint="give one of the two")
+
+
+def _discovery(line: _Line, script: str) -> list[str]:
+    """An elastic job whose hosts a script names. It starts with all slots, as soon as there are `-np` of them."""
+    if line.hosts is not None:
+        raise InvalidArgument(
+            "--host-discovery-script and -H or --hostfile say the same thing twice", hint="give one of the two"
+        )
+    if line.num_proc is not None:
+        _refuse_two_numbers(line)
+    # As in Horovod: without --min-np no fewer than -np, and without --max-np as many as there are slots.
+    start = line.num_proc or line.least or 1
+    least, most = line.least or start, line.most or _UNBOUNDED
+    _require_between(start, least, most)
+    line.env["HOROVOD_ELASTIC"] = "1"
+    words = ["--elastic", "--min-workers", str(least), "--max-workers", str(most), "--nproc-per-node", str(start)]
+    words += ["--wait-timeout", line.elastic_timeout or _ELASTIC_TIMEOUT_S, "--host-discovery-script", script]
+    if line.slots_per_host is not None:
+        words += ["--slots-per-host", str(line.slots_per_host)]
+    if line.cooldown is not None:
+        words += ["--host-cooldown", line.cooldown]
+    return words
+
+
 def _check_range(line: _Line) -> None:
     """Workers come and go between the two bounds: survivors go on, and lost ones are replaced."""
     line.env["HOROVOD_ELASTIC"] = "1"
@@ -286,11 +336,15 @@ def _check_range(line: _Line) -> None:
         line.num_proc = line.least if line.least is not None else line.most
     assert line.num_proc is not None, "one of the bounds is given"
     least, most = line.least or 1, line.most or line.num_proc
-    if not least <= line.num_proc <= most:
-        raise InvalidArgument(
-            f"-np {line.num_proc} is not between --min-np {least} and --max-np {most}", hint="start a number in between"
-        )
+    _require_between(line.num_proc, least, most)
     line.options += ["--elastic", "--min-workers", str(least), "--max-workers", str(most)]
+
+
+def _require_between(start: int, least: int, most: int) -> None:
+    if not least <= start <= most:
+        raise InvalidArgument(
+            f"-np {start} is not between --min-np {least} and --max-np {most}", hint="start a number in between"
+        )
 
 
 def _program(words: list[str]) -> list[str]:
@@ -307,73 +361,3 @@ def _program(words: list[str]) -> list[str]:
     if not rest or rest[0].startswith("-"):
         return ["--no-python", *words]
     return rest
-
-
-_SECTIONS: dict[str, dict[str, str]] = {
-    "params": {
-        "fusion-threshold-mb": "--fusion-threshold-mb",
-        "cycle-time-ms": "--cycle-time-ms",
-        "cache-capacity": "--cache-capacity",
-        "hierarchical-allreduce": "--hierarchical-allreduce",
-        "hierarchical-allgather": "--hierarchical-allgather",
-        "torus-allreduce": "--torus-allreduce",
-    },
-    "autotune": {
-        "enabled": "--autotune",
-        "log-file": "--autotune-log-file",
-        "warmup-samples": "--autotune-warmup-samples",
-        "steps-per-sample": "--autotune-steps-per-sample",
-        "bayes-opt-max-samples": "--autotune-bayes-opt-max-samples",
-        "gaussian-process-noise": "--autotune-gaussian-process-noise",
-    },
-    "timeline": {"filename": "--timeline-filename", "mark-cycles": "--timeline-mark-cycles"},
-    "stall-check": {
-        "enabled": "--stall-check",
-        "warning-time-seconds": "--stall-check-warning-time-seconds",
-        "shutdown-time-seconds": "--stall-check-shutdown-time-seconds",
-    },
-    "library-options": {
-        "mpi-threads-disable": "--mpi-threads-disable",
-        "mpi-args": "--mpi-args",
-        "num-nccl-streams": "--num-nccl-streams",
-        "thread-affinity": "--thread-affinity",
-        "gloo-timeout-seconds": "--gloo-timeout-seconds",
-    },
-    "logging": {"level": "--log-level", "hide-timestamp": "--log-hide-timestamp"},
-}
-"""Keys of Horovod's YAML file that stand in a section, and the option each means; others are called as the option."""
-
-
-def config_flags(path: str) -> list[list[str]]:
-    """The options in a Horovod YAML file, each with its value. An unknown key is an error."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise IoError("Horovod's config file cannot be read", path=path, reason=str(error)) from error
-    if not isinstance(content, dict):
-        raise InvalidArgument("Horovod's config file holds keys and values", path=path)
-    found: list[list[str]] = []
-    for key, value in content.items():
-        section = str(key).replace("_", "-")
-        if section in _SECTIONS and isinstance(value, dict):
-            for inner, setting in value.items():
-                name = _SECTIONS[section].get(str(inner).replace("_", "-"))
-                found += _words(name, setting, f"{key}.{inner}", path)
-        else:
-            found += _words(f"--{section}", value, str(key), path)
-    return found
-
-
-def _words(name: str | None, value: Any, key: str, path: str) -> list[list[str]]:
-    if name is None or name not in FLAGS:
-        raise InvalidArgument(f"{key} is not a key of Horovod's config file", path=path, key=key)
-    if value is None:
-        return []
-    if FLAGS[name].num_values == 0:
-        if value is False:
-            negated = f"--no-{name.removeprefix('--')}"
-            return [[negated]] if negated in FLAGS else []
-        return [[name]]
-    return [[name, str(value)]]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, IoError
-
-_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
+from torsh_distributed.launch.control.this_machine import LOOPBACK_NAMES, is_this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ def node_options(hosts: Sequence[HostSlots], num_proc: int | None, *, by_hand: b
 
 
 def _nodes_over_ssh(used: Sequence[HostSlots]) -> list[str]:
-    loopback = next((one.host for one in used if one.host in _LOOPBACK_NAMES), None)
+    loopback = next((one.host for one in used if one.host in LOOPBACK_NAMES), None)
     if loopback is not None:
         raise InvalidArgument(
             f"on every host of the list {loopback} means another machine",
@@ -134,27 +132,3 @@ def _used(hosts: Sequence[HostSlots], wanted: int) -> list[HostSlots]:
         used.append(HostSlots(one.host, min(one.slots, wanted)))
         wanted -= one.slots
     return used
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether a name or address means the machine this runs on."""
-    own = socket.gethostname()
-    if host in _LOOPBACK_NAMES or host == own or host.partition(".")[0] == own.partition(".")[0]:
-        return True
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return any(_is_own_address(str(address)) for address in found)
-
-
-def _is_own_address(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if parsed.is_loopback:
-        return True
-    with socket.socket(socket.AF_INET6 if parsed.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
