@@ -21,6 +21,7 @@ from tests.clusters.dask.conftest import DaskProcesses
 from tests.lab.network import Lab
 from tests.lab.slurm_cluster import PROGRAMS, SlurmCluster
 from tests.lab.ssh_hosts import SshHosts
+from torsh_distributed.clusters.dask.dask_connection import client_of
 
 _TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _TIMEOUT_S = 120.0
@@ -120,6 +121,8 @@ def _dask(
     processes = stack.enter_context(DaskProcesses(folder / "dask"))
     for _ in range(num_ranks):
         processes.add_worker()
+    with client_of(processes.address) as client:
+        client.wait_for_workers(num_ranks, timeout=_TIMEOUT_S)
     yield "dask", _submit("dask", ranks, f"address={processes.address}", "start_timeout_s=120"), _here(**state)
 
 
