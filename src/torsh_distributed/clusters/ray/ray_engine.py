@@ -94,7 +94,7 @@ class RayEngine:
                     continue
                 raise CommunicationError(
                     "Ray did not take the job",
-                    hint="no node runs jobs yet: look at `ray status`"
+                    hint="no node runs jobs yet, or another Ray on its machine has its agent's port (52365)"
                     if is_starting
                     else "a working directory of more than 500 MiB is refused: exclude data with a runtime_env",
                     operation="submit",
