@@ -21,6 +21,7 @@ from tests.clusters.dask.conftest import DaskProcesses
 from tests.lab.network import Lab
 from tests.lab.slurm_cluster import PROGRAMS, SlurmCluster
 from tests.lab.ssh_hosts import SshHosts
+from torsh_distributed.clusters.dask.dask_connection import client_of
 
 _TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point"]
 _TIMEOUT_S = 120.0
@@ -120,6 +121,8 @@ def _dask(
     processes = stack.enter_context(DaskProcesses(folder / "dask"))
     for _ in range(num_ranks):
         processes.add_worker()
+    with client_of(processes.address) as client:
+        client.wait_for_workers(num_ranks, timeout=_TIMEOUT_S)
     yield "dask", _submit("dask", ranks, f"address={processes.address}", "start_timeout_s=120"), _here(**state)
 
 
@@ -180,18 +183,30 @@ def _ray_first_steps(
     (folder / "ray").mkdir()
     with local_ray(folder / "ray", include_dashboard=True) as ray:
         address = f"address=http://{ray._private.worker.global_worker.node.webui_url}"
-        command = [*_submit("ray", ranks, address, f"python={sys.executable}"), str(script)]
+        python = f"python={sys.executable}"
+        command = [*_submit("ray", ranks, address, python), str(script)]
+        apart = [*_submit("ray", ranks, address, python, "own_interpreters=yes"), str(script)]
         _until_first_step(command, _here(**state))  # starts the job server's own processes
-        actors = [actor_start(ray, num_ranks) for _ in range(num_samples)]
-        ours, base = _in_turns(command, _here(**state), plain, num_samples)
-    together = [one + other for one, other in zip(base, actors, strict=True)]
-    yield Row(
-        name=f"submit --to ray, {num_ranks} ranks: command to first step",
-        unit=Unit.SECONDS,
-        ours=Measurement.of(ours),
-        rivals={"torsh run": Measurement.of(base), "torsh run + start of actors": Measurement.of(together)},
+        taken: dict[str, list[float]] = {"ours": [], "apart": [], "run": [], "actors": []}
+        for _ in range(num_samples):
+            taken["ours"].append(_until_first_step(command, _here(**state)))
+            taken["run"].append(_until_first_step(plain, _here()))
+            taken["apart"].append(_until_first_step(apart, _here(**state)))
+            taken["actors"].append(actor_start(ray, num_ranks))
+    together = [one + other for one, other in zip(taken["run"], taken["actors"], strict=True)]
+    rivals = {"torsh run": Measurement.of(taken["run"]), "torsh run + start of actors": Measurement.of(together)}
+    for who, name in (("ours", ""), ("apart", ", an interpreter for each")):
+        yield Row(
+            name=f"submit --to ray, {num_ranks} ranks{name}: command to first step",
+            unit=Unit.SECONDS,
+            ours=Measurement.of(taken[who]),
+            rivals=rivals,
+        )
+    yield Note(
+        text=f"submit: {num_ranks} empty actors of Ray start in {Measurement.of(taken['actors']).median:.2f} s. Ranks "
+        "on Ray and Dask are forked from one process of their node that has imported torch; `torsh run` gives each an "
+        "interpreter, and so does `--set own_interpreters=yes`."
     )
-    yield Note(text=f"submit: {num_ranks} empty actors of Ray start in {Measurement.of(actors).median:.2f} s.")
 
 
 def _joins(budget: Budget) -> Iterator[Row | Note]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torsh_distributed.clusters.hosted.forked_rank import can_fork
+from torsh_distributed.clusters.hosted.forked_rank import RankForker, can_fork
 from torsh_distributed.clusters.hosted.rank_host import EntryWork, RankOutcome, RankTask
 from torsh_distributed.clusters.hosted.rank_run import RankRun
 from torsh_distributed.launch.spec import Entry
@@ -69,6 +69,24 @@ def test_ranks_of_a_node_are_forked_and_end_as_their_own_interpreters_would(tmp_
         assert forked.failure == own.failure
     assert [outcome.failure.exit_code for outcome, _ in found[False] if outcome.failure is not None] == [7, 1]
     assert "node_spare" not in str(found[False][1][0].failure)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_waits_for_torch_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    run, lines = host(0, tmp_path, own_interpreter=False)
+    start = RankForker._start
+
+    def start_and_abort(forker: RankForker) -> bool:
+        is_started = start(forker)
+        threading.Thread(target=run.abort, args=("the job ends",)).start()
+        return is_started
+
+    monkeypatch.setattr(RankForker, "_start", start_and_abort)
+    outcome = run.run()
+    assert outcome.failure is not None
+    assert "ended before this rank had started" in outcome.failure.message
+    assert lines == []
 
 
 def test_a_rank_alone_on_its_node_or_with_faults_has_its_own_interpreter() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torsh_distributed.clusters.ray.ray_connection import take_carried_code
+from torsh_distributed.clusters.ray.ray_connection import own_token, take_carried_code
 
 VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -40,3 +40,18 @@ def test_a_working_directory_alone_is_carried_without_ray(
     assert (carried.directory, carried.python_path) == (str(tmp_path), "/code")
     assert carried.runtime_env == {"working_dir": "gcs://code.zip"}
     assert left == {"runtime_env": {}, "metadata": {"job_submission_id": "a"}}
+
+
+def test_the_token_is_found_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert own_token() is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("from home\n")
+    assert own_token() == "from home"
+    (tmp_path / "token").write_text("from a file")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    assert own_token() == "from a file"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "from a variable")
+    assert own_token() == "from a variable"

@@ -103,7 +103,7 @@ class RankForker:
             return None
         host.settimeout(_WARM_S)
         try:
-            is_warm = bool(host.recv(_MAX_MESSAGE_BYTES))
+            is_warm = not self._is_cancelled.is_set() and bool(host.recv(_MAX_MESSAGE_BYTES))
         except OSError:
             is_warm = False
         if not is_warm or self._is_cancelled.is_set():
@@ -189,6 +189,8 @@ class RankForker:
             os.close(self._hold)
             self._hold = None
         if self._process is not None:
+            if self._is_cancelled.is_set():
+                self._process.kill()  # while it imports, it does not look
             try:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:

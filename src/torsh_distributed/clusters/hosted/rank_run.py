@@ -232,6 +232,8 @@ class RankRun:
             return None
         own = (*self._task.variables, SECRET_FILE_VARIABLE, PLAN_VARIABLE, MARK_VARIABLE)
         self._forker = RankForker(self._task.secret, env, own_variables=own)
+        if self._is_aborted.is_set():
+            return None
         argv = command_line(work.entry)[3:]
         return self._forker.fork(argv, env, cwd=work.working_dir or str(Path.cwd()), line=line.fileno())
 

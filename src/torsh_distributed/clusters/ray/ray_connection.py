@@ -39,6 +39,14 @@ def require_ray() -> Any:
     return ray
 
 
+def own_token() -> str | None:
+    """This user's token for Ray clusters, from where Ray looks for it; None if there is none."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"]
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.read_text().strip() or None if path.is_file() else None
+
+
 @contextmanager
 def connected(address: str | None, *, runtime_env: Mapping[str, Any] | None = None) -> Iterator[Any]:
     """`ray`, connected: over the connection there is, or one that lasts as long as this block.

@@ -7,6 +7,7 @@ dashboard's port, so that submitting needs no network of the cluster's own.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import time
@@ -18,7 +19,7 @@ from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.memory_size import parse_memory
-from torsh_distributed.clusters.ray.ray_connection import require_ray
+from torsh_distributed.clusters.ray.ray_connection import own_token, require_ray
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import (
     CommunicationError,
@@ -48,6 +49,9 @@ _STATES = {
 }
 _LOOK_AGAIN_S = 0.25
 _LOOKS_PER_STATE = 3
+_OWN_MACHINE = "http://127.0.0.1:8265"
+_AGENT_S = 60.0
+_NO_AGENT = "No available agent"
 _CANCEL_S = 60.0
 _SCALE_S = 60.0
 
@@ -72,22 +76,30 @@ class RayEngine:
     def submit(self, submission: Submission) -> str:
         """Upload the working directory and start the job's driver on the cluster."""
         job_id = f"{submission.name}-{secrets.token_hex(3)}"
-        client = self._client()
-        try:
-            found = client.submit_job(
-                entrypoint=self._entry_point(),
-                submission_id=job_id,
-                runtime_env=self._runtime_env(submission, job_id),
-                metadata={"job_name": submission.name},
-            )
-        except (RuntimeError, OSError, ValueError) as error:
-            raise CommunicationError(
-                "Ray did not take the job",
-                hint="a working directory of more than 500 MiB is refused: exclude data with a runtime_env",
-                operation="submit",
-                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            ) from error
-        return str(found)
+        client, pause, deadline_s = self._client(), threading.Event(), time.monotonic() + _AGENT_S
+        while True:
+            try:
+                return str(
+                    client.submit_job(
+                        entrypoint=self._entry_point(),
+                        submission_id=job_id,
+                        runtime_env=self._runtime_env(submission, job_id),
+                        metadata={"job_name": submission.name},
+                    )
+                )
+            except (RuntimeError, OSError, ValueError) as error:
+                is_starting = _NO_AGENT in str(error)  # a cluster that has just come up
+                if is_starting and time.monotonic() < deadline_s:
+                    pause.wait(_LOOK_AGAIN_S)
+                    continue
+                raise CommunicationError(
+                    "Ray did not take the job",
+                    hint="no node runs jobs yet, or another Ray on its machine has its agent's port (52365)"
+                    if is_starting
+                    else "a working directory of more than 500 MiB is refused: exclude data with a runtime_env",
+                    operation="submit",
+                    reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                ) from error
 
     def status(self, job_id: str) -> JobStatus:
         """As Ray's job server tells it."""
@@ -148,22 +160,28 @@ class RayEngine:
     # Ray's job server
 
     def _client(self) -> Any:
-        if self._job_server is not None:
-            return self._job_server
+        if self._job_server is None:
+            self._job_server = self._open()
+        return self._job_server
+
+    def _open(self) -> Any:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
 
         address = self._options.get("address")
         try:
-            self._job_server = JobSubmissionClient(address)
-            return self._job_server
+            return JobSubmissionClient(address)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-            raise CommunicationError(
-                f"no Ray job server answers at {address or 'this machine'}",
-                hint="start the head with its dashboard: `ray start --head --include-dashboard=true` "
-                '(pip install "ray[default]"), and give --set address=http://HOST:8265',
-                address=address,
-                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            ) from error
+            raise _no_server(address, error) from error
+        except RayError as error:
+            # Ray sends a token under RAY_AUTH_MODE=token alone, but `ray start` asks for one wherever one is there.
+            token = None if "RAY_AUTH_MODE" in os.environ else own_token()
+            if token is None:
+                raise _no_server(address, error) from error
+        try:
+            return JobSubmissionClient(address or _OWN_MACHINE, headers={"Authorization": f"Bearer {token}"})
+        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
+            raise _no_server(address, error) from error
 
     def _info(self, client: Any, job_id: str) -> Any:
         """What the server knows of the job; None if nothing."""
@@ -217,6 +235,25 @@ class RayEngine:
                 "waits_for_nodes": is_set(options, "waits_for_nodes"),
             },
         }
+
+
+def _no_server(address: str | None, error: Exception) -> CommunicationError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    where = address or "this machine"
+    if type(error).__name__ == "AuthenticationError":
+        return CommunicationError(
+            f"the Ray cluster at {where} asks for a token, and has not got the right one",
+            hint="put its token into ~/.ray/auth_token or RAY_AUTH_TOKEN; RAY_AUTH_MODE is `token` or not set",
+            address=address,
+            reason=reason,
+        )
+    return CommunicationError(
+        f"no Ray job server answers at {where}",
+        hint="start the head with its dashboard: `ray start --head --include-dashboard=true` "
+        '(pip install "ray[default]"), and give --set address=http://HOST:8265',
+        address=address,
+        reason=reason,
+    )
 
 
 def _exit_code(state: JobState, info: Any) -> int | None:
