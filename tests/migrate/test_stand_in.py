@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -106,13 +107,14 @@ def test_a_real_package_is_hidden_by_choice_and_said_once(tmp_path: Path) -> Non
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "import horovod\nimport os; print('version', horovod.__version__, os.environ.get('HOROVOD_SIZE'))\n"
+        "import horovod\nimport os; print('version', horovod.__version__, os.environ.get('HOROVOD_SIZE'), "
+        "os.environ.get('HOROVOD_HOSTNAME'))\n"
     )
     plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
-    assert plain.stdout == "version real None\n"
+    assert plain.stdout == "version real None None\n"
     line = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as", "horovod", str(script)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert "version 0.28.1 1" in done.stdout, done.stderr
+    assert f"version 0.28.1 1 {socket.gethostname()}" in done.stdout, done.stderr
     assert done.stderr.count("is hidden by torsh_distributed's") == 1
 
 

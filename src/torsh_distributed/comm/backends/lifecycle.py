@@ -24,6 +24,7 @@ from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Wire
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, in_thread, recorder
 from torsh_distributed.comm.recording.profiler_marks import Facts, begin_mark, is_profiled, mark, marked
 from torsh_distributed.errors import BackendNotInitialized, CommunicationError, InvalidArgument, TorshError
+from torsh_distributed.events import step_notes
 
 _CLOSE_TIMEOUT_S = 5.0
 _UNTIMED = nullcontext()
@@ -171,13 +172,13 @@ class GroupLifecycle(dist.ProcessGroup):
     def _start(self, body: Body, call: Call, *, is_async: bool, outputs: Sequence[Tensor]) -> dist.Work:
         """Run a collective's body now, or hand it to the group's thread; the order of calls is kept."""
         self._number(call)
-        if not events.wants_waits():
+        if not step_notes.wants_waits():
             return self._begin(body, call, outputs, is_async=is_async)
         # Written out, not as `with self._timed(...)`: a step of DDP starts a few, and it takes half the time.
         events.reached(call.operation)
         start_s, cpu_s = time.monotonic(), time.thread_time()
         work = self._begin(body, call, outputs, is_async=is_async)
-        events.note_wait(
+        step_notes.note_wait(
             call.operation,
             self._name,
             start_s,
@@ -236,7 +237,7 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _new_work(self, call: Call, tensors: Sequence[Tensor], help_with: HelpWith) -> PendingWork:
         """A handle whose failure ends the group; waits for it are timed if an event subscriber wants that."""
-        if events.wants_waits():
+        if step_notes.wants_waits():
             help_with = partial(_help_timed, help_with, call.operation, self._name)
         work = PendingWork(call.operation, tensors, help_with)
         work.on_error(self._note_failure)
@@ -260,7 +261,7 @@ class GroupLifecycle(dist.ProcessGroup):
 
     def _timed(self, call: Call, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Around the start of a message that fills `tensors`."""
-        if not events.wants_waits():
+        if not step_notes.wants_waits():
             return _UNTIMED
         num_bytes = self._num_bytes(call, tensors)
         return events.waiting(call.operation, self._name, num_started=1, num_bytes=num_bytes)

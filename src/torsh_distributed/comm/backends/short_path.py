@@ -21,7 +21,7 @@ from torsh_distributed.comm.backends.reduction import factor_of, parse_reduction
 from torsh_distributed.comm.backends.wire import UNSET_TIMEOUT, Call, Folder, ScatterFolder, Wire
 from torsh_distributed.comm.recording.flight_recorder import in_thread, recorder
 from torsh_distributed.comm.reduce_op import ReduceOp
-from torsh_distributed.events import wants_waits
+from torsh_distributed.events.step_notes import wants_waits
 
 _STRIDED = torch.strided
 _note_briefly = recorder.note_briefly

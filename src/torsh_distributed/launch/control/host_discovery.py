@@ -190,6 +190,8 @@ class HostWatch:
         while not self._closing.wait(self._spec.interval_s):
             try:
                 self._question = _Question(self._spec)
+                if self._closing.is_set():  # it was closed before there was anything to end
+                    self._question.kill()
                 hosts = self._question.answer()
             except TorshError as error:
                 self._note(None, str(error))

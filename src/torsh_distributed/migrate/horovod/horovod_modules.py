@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, MutableMapping
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,8 @@ def set_variables(environ: MutableMapping[str, str]) -> None:
     for theirs, ours in _VARIABLES.items():
         if ours in environ:
             environ.setdefault(theirs, environ[ours])
+    if "RANK" in environ:
+        environ.setdefault("HOROVOD_HOSTNAME", socket.gethostname())
 
 
 def namespaces() -> Mapping[str, Mapping[str, Any]]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torsh_distributed import events
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.after_import import AfterImport
 
 _LOADER = "torch.utils.data.dataloader"
@@ -31,7 +31,7 @@ class BatchWaits:
         def timed(iterator: Any) -> Any:
             started_s, cpu_s = time.monotonic(), time.thread_time()
             item = original(iterator)
-            events.note_phase("data", started_s, time.monotonic(), (cpu_s, time.thread_time()))
+            step_notes.note_phase("data", started_s, time.monotonic(), (cpu_s, time.thread_time()))
             return item
 
         self._kind, self._next = kind, original

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from torsh_distributed import events
 from torsh_distributed.comm.recording.flight_recorder import recorder
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.device_peaks import known_peak
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class ModelWatch:
             self._end_count()
         if not self.has_phases:
             return
-        events.note_phase("forward", self._started_s, time.monotonic())
+        step_notes.note_phase("forward", self._started_s, time.monotonic())
         loss = _first_tensor(output, _is_loss)
         if loss is not None:
             self._loss = loss.detach()
@@ -270,7 +270,7 @@ class ModelWatch:
         now_s = time.monotonic()
         last = recorder.last(self._ddp_group or "")
         if now_s - self._gradients_s > _SHORTEST_WAIT_S:
-            events.note_wait(
+            step_notes.note_wait(
                 "all_reduce",
                 self._ddp_group or "",
                 self._gradients_s,
@@ -283,7 +283,7 @@ class ModelWatch:
     def _note_backward(self) -> None:
         started_s, self._backward_s = self._backward_s, 0.0
         if started_s:
-            events.note_phase("backward", started_s, time.monotonic())
+            step_notes.note_phase("backward", started_s, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torsh_distributed import events
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.loops.after_import import AfterImport
 from torsh_distributed.observe.loops.batch_waits import BatchWaits
 from torsh_distributed.observe.loops.model_watch import Counted, ModelWatch
@@ -86,7 +87,7 @@ class OptimizerSteps:
         if first is not optimizer:
             # A loop with several optimizers, as of a GAN, steps when the first one does.
             if not is_engines:
-                events.note_phase("optimizer", self._started_s, now_s, (self._started_cpu_s, time.thread_time()))
+                step_notes.note_phase("optimizer", self._started_s, now_s, (self._started_cpu_s, time.thread_time()))
             return
         self._num_steps += 1
         loss = None
@@ -95,8 +96,8 @@ class OptimizerSteps:
         since_s, self._ended_s = self._ended_s, now_s
         if is_engines:
             return
-        events.note_step(
-            events.StepNote(
+        step_notes.note_step(
+            step_notes.StepNote(
                 threading.get_ident(),
                 self._started_s,
                 now_s,
@@ -128,4 +129,6 @@ def _rate_of(optimizer: Any) -> float | None:
     """The rate of the first group, unless reading it would wait for a device."""
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("lr") if groups else None
-    return float(rate) if isinstance(rate, int | float) else None
+    if type(rate) is float:
+        return rate
+    return float(rate) if isinstance(rate, int) else None

@@ -38,5 +38,7 @@ class StepSampling:
         """The next one after `step` that is looked at."""
         interval = self.interval if step >= _FIRST_STEPS else 1
         # Soon after a power of ten as well: operations are counted there.
-        counted = next(power + 1 for power in (10**n for n in range(20)) if power + 1 > step)
-        return min((step // interval + 1) * interval, counted)
+        counted = 1
+        while counted + 1 <= step:
+            counted *= 10
+        return min((step // interval + 1) * interval, counted + 1)

@@ -17,6 +17,7 @@ from torsh_distributed import events
 from torsh_distributed.comm.recording.flight_recorder import OperationRecord, recorder
 from torsh_distributed.comm.recording.intervals import covered_s
 from torsh_distributed.comm.recording.span_account import StepSpans
+from torsh_distributed.events import step_notes
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.step_record import StepRecord
 from torsh_distributed.observe.metrics.training_spans import RunDelay, TrainingSpans
@@ -95,7 +96,7 @@ class RankCollector:
         """Take events from now on, until `detach`."""
         if self._detach is None:
             unsubscribe = events.subscribe(self._take, *_NUMBERS, *_MARKS, takes_notes=True)
-            forget = events.take_notes(self._pending.append)
+            forget = step_notes.take_notes(self._pending.append)
 
             def detach() -> None:
                 unsubscribe()
@@ -156,13 +157,13 @@ class RankCollector:
         for _ in range(len(self._pending)):
             entry = take()
             match entry:  # by how often they come: most are waits and phases
-                case events.WaitNote():
+                case step_notes.WaitNote():
                     self._add_wait(entry)
-                case events.PhaseNote():
+                case step_notes.PhaseNote():
                     self._add_phase(entry)
-                case events.StepNote(thread=thread, end_s=end_s):
-                    self._add_phase(events.PhaseNote(thread, "optimizer", entry.start_s, end_s, entry.cpu))
-                    self._add_step(events.step_event(entry, clock_s + end_s), thread, end_s, entry.cpu[1])
+                case step_notes.StepNote(thread=thread, end_s=end_s):
+                    self._add_phase(step_notes.PhaseNote(thread, "optimizer", entry.start_s, end_s, entry.cpu))
+                    self._add_step(step_notes.step_event(entry, clock_s + end_s), thread, end_s, entry.cpu[1])
                 case _:
                     add(*entry)
         self._finish_steps(self._run_delay.read(self._thread))
@@ -173,10 +174,10 @@ class RankCollector:
             case events.WaitEvent(op=op, group=group, start_s=start_s):
                 end_s, num_started = start_s + event.duration_s, event.num_started
                 self._add_wait(
-                    events.WaitNote(thread, op, group, start_s, end_s, None, num_started, event.num_bytes, None)
+                    step_notes.WaitNote(thread, op, group, start_s, end_s, None, num_started, event.num_bytes, None)
                 )
             case events.PhaseEvent(phase=phase, start_s=start_s):
-                self._add_phase(events.PhaseNote(thread, phase, start_s, start_s + event.duration_s, None))
+                self._add_phase(step_notes.PhaseNote(thread, phase, start_s, start_s + event.duration_s, None))
             case events.StepEvent():
                 self._add_step(event, thread, now_s, cpu_s)
             case events.CollectiveEvent():
@@ -196,7 +197,7 @@ class RankCollector:
 
     # Steps
 
-    def _add_phase(self, note: events.PhaseNote) -> None:
+    def _add_phase(self, note: step_notes.PhaseNote) -> None:
         if note.thread == self._thread:
             self._has_data = self._has_data or note.phase == "data"
             self._training.add_phase(note)
@@ -319,7 +320,7 @@ class RankCollector:
 
     # Communication
 
-    def _add_wait(self, note: events.WaitNote) -> None:
+    def _add_wait(self, note: step_notes.WaitNote) -> None:
         self._has_waits = True
         self._groups_with_waits.add(note.group)
         if note.num_started:

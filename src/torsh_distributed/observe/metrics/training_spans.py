@@ -6,8 +6,8 @@ import os
 import threading
 from typing import Any
 
-from torsh_distributed import events
 from torsh_distributed.comm.recording.span_account import SpanAccount, StepSpans
+from torsh_distributed.events import step_notes
 
 MAX_TIMELINE_SPANS = 80
 _POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
@@ -25,12 +25,12 @@ class TrainingSpans:
         self.timeline: list[list[Any]] = []
         """The spans since the last step: [name, start, seconds]."""
         self._account = SpanAccount(started_s, bubble_waits=_POINT_TO_POINT)
-        self._average: events.WaitNote | None = None
+        self._average: step_notes.WaitNote | None = None
         self._cpu_s: float | None = None
         self._idle_cpu_s = 0.0
         self._is_cpu_known = True
 
-    def add_phase(self, note: events.PhaseNote) -> None:
+    def add_phase(self, note: step_notes.PhaseNote) -> None:
         """A part of a step ended."""
         average = self._average
         if average is not None:
@@ -43,12 +43,14 @@ class TrainingSpans:
         self._account.add_phase(note.phase, note.start_s, note.end_s - note.start_s)
         self._draw(note.phase, note.start_s, note.end_s)
 
-    def add_wait(self, note: events.WaitNote) -> None:
+    def add_wait(self, note: step_notes.WaitNote) -> None:
         """A wait ended, or an operation was started."""
         started = note.started
         if started is not None and note.group == self.averaged_group and started.is_in_backward:
-            self._average = note  # after the one before it, backward computed on
-        elif self._average is not None:
+            # Starting it is part of backward, which computed on after the one before it.
+            self._average = note
+            return
+        if self._average is not None:
             self._end_average(note.start_s, note.cpu[0] if note.cpu is not None else None)
         self._add_idle(note.cpu)
         self._account.add_wait(note.op, note.start_s, note.end_s - note.start_s)
@@ -75,7 +77,7 @@ class TrainingSpans:
         self._draw(f"wait: {average.op}", average.end_s, end_s)
         self._add_idle((average.cpu[1], cpu_s) if average.cpu is not None and cpu_s is not None else None)
 
-    def _add_idle(self, cpu: events.CpuSpan | None) -> None:
+    def _add_idle(self, cpu: step_notes.CpuSpan | None) -> None:
         if cpu is None:
             self._is_cpu_known = False
         else:

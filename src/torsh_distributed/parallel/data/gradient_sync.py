@@ -22,6 +22,7 @@ from torsh_distributed.compress.averaging.named_mean import average_named
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.compress.messages.compressed_gradient import DENSE
 from torsh_distributed.errors import CommunicationError, InvalidArgument, TensorShapeMismatch, TorshError
+from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.data.bucket_clock import BucketClock
 from torsh_distributed.parallel.data.bucket_reduction import Reduce
 from torsh_distributed.parallel.data.shared_buckets import SharedBuckets
@@ -316,7 +317,7 @@ class GradientSync:
     def _awaited(self, bucket: Future[Tensor]) -> Future[Tensor]:
         """Note a bucket to be waited for before the reducer does, if waits are timed: its own wait cannot be."""
         is_in_backward = torch._C._current_graph_task_id() != -1
-        if is_in_backward and self._device.type == "cpu" and events.wants_waits():
+        if is_in_backward and self._device.type == "cpu" and step_notes.wants_waits():
             self._travelling.append(bucket)
         return bucket
 

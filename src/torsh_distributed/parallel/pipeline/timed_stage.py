@@ -10,7 +10,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
-from torsh_distributed import events
+from torsh_distributed.events import step_notes
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.microbatches import Microbatches
 from torsh_distributed.parallel.pipeline.schedule import Action, Kind
@@ -97,5 +97,5 @@ class TimedStage(PipelineStage):
     def _record(self, kind: Kind, microbatch: int, started: float) -> None:
         ended = time.monotonic()
         self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
-        if events.wants_phases():
-            events.note_phase("stage", started, ended)
+        if step_notes.wants_phases():
+            step_notes.note_phase("stage", started, ended)

@@ -50,6 +50,11 @@ def find_files(source: Path, tag: str | None = None) -> ShardFiles:
             found.optimizers.setdefault(int(name[2]), {})[int(name[1])] = path
         elif name := _LAYER.fullmatch(path.name):
             found.layers[int(name[1])] = path
+    if not found.models and any(directory.glob("step-*")):
+        raise CheckpointError(
+            f"{directory} was saved under `torsh run --as deepspeed`: it is a checkpoint of this library already",
+            hint=f"load it as it is, or write its weights: torsh checkpoint export {directory} weights --safetensors",
+        )
     if not found.models:
         raise CheckpointError(
             f"{directory} is not a checkpoint of DeepSpeed: it has no *_model_states.pt",
