@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from tests.bed.world import World
 from tests.parallel.weights.checkpoints import gpt, on_meta, write_file, write_folder
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, TorshError
 from torsh_distributed.parallel.weights import reading
 from torsh_distributed.plan import Plan
@@ -106,6 +107,27 @@ def test_every_axis_gets_the_stored_values_and_reads_its_part(world: World, tmp_
         assert sum(read) == total, "every byte once"
         assert max(read) < 0.65 * total
     assert max(found["tp"][0] for found in results) < 0.75 * total, "and columns from mapped pages"
+
+
+def test_shards_in_shared_memory_are_written_through_its_file(world: World, tmp_path: Path) -> None:
+    write_folder(tmp_path, gpt().state_dict(), num_files=3)
+    for written, losses_of_rank in world.run(written_through_a_file, tmp_path, backend="torsh"):
+        assert written > 0
+        assert losses_of_rank == pytest.approx(alone(), abs=1e-4)
+
+
+def written_through_a_file(folder: Path) -> tuple[int, list[float]]:
+    counts: list[int] = []
+    write = MemoryFile.write
+
+    def counted(self: MemoryFile, data: memoryview, place: int) -> None:
+        counts.append(len(data))
+        write(self, data, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryFile, "write", counted)
+        found = on_every_axis(folder, {"shard": PLANS["shard"]})
+    return sum(counts), found["shard"][1]
 
 
 @pytest.mark.matrix

@@ -21,6 +21,7 @@ from torsh_distributed.comm.backends.shm.segment import (
 from torsh_distributed.comm.backends.shm.wire import ShmWire
 from torsh_distributed.comm.backends.wire import BufferUse, SharedBuffer
 from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.errors import BackendError, TorshError
 
 _log = logging.getLogger(__name__)
@@ -50,23 +51,33 @@ def collective_buffer(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, 
     return group.collective_buffer(numel, dtype, use) if isinstance(group, TorshProcessGroup) else None
 
 
-def allocate_shared_memory(
-    num_bytes: int, group: dist.ProcessGroup, *, takes_pages_when_written: bool = False
-) -> memoryview | None:
+def allocate_shared_memory(num_bytes: int, group: dist.ProcessGroup) -> memoryview | None:
     """Memory that all ranks of the group have mapped, as long as something points into it; None if they cannot.
 
     Every rank calls this with the same size, and all get it or none does. Callers synchronise their writes themselves.
-    One rank takes all pages here, so a lack of memory shows now; `takes_pages_when_written` leaves that to the writers,
-    who do it at the same time, and while they wait for a disk.
+    One rank takes all pages here, so a lack of memory shows now.
     """
+    segment = _shared_segment(num_bytes, group, backed_bytes=PREAMBLE_BYTES + num_bytes)
+    if segment is None:
+        return None
+    segment.close()  # all have it mapped
+    return memoryview(segment.memory)[PREAMBLE_BYTES:]
+
+
+def allocate_memory_file(num_bytes: int, group: dist.ProcessGroup) -> MemoryFile | None:
+    """The same, without pages: they are taken by those who write, at the same time, and while they wait for a disk."""
+    segment = _shared_segment(num_bytes, group, backed_bytes=PREAMBLE_BYTES)
+    return None if segment is None else MemoryFile(segment.memory, segment.fd, start=PREAMBLE_BYTES)
+
+
+def _shared_segment(num_bytes: int, group: dist.ProcessGroup, *, backed_bytes: int) -> SharedSegment | None:
+    """A segment that all ranks have mapped and open, or None on all of them."""
     if num_bytes == 0 or not shares_memory(group):
         return None
     segment, address, problem = None, None, ""
     try:
         if group.rank() == 0:
-            size_bytes = PREAMBLE_BYTES + num_bytes
-            backed_bytes = PREAMBLE_BYTES if takes_pages_when_written else size_bytes
-            segment, address = SharedSegment.create(size_bytes, backed_bytes=backed_bytes)
+            segment, address = SharedSegment.create(PREAMBLE_BYTES + num_bytes, backed_bytes=backed_bytes)
     except (TorshError, OSError) as error:  # the others wait to learn of any error
         problem = str(error)
     offered = all_gather_object(asdict(address) if address else None, group=group)[0]
@@ -76,12 +87,12 @@ def allocate_shared_memory(
     except (TorshError, OSError) as error:
         problem = str(error)
     problems = [text for text in all_gather_object(problem, group=group) if text]
-    if segment is not None:
-        segment.close()  # all have it mapped, or none will use it
     if problems or segment is None:
+        if segment is not None:
+            segment.close()
         _log.warning("the ranks of this node cannot share memory for parameters: %s", problems[0].splitlines()[0])
         return None
-    return memoryview(segment.memory)[PREAMBLE_BYTES:]
+    return segment
 
 
 def share_buffer(buffer: Tensor, group: dist.ProcessGroup) -> SharedBuffer | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from torsh_distributed.parallel.sharded.compression import (
     replica_average,
 )
 from torsh_distributed.parallel.sharded.shard_records import MemoryStats, ShardInfo, local_part, storage_bytes
-from torsh_distributed.parallel.sharded.shared_shards import share_shards
+from torsh_distributed.parallel.sharded.shared_shards import place_shards, share_shards
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.strategy import check_one_device
 from torsh_distributed.parallel.weights.held_parts import HeldParts
@@ -163,10 +163,12 @@ class FullyShardedDataParallel(nn.Module):
         _set_prefetch([piece for piece in pieces if isinstance(piece, FSDPModule)], self.config)
         group = mesh.get_group(mesh.ndim - 1)
         self._fill_slots(mesh.size(-1), group)
-        if policy.param_dtype is None and self.config.gather_codec == "none":  # else gathered values are not the shards
-            share_shards(self.module, group, has_values=self._weights is None)
+        can_share = policy.param_dtype is None and self.config.gather_codec == "none"  # else it gathers other values
         if self._weights is not None:
-            self._weights.load(self.module, self._parts)
+            with (place_shards(self.module, group) if can_share else None) or nullcontext() as memory:
+                self._weights.load(self.module, self._parts, memory=memory)
+        elif can_share:
+            share_shards(self.module, group)
 
     def _fill_slots(self, num_shards: int, group: dist.ProcessGroup) -> None:
         """Give every piece its all-gather and reduce-scatter: FSDP2's own, counted, or encoded ones."""

@@ -25,31 +25,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torsh_distributed.comm.collectives.moves import barrier
-from torsh_distributed.comm.shared_memory.buffers import allocate_shared_memory
+from torsh_distributed.comm.shared_memory.buffers import allocate_memory_file, allocate_shared_memory
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.errors import InvalidArgument
 
 _ALIGNMENT = 64
 
 
-def share_shards(model: nn.Module, group: dist.ProcessGroup, *, has_values: bool = True) -> bool:
+def share_shards(model: nn.Module, group: dist.ProcessGroup) -> bool:
     """Move the shards into shared memory if all ranks of `group` are on one node; returns whether it did.
 
-    Every rank calls this, after `fully_shard` and before the first forward. Without `has_values` only the place is
-    taken: the values are written there later.
+    Every rank calls this, after `fully_shard` and before the first forward.
     """
-    params = {
+    params = _even_params(model, group)
+    memory = allocate_shared_memory(sum(map(_room, params.values())), group)
+    if memory is not None:
+        _move_all(model, params, memory, group, has_values=True)
+    return memory is not None
+
+
+def place_shards(model: nn.Module, group: dist.ProcessGroup) -> MemoryFile | None:
+    """The same for shards without values: only their places are taken, and the values are written there later."""
+    params = _even_params(model, group)
+    file = allocate_memory_file(sum(map(_room, params.values())), group)
+    if file is not None:
+        _move_all(model, params, file.memory, group, has_values=False)
+    return file
+
+
+def _even_params(model: nn.Module, group: dist.ProcessGroup) -> dict[str, DTensor]:
+    return {
         name: param for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_even(param, group)
     }
-    sizes = [-(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT for param in params.values()]
-    memory = allocate_shared_memory(sum(sizes), group, takes_pages_when_written=not has_values)
-    if memory is None:
-        return False
+
+
+def _room(param: DTensor) -> int:
+    return -(-param.numel() * param.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _move_all(
+    model: nn.Module, params: dict[str, DTensor], memory: memoryview, group: dist.ProcessGroup, *, has_values: bool
+) -> None:
+    """Give the parameters their places, one after the other, and the model the hooks that keep them there."""
     start, shards = 0, []
-    for (path, param), size in zip(params.items(), sizes, strict=True):
+    for path, param in params.items():
         shard = _move(param, memory[start : start + param.numel() * param.element_size()], group, has_values)
         owner, _, name = path.rpartition(".")
         shards.append((model.get_submodule(owner), name, shard))
-        start += size
+        start += _room(param)
     bring_back = _SharedShards(shards).bring_back
 
     def meet(*_: object) -> None:
@@ -59,7 +82,6 @@ def share_shards(model: nn.Module, group: dist.ProcessGroup, *, has_values: bool
     untraced: Callable[..., Any] = torch.compiler.disable
     model.register_forward_pre_hook(untraced(bring_back), prepend=True)  # before FSDP2 gathers
     model.register_forward_hook(untraced(meet))
-    return True
 
 
 class _SharedShards:

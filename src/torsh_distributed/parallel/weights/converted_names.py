@@ -24,16 +24,17 @@ def converted(model: nn.Module, stored: Mapping[str, FileTensor]) -> dict[str, S
 
     Raises InvalidArgument for a tensor that transformers would compute from the stored ones in another way.
     """
-    transforms = _transforms(model)
-    if not transforms:
-        return dict(stored)
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     known = {plain_name(name) for name in model.state_dict()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     def is_known(name: str) -> bool:
         return bool({name, name.removeprefix(prefix), f"{prefix}{name}"} & known)
+
+    # Asking transformers takes a tenth of a second: it compiles its patterns for all kinds of models.
+    transforms = [] if all(map(is_known, stored)) else _transforms(model)
+    if not transforms:
+        return dict(stored)
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.parallel.models.materialize import Materializer, ParamInit
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.computed_buffers import compute_buffers
@@ -36,7 +37,14 @@ class DrawnWeights(ModelWeights):
 
     @override
     @torch.no_grad()
-    def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
+    def load(
+        self,
+        module: nn.Module,
+        parts: HeldParts | None = None,
+        *,
+        names: Collection[str] | None = None,
+        memory: MemoryFile | None = None,
+    ) -> None:
         state = {plain_name(name): held for name, held in module.state_dict(keep_vars=True).items()}
         wanted = {name: held for name, held in state.items() if names is None or name in names}
         with fail_together("initialize the model", dist.group.WORLD):

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.parallel.state.whole_state import plain_name
 from torsh_distributed.parallel.weights.held_parts import HeldParts
 
@@ -45,10 +46,18 @@ class ModelWeights(ABC):
             module._apply(lambda one: torch.empty_like(one, device=self.device) if one.is_meta else one)  # type: ignore[no-untyped-call]  # untyped in torch
 
     @abstractmethod
-    def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
+    def load(
+        self,
+        module: nn.Module,
+        parts: HeldParts | None = None,
+        *,
+        names: Collection[str] | None = None,
+        memory: MemoryFile | None = None,
+    ) -> None:
         """Fill this rank's parts of `module`'s tensors; every rank of the world calls this.
 
-        A rank may have nothing to fill (`names` empty). If any rank fails, every rank raises.
+        A rank may have nothing to fill (`names` empty). Tensors in `memory` may be written through its file. If any
+        rank fails, every rank raises.
         """
 
 

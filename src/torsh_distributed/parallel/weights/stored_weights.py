@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from torsh_distributed.comm.agreement import fail_together, require_same
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.comm.shared_memory.memory_file import MemoryFile
 from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.parallel.models.materialize import ParamInit
 from torsh_distributed.parallel.state.whole_state import plain_name
@@ -54,15 +55,24 @@ class StoredWeights(ModelWeights):
 
     @override
     @torch.no_grad()
-    def load(self, module: nn.Module, parts: HeldParts | None = None, *, names: Collection[str] | None = None) -> None:
+    def load(
+        self,
+        module: nn.Module,
+        parts: HeldParts | None = None,
+        *,
+        names: Collection[str] | None = None,
+        memory: MemoryFile | None = None,
+    ) -> None:
         chosen = parts or HeldParts()
         with fail_together(f"load the weights in {self.path}", dist.group.WORLD):
             try:
-                self._read(module, chosen, names)
+                self._read(module, chosen, names, memory)
             except OSError as error:
                 raise IoError(f"loading from {self.path} failed: {error}", operation="load weights") from error
 
-    def _read(self, module: nn.Module, parts: HeldParts, names: Collection[str] | None) -> None:
+    def _read(
+        self, module: nn.Module, parts: HeldParts, names: Collection[str] | None, memory: MemoryFile | None
+    ) -> None:
         reads: list[RowRead] = []
         seen: set[int] = set()
         for name, held in module.state_dict(keep_vars=True).items():
@@ -82,4 +92,4 @@ class StoredWeights(ModelWeights):
                 target = into if not into.dim() else into[begin : begin + stop - start]
                 reads += row_reads(stored, start, stop, target)
                 begin += stop - start
-        read_rows(reads)
+        read_rows(reads, memory)
