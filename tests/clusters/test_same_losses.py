@@ -95,7 +95,7 @@ def by_dask(out: Path, request: pytest.FixtureRequest) -> None:
 RUNS = {
     "slurm": pytest.param(by_slurm, marks=pytest.mark.matrix),
     "mpich": pytest.param(by_mpich, marks=[pytest.mark.needs_command(mpiexec()), pytest.mark.matrix]),
-    "open_mpi": pytest.param(by_open_mpi, marks=pytest.mark.needs_command("mpiexec.openmpi")),
+    "open_mpi": pytest.param(by_open_mpi, marks=[pytest.mark.needs_command("mpiexec.openmpi"), pytest.mark.matrix]),
     "ssh": pytest.param(
         by_ssh, marks=[pytest.mark.needs_netns, pytest.mark.needs_command("/usr/sbin/sshd"), pytest.mark.matrix]
     ),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backend"), [("native code", "gloo"), pytest.param("loader waits", "shm", marks=pytest.mark.matrix)]
+    ("name", "backend"), [pytest.param("native code", "gloo", marks=pytest.mark.matrix), ("loader waits", "shm")]
 )
 def test_a_hang_is_named_with_its_cause(tmp_path: Path, name: str, backend: str) -> None:
     hang = next(hang for hang in HANGS if hang.name == name)

@@ -194,7 +194,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_shm_gives_what_gloo_gives(world: World, tmp_path: Path, num_ranks: int, case: Callable[[], Any]) -> None:
     # Two worlds, not one after the other in the same processes: DTensor of torch 2.11 remembers the first one's groups.
     on_gloo = world.run(case, num_ranks=num_ranks, timeout_s=60)

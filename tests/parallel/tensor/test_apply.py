@@ -60,6 +60,7 @@ def test_losses_at_tp_2_are_those_of_one_process(world: World) -> None:
     check(world, cases, 2, "torsh")
 
 
+@pytest.mark.matrix
 def test_losses_at_tp_4_are_those_of_one_process(world: World) -> None:
     check(world, [("gpt", "plain"), ("tied", "both")], 4, "gloo")
 

@@ -13,7 +13,7 @@ from tests.comm.backends.mpi.world import MpiWorld
 
 pytestmark = pytest.mark.needs_mpi
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(4, marks=pytest.mark.matrix))
 ODD_CASES = (
     collectives.unequal_sizes,
     collectives.odd_layouts,
@@ -52,7 +52,7 @@ def test_odd_cases(mpi_world: MpiWorld, num_ranks: int) -> None:
     mpi_world.run(one_after_the_other, ODD_CASES, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.matrix), 3])
 def test_messages_arrive(mpi_world: MpiWorld, num_ranks: int) -> None:
     mpi_world.run(one_after_the_other, MESSAGES, num_ranks=num_ranks)
 

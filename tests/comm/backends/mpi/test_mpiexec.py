@@ -81,6 +81,7 @@ def test_the_launcher_of_another_mpi_is_refused(tmp_path: Path) -> None:
     assert "the launcher started 2 processes, but the MPI library sees a job of 1" in done.stderr
 
 
+@pytest.mark.matrix
 def test_init_finds_its_place_and_after_an_abort_the_processes_end_in_order(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -138,6 +139,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     # The barrier's own deadline is half an hour: the job did not wait for it, or `run` would have raised.
 
 
+@pytest.mark.matrix
 def test_a_rank_killed_inside_a_collective_ends_the_job(tmp_path: Path) -> None:
     done = run(
         tmp_path,

@@ -24,7 +24,7 @@ def on_both(address: str, folder: Path, case: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", torch_parallelism.CASES)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_mpi_gives_what_gloo_gives(world: World, mpi_world: MpiWorld, num_ranks: int, case: Callable[[], Any]) -> None:
     with mpi_world.job(num_ranks) as (address, folder):
         for expected, actual in world.run(on_both, address, folder, case, num_ranks=num_ranks, timeout_s=60):

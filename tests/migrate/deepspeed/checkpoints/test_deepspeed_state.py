@@ -38,7 +38,7 @@ from torsh_distributed.migrate.deepspeed import (
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
 
-pytestmark = pytest.mark.needs_deepspeed
+pytestmark = [pytest.mark.needs_deepspeed, pytest.mark.matrix]
 
 MATRICES = ["embedding.weight", "middle.weight", "back.weight"]
 VECTORS = ["norm.weight", "norm.bias", "middle.bias", "back.bias"]
@@ -83,7 +83,6 @@ def test_weights_and_moments_are_what_deepspeeds_tools_read(real: RealCheckpoint
     _compare_weights(real.made[0][case], real.directory / case)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("case", [case for case in FURTHER if case[0] != "0"])
 def test_so_they_are_in_other_formats(further: RealCheckpoints, case: str) -> None:
     _compare_weights(further.made[0][case], further.directory / case)
@@ -96,7 +95,6 @@ def test_so_they_are_in_other_formats(further: RealCheckpoints, case: str) -> No
     _compare_state(further.made[0][case], further.directory / case / "universal")
 
 
-@pytest.mark.matrix
 def test_stages_of_a_pipeline_are_one_model(deepspeed_world: DeepSpeedWorld, tmp_path: Path) -> None:
     stages = deepspeed_world.run_theirs(make_pipeline, str(tmp_path), timeout_s=100)
     state = open_checkpoint(tmp_path)
@@ -174,7 +172,6 @@ def test_the_command_makes_a_checkpoint_of_ours(world: World, real: RealCheckpoi
     assert results[0] == _as_deepspeed(real, "3-fp32")
 
 
-@pytest.mark.matrix
 def test_a_stage_without_shards_gives_its_fp32_copies(further: RealCheckpoints) -> None:
     state = open_checkpoint(further.directory / "0-bf16")
     weight = state.whole("model.middle.weight")
@@ -183,7 +180,6 @@ def test_a_stage_without_shards_gives_its_fp32_copies(further: RealCheckpoints) 
     assert state.whole("optimizer.state.middle.weight.exp_avg").shape == (5, 7)
 
 
-@pytest.mark.matrix
 def test_the_loss_scale_comes_along(further: RealCheckpoints) -> None:
     state = open_checkpoint(further.directory / "2-fp16")
     assert state.values["engine"]["precision"]["scale"] == state.facts.loss_scaler["cur_scale"] > 1
