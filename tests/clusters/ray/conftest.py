@@ -14,6 +14,7 @@ import pytest
 os.environ.setdefault("RAY_CLIENT_MODE", "0")
 os.environ.setdefault("CRC32C_SW_MODE", "auto")
 
+ROOT = Path(__file__).parents[3]
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # No worker for every core before a test asks for one: each is an interpreter that imports Ray.
@@ -31,7 +32,9 @@ def quiet_ray(folder: Path) -> Iterator[Any]:
     import warnings
 
     before = dict(os.environ)
-    os.environ.update({**_QUIET, "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
+    # Actors unpack functions of this package: they find it whatever the directory is that Ray starts them in.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.update({**_QUIET, "PYTHONPATH": path, "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
     (folder / "token").write_text("a-token-of-the-tests-0123456789abcdef")
     (folder / "token").chmod(0o600)
     with warnings.catch_warnings():
