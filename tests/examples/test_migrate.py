@@ -19,8 +19,8 @@ FOLDER = ROOT / "examples" / "migrate"
 TORSH = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--as"]
 
 
-def run(*words: str, library: str = "horovod") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORSH, library, *words], capture_output=True, text=True, timeout=110)
+def run(*words: str, library: str = "horovod", timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORSH, library, *words], capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_the_digits_are_learned_and_the_timeline_is_there(tmp_path: Path) -> None:
@@ -89,8 +89,9 @@ def test_a_resnet_with_oss_and_sharded_ddp_learns_its_shapes(tmp_path: Path) -> 
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(300)  # half precision on a CPU: more than a minute on two idle cores
 def test_the_resnet_with_recomputed_activations_and_scaled_losses(tmp_path: Path) -> None:
     script = str(FOLDER / "fairscale_resnet.py")
-    done = run("--nproc-per-node", "2", script, "--amp", "--checkpoint_activations", library="fairscale")
+    done = run("--nproc-per-node", "2", script, "--amp", "--checkpoint_activations", library="fairscale", timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert float(re.findall(r"accuracy ([\d.]+)%", done.stdout)[-1]) > 90, done.stdout
