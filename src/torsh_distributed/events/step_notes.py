@@ -67,14 +67,13 @@ class StepNote(NamedTuple):
 def take_notes(take: Callable[[Any], None]) -> Callable[[], None]:
     """Call `take` with every note, in the thread that makes it; returns what ends that. It must not raise."""
     global _takers
-    entry = take
     with _lock:
-        _takers = (*_takers, entry)
+        _takers = (*_takers, take)
 
     def forget() -> None:
         global _takers
         with _lock:
-            _takers = tuple(kept for kept in _takers if kept is not entry)
+            _takers = tuple(kept for kept in _takers if kept is not take)
 
     return forget
 

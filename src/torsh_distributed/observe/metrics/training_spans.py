@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from torsh_distributed.comm.recording.span_account import SpanAccount, StepSpans
@@ -107,7 +108,6 @@ class RunDelay:
 
     def _read(self) -> float | None:
         try:
-            with open(self._path, "rb") as file:  # noqa: PTH123 - read every second; pathlib is slower
-                return int(file.read().split()[1]) / 1e9
+            return int(Path(self._path).read_bytes().split()[1]) / 1e9
         except (OSError, ValueError, IndexError):
             return None

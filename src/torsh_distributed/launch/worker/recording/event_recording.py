@@ -18,6 +18,7 @@ from torsh_distributed.launch.worker.launcher_line import METRICS_VARIABLE, note
 from torsh_distributed.launch.worker.recording.hardware_samples import HardwareSamples
 from torsh_distributed.launch.worker.recording.memory_samples import MemorySamples
 from torsh_distributed.launch.worker.recording.progress import ProgressWriter
+from torsh_distributed.launch.worker.recording.step_samples import StepSamples
 from torsh_distributed.observe.loops.loader_workers import LOADER_WORKERS_VARIABLE, use_loader_workers
 from torsh_distributed.observe.settings import ObserveSettings
 
@@ -30,7 +31,7 @@ LIMIT_VARIABLE = "TORSH_EVENTS_MAX_MB"
 """The most that the events of a rank take; the oldest are dropped. `torsh run --trace` sets it."""
 
 # By process: a forked child records into its own files.
-_recorders: dict[int, list[JsonlSink | MemorySamples | HardwareSamples | ProgressWriter]] = {}
+_recorders: dict[int, list[JsonlSink | StepSamples | ProgressWriter]] = {}
 
 
 def record_events(directory: str | Path | None = None) -> None:
@@ -40,7 +41,7 @@ def record_events(directory: str | Path | None = None) -> None:
     """
     if os.getpid() in _recorders:
         return
-    started: list[JsonlSink | MemorySamples | HardwareSamples | ProgressWriter] = []
+    started: list[JsonlSink | StepSamples | ProgressWriter] = []
     chosen = os.environ.get("TORSH_EVENTS_DIR") or directory
     if chosen:
         started += [JsonlSink(chosen, limit_bytes=_limit_bytes()), MemorySamples()]

@@ -6,40 +6,33 @@ Corrected errors of a memory, and a temperature that nears the limit, come befor
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from typing_extensions import override
+
 from torsh_distributed import events
+from torsh_distributed.launch.worker.recording.step_samples import StepSamples
 from torsh_distributed.observe.metrics.gpu_sensors import GpuSensors
 
 _HWMON = Path("/sys/class/hwmon")
 _EDAC = Path("/sys/devices/system/edac/mc")
 
 
-class HardwareSamples:
+class HardwareSamples(StepSamples):
     """Emits a HardwareEvent for the node, by its first rank, and for the GPU in use, `interval_s` or more apart."""
 
     def __init__(
         self, *, is_first_of_node: bool, interval_s: float = 10.0, hwmon: Path = _HWMON, edac: Path = _EDAC
     ) -> None:
         self._is_first_of_node = is_first_of_node
-        self._interval_s = interval_s
         self._hwmon = hwmon
         self._edac = edac
         self._gpus = GpuSensors()
-        self._next_s = 0.0
-        self._unsubscribe = events.subscribe(self._after_step, events.StepEvent)
+        super().__init__(interval_s)
 
-    def close(self) -> None:
-        """Emit no more."""
-        self._unsubscribe()
-
-    def _after_step(self, event: events.Event) -> None:
-        now = time.monotonic()
-        if now < self._next_s:
-            return
-        self._next_s = now + self._interval_s
+    @override
+    def sample(self) -> None:
         for found in (self._host() if self._is_first_of_node else None, self._gpu()):
             if found is not None:
                 events.emit(found)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from torsh_distributed import events
+from torsh_distributed.launch.worker.recording.step_samples import StepSamples
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -22,24 +24,15 @@ class HostMemory(NamedTuple):
     limit_bytes: int
 
 
-class MemorySamples:
+class MemorySamples(StepSamples):
     """Emits a MemoryEvent for the host, and for the GPU in use, after steps that are `interval_s` or more apart."""
 
     def __init__(self, *, interval_s: float = 1.0) -> None:
-        self._interval_s = interval_s
-        self._next_s = 0.0
         self._peak_bytes = 0
-        self._unsubscribe = events.subscribe(self._after_step, events.StepEvent)
+        super().__init__(interval_s)
 
-    def close(self) -> None:
-        """Emit no more."""
-        self._unsubscribe()
-
-    def _after_step(self, event: events.Event) -> None:
-        now = time.monotonic()
-        if now < self._next_s:
-            return
-        self._next_s = now + self._interval_s
+    @override
+    def sample(self) -> None:
         used, limit = host_memory()
         self._peak_bytes = max(self._peak_bytes, used)
         events.emit(
