@@ -43,8 +43,8 @@ with td.distributed(plan, backend="torsh"):
         losses[step] = engine.step((mine, mine[:, :4].sin()))
         with open(f"{folder}/rank-{td.rank()}.jsonl", "a") as log:
             log.write(json.dumps([os.environ["TORCHELASTIC_RESTART_COUNT"], start, step, losses[step]]) + "\\n")
+        engine.checkpoints.replicas.wait()  # a copy that is still being sent lets the next one pass
         if engine.num_steps == lethal and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and td.rank() in victims:
-            engine.checkpoints.replicas.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -81,7 +81,7 @@ def test_a_sharded_job_that_is_started_again_goes_on_from_memory(tmp_path: Path,
     for rank in range(3):
         records = [json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
         again = [record for record in records if record[0] == "1"]
-        assert {record[1] for record in again} <= {4, 6}, "the step of the last copy that all ranks had"
+        assert {record[1] for record in again} == {6}, "the step of the last copy that all ranks had"
         assert [record[2] for record in again] == list(range(again[0][1], 12))
         for _, _, step, loss in records:
             assert loss == pytest.approx(expected[step], rel=1e-4)
