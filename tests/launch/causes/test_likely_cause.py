@@ -89,6 +89,19 @@ def test_a_rank_that_calls_something_else_has_skipped_branched_or_another_shape(
     assert cause_of(RankStatus(rank=1, groups=history(*STEP, *STEP, fifth))) == kind
 
 
+def test_a_rank_that_died_in_the_call_took_its_size_along() -> None:
+    died = RankStatus(rank=1, groups=history(*STEP, *STEP, ("all_reduce", -1, "train.py:11")))
+    assert cause_of(died) == "skipped", "it was on another line than the others"
+    unknown = tuple((op, num_bytes, None) for op, num_bytes, _ in (*STEP, *STEP, STEP[0]))
+    others = RankStatus(rank=0, waiting=waiting(0).waiting, groups=history(*unknown))
+    statuses = {0: others, 1: died}
+    found = explain_waits(statuses, set())
+    assert found is not None
+    cause = likely_cause(found, statuses, set())
+    assert cause.kind == "shape", "without their line, both are possible"
+    assert "or it skipped one" in cause.text
+
+
 def test_a_barrier_inside_a_save_is_a_save_on_one_rank() -> None:
     other = RankStatus(
         rank=1,

@@ -170,7 +170,8 @@ class CauseFinder:
         """The user's line at which a rank waits, or gave up waiting."""
         failure = self.failures.get(status.rank)
         raised = failure.raised if failure is not None else status.raised
-        return status.waiting.at if status.waiting is not None else raised.where if raised is not None else None
+        place = status.waiting.at if status.waiting is not None else None
+        return place or (raised.where if raised is not None else None)
 
     def _of_ended(self) -> JobFailure | None:
         """A rank that ended normally while others needed it."""

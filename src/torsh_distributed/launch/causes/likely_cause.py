@@ -188,18 +188,21 @@ def _of_difference(found: WaitFinding, statuses: Mapping[int, RankStatus]) -> Li
         return _SKIPPED
     is_usual = any((one.op, one.num_bytes) == (odd.op, odd.num_bytes) and one.at == odd.at for one in before)
     # A rank that died in the call took its size along; it was on another line, though.
-    is_other_line = odd.num_bytes < 0 and odd.op == usual.op and odd.at != usual.at
+    is_unknown = odd.num_bytes < 0 and usual.at is None
+    is_other_line = odd.num_bytes < 0 and odd.op == usual.op and odd.at != usual.at and not is_unknown
     if is_usual or is_other_line:
         return LikelyCause(
             kind="skipped",
             text=f"it skipped {usual.op}{_of_place(usual)}, or calls in another order",
             advice=_SKIPPED.advice,
         )
-    if odd.op == usual.op and (odd.at == usual.at or odd.at is None or not before or _is_same_shape_site(odd, before)):
+    is_same_line = odd.at == usual.at or odd.at is None or not before or _is_same_shape_site(odd, before)
+    if odd.op == usual.op and (is_same_line or is_unknown):
         return LikelyCause(
             kind="shape",
             text=f"its {odd.op} has another size than the others' {usual.num_bytes} bytes"
-            + (f": {odd.num_bytes}" if odd.num_bytes >= 0 else ""),
+            + (f": {odd.num_bytes}" if odd.num_bytes >= 0 else "")
+            + (", or it skipped one before it" if is_unknown else ""),
             advice="shapes must be equal on all ranks: a smaller last batch, an unused parameter, another config",
         )
     is_save = any(re.search(r"save|checkpoint", line) for line in status.stack[-_NUM_LINES:])
