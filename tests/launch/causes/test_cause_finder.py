@@ -58,6 +58,25 @@ def test_of_several_causes_the_earliest_counts() -> None:
     assert verdict.consequences == ("rank 3 raised ValueError too",)
 
 
+def test_of_several_that_the_kernel_killed_for_memory_the_one_that_held_most_counts() -> None:
+    def starved(rank: int, *, at_s: float, memory_bytes: int, node_rank: int = 0) -> JobFailure:
+        evidence = "out of memory: …"
+        return JobFailure(
+            node_rank=node_rank,
+            node_name="n",
+            rank=rank,
+            cause="signal 9",
+            evidence=evidence,
+            at_s=at_s,
+            memory_bytes=memory_bytes,
+        )
+
+    small, large = starved(0, at_s=1, memory_bytes=400), starved(1, at_s=2, memory_bytes=900)
+    elsewhere = starved(2, at_s=3, memory_bytes=5_000, node_rank=1)
+    assert finder(small, large, elsewhere, own_failure(3, at_s=4)).verdict().rank == 1
+    assert finder(own_failure(3, at_s=0.5), small, large).verdict().rank == 3, "it failed before memory ran out"
+
+
 def test_a_rank_that_ended_normally_is_the_cause_if_errors_point_to_it() -> None:
     found = finder(consequence(0, at_s=1, peers=(1,)), consequence(2, at_s=1, peers=(1,)), ended(1, step=3))
     assert found.is_explained_by_end()

@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_one_that_ended_fail_the_job() -> None:
     (verdict,) = case.verdicts
     assert verdict.cause == "ended normally after 4 steps while ranks 0 and 2 waited in all_reduce #9"
     assert verdict.exit_code == 1
-    assert case.num_asked == 2, "a wait counts if it is seen twice"
+    assert case.num_asked >= 2, "a wait counts if it is seen twice"
 
 
 def test_ranks_that_go_on_after_one_ended_are_left_alone() -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.launch.local.exit_causes import ExitStatus, find_oom_counter, oom_evidence, peek_status
+from torsh_distributed.launch.local.exit_causes import (
+    ExitStatus,
+    find_oom_counter,
+    oom_evidence,
+    peak_memory,
+    peek_status,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +55,21 @@ def test_a_childs_ending_is_seen_without_collecting_it(code: str, expected: int)
         assert peek_status(pidfd) == ExitStatus(expected)
         assert peek_status(pidfd) == ExitStatus(expected)
         assert child.wait(timeout=10) == expected
+    finally:
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize("end", ["pass", "import os; os.kill(os.getpid(), 9)"], ids=["ends", "is killed"])
+def test_the_most_memory_that_a_child_held_is_known_after_its_end(end: str) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", f"held = bytearray(b'x' * (200 << 20)); {end}"])
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        held = peak_memory(pidfd)
+        assert held is not None
+        assert 200 << 20 < held < 1 << 30
+        child.wait(timeout=10)
+        assert peak_memory(pidfd) is None, "reaped: the kernel has forgotten it"
     finally:
         os.close(pidfd)
 

@@ -77,9 +77,16 @@ class CauseFinder:
         return found
 
     def primary(self) -> JobFailure | None:
-        """The earliest failure that is no consequence of another rank's; None if all are."""
+        """The earliest failure that is no consequence of another rank's; None if all are.
+
+        If memory ran out, the kernel may kill more than one, and who held most takes longest to end: size counts there.
+        """
         own = [failure for failure in self.failures.values() if not failure.is_consequence]
-        return min(own, key=lambda failure: failure.at_s, default=None)
+        first = min(own, key=lambda failure: failure.at_s, default=None)
+        if first is None or first.memory_bytes is None:
+            return first
+        starved = [failure for failure in own if failure.node_rank == first.node_rank]
+        return max(starved, key=lambda failure: failure.memory_bytes or 0)
 
     def blamed(self) -> set[int]:
         """The ranks that consequences point to, without those that only suffer themselves."""

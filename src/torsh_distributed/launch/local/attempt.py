@@ -27,6 +27,7 @@ from torsh_distributed.launch.local.exit_causes import (
     fatal_stack,
     is_transport_abort,
     oom_evidence,
+    peak_memory,
 )
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.guardian import Guardian
@@ -353,6 +354,7 @@ class LocalAttempt:
         now_s = worker_exit.at_s if worker_exit is not None else time.monotonic()
         fatal = fatal_stack(worker.progress_file) if by_signal else FatalStack(where=exit_line)
         evidence = oom_evidence(self._context.oom_counter, self._oom_before)
+        is_starved = evidence is not None and status is not None and status.code == -signal.SIGKILL
         if status is not None and (raised is None or raised.how == "exit"):
             cause = status.describe()
         else:
@@ -367,6 +369,7 @@ class LocalAttempt:
             exit_code=exit_code,
             cause=cause,
             evidence=_describe_evidence(evidence, status) if status is not None else None,
+            memory_bytes=peak_memory(worker.pidfd) if is_starved else None,
             raised=raised,
             is_consequence=raised.is_consequence if raised is not None else is_transport_abort(status, tail),
             at_s=raised.at_s if raised is not None else time.time() - (time.monotonic() - now_s),

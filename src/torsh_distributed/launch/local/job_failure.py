@@ -20,6 +20,8 @@ class JobFailure:
     cause: Text
     evidence: Text | None = None
     """What proves the cause beyond the exit status, such as the kernel's count of out-of-memory kills."""
+    memory_bytes: int | None = None
+    """The most memory it held, if the kernel killed it because there was none left."""
     likely: Text | None = None
     """Why others waited for this rank in vain, as far as it can be guessed, and what to do about it."""
     raised: RaisedError | None = None
