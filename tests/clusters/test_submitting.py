@@ -28,6 +28,10 @@ class NotingEngine:
         self.noted.append("submitted")
         return "4711"
 
+    def found_at(self) -> dict[str, str]:
+        """Where it was found."""
+        return {"address": "there"}
+
     def cancel(self, job_id: str) -> None:
         """Note it."""
         self.noted.append(f"cancelled {job_id}")
@@ -50,7 +54,9 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_job_is_remembered_under_a_name_that_no_other_has(noted: list[str], script: Path, state_dir: Path) -> None:
-    assert submit(script, to="noting", name="first").record.job_id == "4711"
+    first = submit(script, to="noting", name="first", options={"refuse_later": "no"}).record
+    assert first.job_id == "4711"
+    assert first.options == {"refuse_later": "no", "address": "there"}, "so that the same cluster is asked later"
     with pytest.raises(InvalidArgument, match="a job named 'first' was submitted before"):
         submit(script, to="noting", name="first")
     assert noted == ["submitted"]

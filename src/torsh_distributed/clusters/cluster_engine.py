@@ -52,6 +52,10 @@ class ClusterEngine(Protocol):
     def submit(self, submission: Submission) -> str:
         """Hand the job over and return its id. All of it, or nothing is left behind."""
 
+    def found_at(self) -> dict[str, str]:
+        """The options that lead to the same cluster later, if `submit` looked for it: by then there may be another."""
+        return {}
+
     def status(self, job_id: str) -> JobStatus:
         """Where the job stands now."""
 

@@ -100,8 +100,10 @@ def write_private(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def remember(submission: Submission, *, engine: str, job_id: str) -> JobRecord:
-    """Write down that the engine has taken the job."""
+def remember(
+    submission: Submission, *, engine: str, job_id: str, found_at: Mapping[str, str] | None = None
+) -> JobRecord:
+    """Write down that the engine has taken the job, and where the engine is."""
     entry = submission.entry
     record = JobRecord(
         name=submission.name,
@@ -112,7 +114,7 @@ def remember(submission: Submission, *, engine: str, job_id: str) -> JobRecord:
         workers=submission.num_workers,
         command=" ".join((entry.target, *entry.args)),
         directory=str(submission.working_dir),
-        options=dict(submission.options),
+        options={**submission.options, **(found_at or {})},
     )
     write_private(job_directory(submission.name) / _RECORD, json.dumps(asdict(record), indent=2) + "\n")
     return record

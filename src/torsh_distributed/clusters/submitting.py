@@ -113,7 +113,7 @@ def hand_over(submission: Submission, *, to: str) -> SubmittedJob:
         forget(submission.name)
         raise
     try:
-        record = remember(submission, engine=to, job_id=job_id)
+        record = remember(submission, engine=to, job_id=job_id, found_at=engine.found_at())
     except BaseException:
         # Nobody would find it again.
         engine.cancel(job_id)

@@ -67,6 +67,7 @@ def test_mistakes_are_said_before_anything_is_submitted(tmp_path: Path, monkeypa
 def test_a_script_is_submitted_watched_and_cancelled(dask_set: tuple[DaskProcesses, Any], tmp_path: Path) -> None:
     processes, _ = dask_set
     engine = DaskEngine({"address": processes.address})
+    assert engine.found_at() == {"address": processes.address}
     good = engine.submit(submission(tmp_path, "ok"))
     lines = list(engine.logs(good, follow=True))
     assert engine.status(good).state is JobState.SUCCEEDED, lines

@@ -84,6 +84,7 @@ def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
 @pytest.mark.timeout(300)
 def test_a_script_is_submitted_watched_and_cancelled(job_server: dict[str, str], tmp_path: Path) -> None:
     engine = RayEngine(job_server)
+    assert engine.found_at() == {"address": job_server["address"]}
     good = engine.submit(submission(tmp_path, "ok"))
     lines = list(engine.logs(good, follow=True))
     assert engine.status(good).state is JobState.SUCCEEDED, lines

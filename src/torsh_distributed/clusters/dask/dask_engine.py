@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from typing_extensions import override
+
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.dask import scheduler_jobs
 from torsh_distributed.clusters.dask.dask_connection import client_of, require_dask
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
@@ -30,7 +32,7 @@ _LOOK_AGAIN_S = 0.2
 _CANCEL_S = 60.0
 
 
-class DaskEngine:
+class DaskEngine(ClusterEngine):
     """One Dask cluster, by its scheduler."""
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
@@ -38,11 +40,13 @@ class DaskEngine:
         require_known_options("dask", self._options, OPTIONS)
         require_dask()
 
+    @override
     def render(self, submission: Submission) -> str:
         """The job as its driver on the scheduler reads it."""
         job = self._job(submission, submission.name)
         return json.dumps({**job, "env": dict.fromkeys(job["env"], "…")}, indent=2, ensure_ascii=False)
 
+    @override
     def submit(self, submission: Submission) -> str:
         """Start the job's driver beside the scheduler."""
         if submission.gpus_per_worker:
@@ -64,11 +68,13 @@ class DaskEngine:
             client.run_on_scheduler(scheduler_jobs.start_job, job_id, json.dumps(self._job(submission, job_id)))
         return job_id
 
+    @override
     def status(self, job_id: str) -> JobStatus:
         """As the scheduler knows it."""
         with self._client() as client:
             return _status(client.run_on_scheduler(scheduler_jobs.look_at_job, job_id, 0))
 
+    @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """The driver's output, which shows the lines of all ranks."""
         pause, at_byte, rest = threading.Event(), 0, ""
@@ -85,6 +91,7 @@ class DaskEngine:
                 if not lines:
                     pause.wait(_LOOK_AGAIN_S)
 
+    @override
     def cancel(self, job_id: str) -> None:
         """End the driver, which ends the ranks."""
         with self._client() as client:
@@ -101,6 +108,7 @@ class DaskEngine:
             operation="cancel",
         )
 
+    @override
     def scale(self, job_id: str, workers: int) -> None:
         """An elastic job follows the size of its cluster, so it is the cluster that is scaled."""
         raise FeatureNotAvailable(
@@ -109,7 +117,15 @@ class DaskEngine:
             workers=workers,
         )
 
+    @override
+    def found_at(self) -> dict[str, str]:
+        """Where the scheduler is; the variable that says so may change."""
+        return {"address": self._address()}
+
     def _client(self) -> AbstractContextManager[Any]:
+        return client_of(self._address())
+
+    def _address(self) -> str:
         import dask
 
         address = self._options.get("address") or dask.config.get("scheduler-address", None)
@@ -118,7 +134,7 @@ class DaskEngine:
                 "the address of the Dask scheduler is not known",
                 hint="give --set address=tcp://HOST:8786, or set DASK_SCHEDULER_ADDRESS",
             )
-        return client_of(address)
+        return str(address)
 
     def _job(self, submission: Submission, job_id: str) -> dict[str, Any]:
         return {

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
+from typing_extensions import override
+
+from torsh_distributed.clusters.cluster_engine import ClusterEngine, JobState, JobStatus
 from torsh_distributed.clusters.engine_options import is_set, require_known_options
 from torsh_distributed.clusters.hosted.submitted_job import job_values
 from torsh_distributed.clusters.memory_size import parse_memory
@@ -56,7 +58,7 @@ _CANCEL_S = 60.0
 _SCALE_S = 60.0
 
 
-class RayEngine:
+class RayEngine(ClusterEngine):
     """One Ray cluster, by its job submission server."""
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
@@ -65,6 +67,7 @@ class RayEngine:
         require_ray()
         self._job_server: Any = None
 
+    @override
     def render(self, submission: Submission) -> str:
         """The entry point, the runtime environment and the job as the driver reads it."""
         runtime_env = self._runtime_env(submission, submission.name)
@@ -73,6 +76,7 @@ class RayEngine:
         shown = {"entrypoint": self._entry_point(), "runtime_env": runtime_env, "job": {**job, "env": hidden}}
         return json.dumps(shown, indent=2, ensure_ascii=False)
 
+    @override
     def submit(self, submission: Submission) -> str:
         """Upload the working directory and start the job's driver on the cluster."""
         job_id = f"{submission.name}-{secrets.token_hex(3)}"
@@ -101,6 +105,12 @@ class RayEngine:
                     reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 ) from error
 
+    @override
+    def found_at(self) -> dict[str, str]:
+        """Where the job server is: Ray looks for one that is gone for most of a minute."""
+        return {"address": str(self._client().get_address())}
+
+    @override
     def status(self, job_id: str) -> JobStatus:
         """As Ray's job server tells it."""
         info = self._info(self._client(), job_id)
@@ -109,6 +119,7 @@ class RayEngine:
         state = _STATES.get(str(info.status.value), JobState.LOST)
         return JobStatus(state=state, detail=str(info.message or ""), exit_code=_exit_code(state, info))
 
+    @override
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """The driver's output, which shows the lines of all ranks."""
         client, pause, num_shown, num_looks = self._client(), threading.Event(), 0, 0
@@ -132,6 +143,7 @@ class RayEngine:
                 return
             pause.wait(_LOOK_AGAIN_S)
 
+    @override
     def cancel(self, job_id: str) -> None:
         """Stop the driver, which ends the ranks; then wait until Ray says so."""
         client = self._client()
@@ -141,6 +153,7 @@ class RayEngine:
         client.stop_job(job_id)
         self._await(client, job_id, _CANCEL_S, operation="cancel")
 
+    @override
     def scale(self, job_id: str, workers: int) -> None:
         """Tell the job's leader, by a small job of its own: it has the cluster's network, this process need not."""
         client = self._client()
