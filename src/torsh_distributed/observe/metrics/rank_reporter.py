@@ -43,7 +43,6 @@ class RankReporter:
         self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._optimizer_steps = OptimizerSteps(collector.note_operations, collector.note_averaged_group)
         self._sequence = 0
-        self._turn = _rank() % _SECONDS_OF_METRICS  # so that of many ranks not all tell everything at once
         self._has_failed = False
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -54,8 +53,20 @@ class RankReporter:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._closing.wait(self._interval_s):
+        while not self._closing.wait(self._until_next_s()):
             self.report()
+
+    def _until_next_s(self) -> float:
+        """To the next whole interval of the wall clock, so that ranks are held up in the same step.
+
+        A step takes as long as its slowest rank: if every rank made its summary at a moment of its own, each would wait
+        for the summaries of all.
+        """
+        remaining_s = self._interval_s - time.time() % self._interval_s
+        return remaining_s if remaining_s > self._interval_s / 10 else remaining_s + self._interval_s
+
+    def _is_turn(self) -> bool:
+        return self._sequence <= 2 or round(time.time() / self._interval_s) % _SECONDS_OF_METRICS == 0
 
     def install_hooks(self) -> None:
         """See the steps of plain loops."""
@@ -84,9 +95,8 @@ class RankReporter:
     def _packet(self) -> dict[str, Any]:
         collector = self._collector
         self._sequence += 1
-        is_turn = self._sequence <= 2 or self._sequence % _SECONDS_OF_METRICS == self._turn
         found = {"rank": _rank(), "sequence": self._sequence}
-        if not is_turn and not self._closing.is_set():
+        if not self._is_turn() and not self._closing.is_set():
             collector.fold_steps()
             return step_packet(collector, time=time.time(), clock=time.time() - time.monotonic(), **found)
         collector.fold()

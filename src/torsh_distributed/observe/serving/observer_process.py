@@ -121,9 +121,10 @@ def main() -> None:
     # Whoever ends the job ends this by closing the socket; signals to the job are for the workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Training comes first where cores are scarce.
+    # Training comes first where cores are scarce: a rank that computes is not interrupted when a summary arrives.
     with contextlib.suppress(OSError):
         os.nice(5)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     from torsh_distributed.observe.serving.observer import Observer
 
     control = socket.socket(fileno=os.dup(0))
