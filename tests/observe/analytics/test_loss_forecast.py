@@ -31,6 +31,7 @@ def test_a_power_law_without_noise_is_found_again() -> None:
     assert law.at(5000) == pytest.approx(power_law(5000), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_true_step_for_most_runs() -> None:
     true_step = (4.0 / (1.7 - 1.5)) ** (1 / 0.4)  # 1789
     num_right = 0
