@@ -43,13 +43,14 @@ def initialize(
     """
     require(model is not None, "deepspeed.initialize requires a model", hint="pass model=…")
     assert model is not None, "checked above"
-    values = find_config(args, config if config is not None else config_params)
     if mpu is not None or mesh_param is not None:
         raise FeatureNotAvailable(
             "initialize(mpu=…) and mesh_param are not supported: this engine lays out the ranks itself",
             hint="use a plan with mesh.tp or mesh.cp, through torsh_distributed.parallelize",
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    # After the ranks have met: scripts write the file just before, on one rank or on all of them at the same path.
+    values = find_config(args, config if config is not None else config_params)
     if hasattr(args, "local_rank"):
         args.local_rank = local_rank()
     engine: DeepSpeedEngine
