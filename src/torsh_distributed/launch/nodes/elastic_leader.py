@@ -96,7 +96,7 @@ class ElasticLeader:
         num_left = len(self._membership.running)
         for failure in failures:
             rest = "it was about to leave" if failure.rank in leaving else "it had not joined"
-            rest = f"{num_left} go on" if failure.rank in were_members else rest
+            rest = f"{num_left} go{'es' if num_left == 1 else ''} on" if failure.rank in were_members else rest
             if failure.rank in were_members and self._membership.is_short:
                 rest = f"{num_left} wait for a {'replacement' if self._slots is None else 'slot'}"
             pid = "" if failure.pid is None else f" (pid {failure.pid})"
@@ -173,11 +173,12 @@ class ElasticLeader:
         cost_ms = (time.monotonic() - self._changed_s) * 1e3
         self._changed_s = None
         num = len(self._membership.members)
+        size = f"{num} worker{'' if num == 1 else 's'} from step {message.step}"
         if self._joining:
             noun = "worker" if len(self._joining) == 1 else "workers"
-            text = f"{noun} {join_numbers(self._joining)} joined: {num} workers from step {message.step}"
+            text = f"{noun} {join_numbers(self._joining)} joined: {size}"
         else:
-            text = f"regrouped: {num} workers from step {message.step}"
+            text = f"regrouped: {size}"
         self._joining = ()
         text += f", {message.detail}" if message.detail else ""
         self._output.say(f"{text}, cost {cost_ms:.0f} ms")
