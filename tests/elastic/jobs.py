@@ -111,7 +111,7 @@ def run_job(
     return ElasticOutcome(process.returncode, output, folder, time.monotonic() - started_s)
 
 
-def wait_for_joined(folder: Path, *, member: int, within_s: float = 60.0) -> None:
+def wait_for_joined(folder: Path, *, member: int, within_s: float = 100.0) -> None:
     """Wait until a worker that was started later has done a step."""
     deadline = time.monotonic() + within_s
     while not any(folder.glob(f"rank-{member}-step-*")):

@@ -107,6 +107,7 @@ def test_a_joiner_gets_the_state_while_the_others_train(tmp_path: Path, backend:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(280)  # two interpreters are started, one after the other, beside three ranks that compute
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_a_loss_while_a_joiner_gets_the_state(tmp_path: Path, victim: int) -> None:
     """The source of the state, another, or the joiner itself."""
