@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from torsh_distributed import events
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
@@ -43,6 +46,28 @@ def test_a_packet_never_exceeds_the_line() -> None:
     reporter.close()
     assert len(json.dumps(packets[-1])) <= MAX_PACKET_BYTES
     assert packets[-1]["metrics"]
+
+
+@pytest.mark.parametrize(("node", "second"), [("0", 1004), ("1", 1003), ("6", 1002)])
+def test_ranks_of_a_node_tell_their_metrics_in_the_same_second(
+    node: str, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_RANK", node)
+    packets: list[dict[str, Any]] = []
+    reporter = RankReporter(RankCollector(), lambda packet: packets.append(packet) is None, interval_s=1.0)
+    reporter._closing.set()  # the thread, which has a clock of its own
+    reporter._thread.join(timeout=5)
+    reporter._closing.clear()
+    del packets[:]
+    reporter._sequence = 2  # the first two have them anyway
+    for moment in (1001.01, 1002.01, 1003.01, 1004.01):
+        clock = SimpleNamespace(time=lambda moment=moment: moment, monotonic=lambda moment=moment: moment - 900)
+        monkeypatch.setattr("torsh_distributed.observe.metrics.rank_reporter.time", clock)
+        reporter.report()
+        assert reporter._until_next_s() == pytest.approx(0.99), "the next whole second, whenever the rank began"
+    assert [int(packet["time"]) for packet in packets if "metrics" in packet] == [second]
+    assert len(packets) == 4
+    reporter.close()
 
 
 def test_a_sender_that_raises_does_not_reach_training() -> None:

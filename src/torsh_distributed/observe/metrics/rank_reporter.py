@@ -43,6 +43,8 @@ class RankReporter:
         self._machine = MachineSensors(machine_interval_s) if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._optimizer_steps = OptimizerSteps(collector.note_operations, collector.note_averaged_group)
         self._sequence = 0
+        node = os.environ.get("NODE_RANK", "")
+        self._node = int(node) if node.isdigit() else 0
         self._has_failed = False
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -66,7 +68,9 @@ class RankReporter:
         return remaining_s if remaining_s > self._interval_s / 10 else remaining_s + self._interval_s
 
     def _is_turn(self) -> bool:
-        return self._sequence <= 2 or round(time.time() / self._interval_s) % _SECONDS_OF_METRICS == 0
+        """Whether metrics come along. Nodes take turns: not all ranks of a large job tell everything at once."""
+        turn = round(time.time() / self._interval_s) + self._node
+        return self._sequence <= 2 or turn % _SECONDS_OF_METRICS == 0
 
     def install_hooks(self) -> None:
         """See the steps of plain loops."""
