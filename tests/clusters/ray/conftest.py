@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -50,12 +52,23 @@ def quiet_ray(folder: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def own_agent_port() -> Iterator[None]:
+    """Ray's agent on a port that is free: `ray.init` gives every Ray of a machine the same, so two have one agent."""
+    from ray._private.parameter import RayParams
+
+    with_any_port = partialmethod(RayParams.__init__, dashboard_agent_listen_port=0)
+    with mock.patch.object(RayParams, "__init__", with_any_port):
+        yield
+
+
+@contextlib.contextmanager
 def local_ray(folder: Path, **arguments: Any) -> Iterator[Any]:
     """Ray with its token, logs and sockets in a directory of the test."""
     from torsh_distributed.clusters.ray.ray_connection import start_local
 
     with quiet_ray(folder) as ray:
-        start_local(ray, num_cpus=4, log_to_driver=False, **arguments)
+        with own_agent_port():
+            start_local(ray, num_cpus=4, log_to_driver=False, **arguments)
         yield ray
 
 
