@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -83,6 +84,8 @@ class SlurmCluster:
 
     def _start(self) -> None:
         folder = self._folder
+        # Sockets of steps are in there, and a directory of pytest's may be too long for one.
+        spool = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="slurmd-")))
         folder.chmod(0o755)  # munged refuses a socket in a directory that others cannot reach
         (folder / "state").mkdir()
         key = folder / "munge.key"
@@ -102,6 +105,7 @@ class SlurmCluster:
                 port=ports[0],
                 node_port=ports[1],
                 folder=folder,
+                spool=spool,
                 nodes=nodes,
                 kill_wait_s=self._kill_wait_s,
             )
@@ -123,7 +127,7 @@ class SlurmCluster:
         self._spawn(["/usr/sbin/slurmctld", "-D", "-i", "-f", str(folder / "slurm.conf")], first, "slurmctld")
         for number, name in enumerate(names):
             host = self._hosts[number] if self._hosts else None
-            (folder / f"spool-{name}").mkdir()
+            (spool / name).mkdir()
             self._spawn(
                 ["/usr/sbin/slurmd", "-D", "-N", name, "-f", str(folder / "slurm.conf")], host, f"slurmd-{name}"
             )

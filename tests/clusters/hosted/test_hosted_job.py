@@ -21,6 +21,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
     RankOutcome,
     RankSaid,
     RankTask,
+    RoomFound,
     SizeWanted,
     own_facts,
 )
@@ -198,6 +199,14 @@ def test_an_elastic_job_follows_the_size_that_is_wanted_within_its_limits() -> N
     pool = ScriptedPool([said(0, "ready"), said(1, "ready"), SizeWanted(9), done(0, 1), done(1, 2)])
     assert job(pool, elastic=ElasticSpec(min_workers=1, max_workers=3)).run() == [1, 2]
     assert pool.num_requested == 1
+
+
+def test_an_elastic_job_grows_into_room_and_does_not_shrink_for_want_of_it() -> None:
+    """A worker that comes back is not free at once; the job that waits for it must not settle for fewer."""
+    pool = ScriptedPool([said(0, "ready"), said(1, "ready"), RoomFound(1), RoomFound(3), done(0, 1), done(1, 2)])
+    assert job(pool, elastic=ElasticSpec(min_workers=1, max_workers=3)).run() == [1, 2]
+    assert pool.num_requested == 1
+    assert not any(message["type"] == "view" for host in pool.hosts.values() for message in host.sent)
 
 
 def test_what_ranks_print_and_report_arrives_although_they_have_ended() -> None:

@@ -38,6 +38,12 @@ def test_a_state_of_slurm_is_one_of_ours(
     assert status(task) == (state, code, detail)
 
 
+def test_a_job_that_waits_for_somebody_says_for_what() -> None:
+    state, _, detail = status(("PENDING", "launch_failed_requeued_held", "0:0"))
+    assert state is JobState.QUEUED
+    assert "a node could not start it: its slurmd log says why; then `scontrol release` it" in detail
+
+
 def test_an_array_runs_while_a_task_runs_and_fails_if_one_failed() -> None:
     done, failed, running = ("COMPLETED", "None", "0:0"), ("FAILED", "None", "2:0"), ("RUNNING", "None", "0:0")
     assert status(done, failed, running) == (JobState.RUNNING, None, "1 of 3 tasks RUNNING")

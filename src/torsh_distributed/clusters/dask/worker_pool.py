@@ -22,7 +22,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
     RankOutcome,
     RankSaid,
     RankTask,
-    SizeWanted,
+    RoomFound,
 )
 from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable, OperationTimeout
 
@@ -122,7 +122,7 @@ class DaskPool:
                     operation="start",
                 )
         if self._follows_size:
-            self._news.put(SizeWanted(0))  # workers that came meanwhile
+            self._news.put(RoomFound(0))  # workers that came meanwhile
         return list(hosts)
 
     def _open(self) -> None:
@@ -210,12 +210,12 @@ class DaskPool:
         numbers = list(range(self._next_id, self._next_id + count))
         self._next_id += count
         self._wanted += numbers
-        self._fill()
+        self._fill(self._free_workers())
         return numbers
 
-    def _fill(self) -> None:
+    def _fill(self, free: Sequence[str]) -> None:
         """Hold free workers for the hosts that were asked for."""
-        for worker in self._free_workers()[: len(self._wanted)]:
+        for worker in free[: len(self._wanted)]:
             self._hold(worker, {}, host_id=self._wanted.pop(0))
 
     def open_store(self, hosts: Sequence[RankHost], secret: str) -> tuple[str, int]:
@@ -248,12 +248,13 @@ class DaskPool:
     def next_news(self, timeout_s: float) -> HostNews | None:
         """See `HostPool`."""
         news = self._news_or_none(min(timeout_s, _LOOK_AGAIN_S) if self._has_starting else timeout_s)
-        if isinstance(news, SizeWanted) or (news is None and self._has_starting):
-            if self._wanted:
-                self._fill()
-            # Counted now: several workers may have come since.
-            room = len(self._held()) + len(self._free_workers())
-            return SizeWanted(room) if self._follows_size else None
+        if isinstance(news, RoomFound) or (news is None and self._has_starting):
+            # Counted now: several workers may have come since. Asked once: a worker that a second question finds ready
+            # would be waited for no longer, and held by nobody.
+            free = self._free_workers()
+            room = len(self._held()) + len(free)
+            self._fill(free)
+            return RoomFound(room) if self._follows_size else None
         return news
 
     def _held(self) -> set[str]:
@@ -287,7 +288,7 @@ class DaskPool:
         if not isinstance(message, dict):
             return
         if message.get("action") == "add-worker":
-            self._news.put(SizeWanted(0))
+            self._news.put(RoomFound(0))
         elif message.get("action") == "remove-worker":
             for host in list(self._hosts.values()):
                 if host.worker == message.get("worker") and not host.is_done:

@@ -25,6 +25,7 @@ from torsh_distributed.clusters.hosted.rank_host import (
     RankOutcome,
     RankSaid,
     RankTask,
+    RoomFound,
     SizeWanted,
     Work,
     own_facts,
@@ -281,6 +282,9 @@ class _Attempt:
                     self._carry_out(self._membership.lost([member]))
             case SizeWanted():
                 self._scale(news.workers)
+            case RoomFound():
+                if self._membership is not None and news.workers > self._membership.target:
+                    self._scale(news.workers)
 
     def _show(self, member: int, line: str) -> None:
         if self._spec.show is not None:

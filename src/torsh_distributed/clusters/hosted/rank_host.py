@@ -177,12 +177,20 @@ class RankSaid:
 
 @dataclass(frozen=True, slots=True)
 class SizeWanted:
-    """The engine has room for this many ranks, or a user asks for them."""
+    """A user asks for this many ranks."""
 
     workers: int
 
 
-HostNews = HostReady | HostUnavailable | RankEnded | RankSaid | SizeWanted
+@dataclass(frozen=True, slots=True)
+class RoomFound:
+    """The engine has room for this many ranks: a job may grow. It does not shrink for it: a rank that is lost is news
+    of its own, and its policy may be to wait for another."""
+
+    workers: int
+
+
+HostNews = HostReady | HostUnavailable | RankEnded | RankSaid | SizeWanted | RoomFound
 
 
 class RankHost(Protocol):

@@ -37,6 +37,13 @@ _STATES = {
     "PREEMPTED": JobState.FAILED,
     "REVOKED": JobState.FAILED,
 }
+_NEVER_STARTS = {
+    "launch_failed_requeued_held": "a node could not start it: its slurmd log says why; then `scontrol release` it",
+    "JobHeldUser": "its user holds it: `scontrol release` it",
+    "JobHeldAdmin": "an administrator holds it",
+    "DependencyNeverSatisfied": "the job that it waits for did not end as asked",
+}
+"""Reasons for which a job waits until somebody does something, in words."""
 _FIELD = re.compile(r"(?:^| )([A-Za-z/:]+)=(\S*)")
 _FORGOTTEN = ("Invalid job id specified", "Invalid job array")
 
@@ -99,6 +106,8 @@ def combine(tasks: Sequence[QueuedTask]) -> JobStatus:
             continue
         task = found[0]
         said = task.state if task.reason in ("None", "(null)", "") else f"{task.state}, {task.reason}"
+        if task.reason in _NEVER_STARTS:
+            said += f" ({_NEVER_STARTS[task.reason]})"
         count = f"{len(found)} of {len(tasks)} tasks {said}" if len(tasks) > 1 else said
         # 0 with a state that is no success, such as a time limit: there was no exit code to keep.
         code = (task.shell_code or 1) if state in (JobState.FAILED, JobState.CANCELLED) else 0
