@@ -19,9 +19,12 @@ def is_probing() -> bool:
 @contextmanager
 def probing(module: nn.Module) -> Iterator[None]:
     """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, and the host's random state
-    are restored afterwards."""
+    are restored afterwards.
+
+    A buffer that no forward changed is not written either: a graph whose backward is still to come may have kept it.
+    """
     global _num_probes
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    before = [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers()]
     _num_probes += 1
     try:
         with torch.random.fork_rng(devices=[]):
@@ -29,8 +32,9 @@ def probing(module: nn.Module) -> Iterator[None]:
     finally:
         _num_probes -= 1
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for buffer, value, version in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 @contextmanager

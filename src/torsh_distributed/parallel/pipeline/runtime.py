@@ -102,7 +102,8 @@ class PipelineParallel:
 
         Without a loss_fn the model computes the loss, from labels among its inputs; targets are None then.
 
-        Every rank of the group passes the same batch (tensors it does not need may be empty ones of the same length).
+        Every rank of the group passes the same batch (tensors that its stages do not use may be empty ones of the same
+        length).
         Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16. The loss, also the one
         returned, is `weight` times that of the batch: what this rank's part of split sequences stands for. It is in the
         loss from the start because backward through attention sends gradients to ranks with other weights.

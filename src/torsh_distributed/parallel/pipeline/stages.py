@@ -161,16 +161,21 @@ def _layers(model: nn.Module, example: Any) -> LayerGraph | LayerChain:
 def _traced(
     model: nn.Module, form: LayerGraph, runs: Sequence[tuple[str, ...]], costs: Sequence[float], balance: Balance
 ) -> StagePlan:
-    graphs, crossing = _cut_graph(form, runs)
+    graphs, crossing, taken = _cut_graph(form, runs)
+    feed = Microbatches()
     stages = tuple(
         Stage(index, run, cost, _read_directly(graph))
         for index, (run, graph, cost) in enumerate(zip(runs, graphs, costs, strict=True))
     )
 
     def make(index: int) -> nn.Module:
-        return fx.GraphModule(model, graphs[index], class_name=f"Stage{index}")
+        stage = fx.GraphModule(model, graphs[index], class_name=f"Stage{index}")
+        if taken[index]:
+            places = [str(form.inputs.index(name)) for name in taken[index]]
+            stage.register_forward_pre_hook(lambda _, received: (*received, *(feed.inputs[place] for place in places)))
+        return stage
 
-    return StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages), make)
+    return StagePlan(model, stages, form.inputs, balance, crossing, _tied(model, stages), make, feed)
 
 
 def _kept(
@@ -232,10 +237,13 @@ def _manual(form: LayerGraph | LayerChain, split_points: Sequence[str], num_stag
     return starts
 
 
-def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx.Graph], tuple[tuple[bool, ...], ...]]:
-    """A graph for each stage's layers, and which values cross the edges between stages.
+def _cut_graph(
+    form: LayerGraph, runs: Sequence[Sequence[str]]
+) -> tuple[list[fx.Graph], tuple[tuple[bool, ...], ...], list[list[str]]]:
+    """A graph for each stage's layers, which values cross the edges between stages, and the inputs each stage takes.
 
-    Stages pass on the values that later stages need from earlier ones.
+    Stages pass on the values that later stages need from earlier ones. Inputs of the model, such as labels, are not
+    sent: every rank has the batch.
     """
     begins = {run[0]: index for index, run in enumerate(runs) if index}
     stage_of: dict[fx.Node, int] = {}
@@ -247,11 +255,14 @@ def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx
     last = len(runs) - 1
     crossing = [_alive(form.graph, stage_of, edge) for edge in range(last)]
     graphs = []
+    taken: list[list[str]] = []
     for stage in range(last + 1):
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        for node in crossing[stage - 1] if stage else []:
+        inputs = _inputs_used(form.graph, stage_of, stage)
+        for node in [*crossing[stage - 1], *inputs] if stage else []:
             copies[node] = graph.placeholder(node.name)
+        taken.append([str(node.target) for node in inputs])
         for node in form.graph.nodes:
             if stage_of[node] != stage or node.op in ("output", "get_attr"):
                 continue
@@ -267,7 +278,13 @@ def _cut_graph(form: LayerGraph, runs: Sequence[Sequence[str]]) -> tuple[list[fx
         graph.lint()
         graphs.append(graph)
     made = _activations(form.graph)
-    return graphs, tuple(tuple(node in made for node in edge) for edge in crossing)
+    return graphs, tuple(tuple(node in made for node in edge) for edge in crossing), taken
+
+
+def _inputs_used(graph: fx.Graph, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+    """Inputs of the model that a later stage than the first uses."""
+    found = [node for node in graph.nodes if node.op == "placeholder" and stage]
+    return [node for node in found if any(stage_of[user] == stage for user in node.users)]
 
 
 def _activations(graph: fx.Graph) -> set[fx.Node]:
@@ -292,7 +309,7 @@ def _alive(graph: fx.Graph, stage_of: dict[fx.Node, int], edge: int) -> list[fx.
     alive = [
         node
         for node in graph.nodes
-        if node.op not in ("output", "get_attr")
+        if node.op not in ("output", "get_attr", "placeholder")
         and stage_of[node] <= edge
         and any(stage_of[user] > edge for user in node.users)
     ]
