@@ -23,7 +23,13 @@ def in_window(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def by_hand(
-    query: Tensor, key: Tensor, value: Tensor, mask: PositionMask, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PositionMask,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The formula, without any kernel."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
@@ -41,7 +47,11 @@ def by_hand(
         seen &= mask.keys[:, None, None, :]
     if mask.documents is not None:
         seen &= mask.documents[:, None, :, None] == mask.documents[:, None, None, :]
-    return torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1) @ value
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        extra = sinks.view(1, -1, 1, 1).expand(query.shape[0], -1, length, 1)
+        scores, value = torch.cat([scores, extra], dim=-1), torch.nn.functional.pad(value, (0, 0, 0, 1))
+    return torch.softmax(scores, dim=-1) @ value
 
 
 def check_forms() -> None:
@@ -78,6 +88,33 @@ def check_forms() -> None:
         heads_attention(*(torch.zeros(1, 3, 4, 2) for _ in range(3)), group=group, mask=masks[1])
 
 
+def check_sinks() -> None:
+    """A score for each head in the softmax; ranks have a part of its gradient each."""
+    generator = torch.Generator().manual_seed(0)
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    for mask, shared in ((PositionMask(is_causal=True), 4), (PositionMask(allowed=in_window), 2)):
+        query = torch.randn(2, 4, 4 * size, 6, generator=generator)
+        key, value = (torch.randn(2, shared, 4 * size, 6, generator=generator) for _ in range(2))
+        weight = torch.randn(2, 4, 4 * size, 6, generator=generator)
+        sinks = torch.randn(4, generator=generator)
+        whole = [one.requires_grad_() for one in (query, key, value, sinks)]
+        expected = by_hand(*whole[:3], mask, 0.3, sinks=sinks)
+        (expected * weight).sum().backward()
+        for form in (ring_attention, heads_attention):
+            parts = [mine(one.detach()).requires_grad_() for one in whole[:3]]
+            own = sinks.detach().clone().requires_grad_()
+            out = form(*parts, group=group, mask=mask, scale=0.3, sinks=own)
+            (out * mine(weight)).sum().backward()
+            torch.testing.assert_close(out, mine(expected.detach()), rtol=1e-4, atol=1e-5)
+            for part, one in zip(parts, whole, strict=False):
+                assert one.grad is not None
+                torch.testing.assert_close(part.grad, mine(one.grad), rtol=1e-4, atol=1e-5)
+            assert own.grad is not None
+            dist.all_reduce(own.grad)
+            torch.testing.assert_close(own.grad, sinks.grad, rtol=1e-4, atol=1e-5)
+
+
 def mine(tensor: Tensor) -> Tensor:
     return take_positions(tensor, 2, length=tensor.shape[2], rank=dist.get_rank(), size=dist.get_world_size())
 
@@ -85,6 +122,10 @@ def mine(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(("num_ranks", "backend"), [(2, "torsh"), (4, "gloo")])
 def test_both_forms_equal_attention_over_whole_sequences(world: World, num_ranks: int, backend: str) -> None:
     world.run(check_forms, num_ranks=num_ranks, backend=backend, timeout_s=60)
+
+
+def test_sinks_take_part_in_the_softmax_of_both_forms(world: World) -> None:
+    world.run(check_sinks, num_ranks=2, backend="torsh", timeout_s=60)
 
 
 def test_a_query_that_sees_nothing_gives_a_number() -> None:

@@ -64,11 +64,11 @@ def test_an_attention_with_an_argument_of_its_own_is_refused() -> None:
     before = type(model.transformer.h[0].attn).forward
 
     def with_bias(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return before(self, hidden, *args, s_aux=torch.zeros(4), **kwargs)
+        return before(self, hidden, *args, slopes=torch.zeros(4), **kwargs)
 
     type(model.transformer.h[0].attn).forward = with_bias
     try:
-        with pytest.raises(FeatureNotAvailable, match="GPT2Attention takes s_aux"):
+        with pytest.raises(FeatureNotAvailable, match="GPT2Attention takes slopes"):
             check(model)
     finally:
         type(model.transformer.h[0].attn).forward = before

@@ -17,6 +17,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.composed.edges import sequence_edges
 from torsh_distributed.parallel.composed.pipeline_strategy import PipelineStages
+from torsh_distributed.parallel.composed.split_check import SplitCheck
 from torsh_distributed.parallel.composed.split_model import Composed, Context, SequenceContext
 from torsh_distributed.parallel.composed.split_weights import SplitWeights
 from torsh_distributed.parallel.composed.stage_average import StageAverage
@@ -35,6 +36,7 @@ from torsh_distributed.parallel.expert.staged_loss import StagedAuxiliaryLoss
 from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.models.anatomy import is_from_transformers
+from torsh_distributed.parallel.models.example_inputs import LENGTH, example_inputs
 from torsh_distributed.parallel.models.passing_values import passing_values
 from torsh_distributed.parallel.pipeline import PipelineParallel, StagePlan, plan_stages
 from torsh_distributed.parallel.pipeline.runtime import Wrap
@@ -88,8 +90,12 @@ def composed_strategy(
         stages.drop_others(_mine(plan, mesh))
     splitting: Context = nullcontext
     if tensors is not None:
+        is_whole = weights is None and stages is None
+        check = _split_check(model, plan, example) if is_whole else None
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
+        if check is not None:
+            check.compare(tensors, mesh.group("tp"))
     if weights is None:
         spread_experts(model, mesh)
     else:
@@ -134,6 +140,20 @@ def _looked_at(
 def _look(model: nn.Module, plan: Plan, example: Example) -> tuple[StagePlan | None, AttentionFacts | None]:
     stages = _stages(model, plan, example) if plan.mesh.pp > 1 else None
     return stages, _attention_facts(model, plan) if plan.mesh.cp > 1 else None
+
+
+def _split_check(model: nn.Module, plan: Plan, example: Example) -> SplitCheck | None:
+    """What the whole model computes on an example; None if none is given and none can be made for it."""
+    if example is not None:
+        return SplitCheck(model, example_inputs(model, example))
+    if plan.tensor.sequence_parallel and LENGTH % plan.mesh.tp != 0:
+        return None
+    try:
+        return SplitCheck(model, example_inputs(model))
+    except Exception as error:
+        # Its own code may raise anything at inputs that are not all it needs, such as T5's without a decoder's.
+        _log.debug("%s is split without a run on an example: %s", type(model).__name__, error)
+        return None
 
 
 def _attention_facts(model: nn.Module, plan: Plan) -> AttentionFacts | None:

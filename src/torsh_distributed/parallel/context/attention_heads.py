@@ -29,11 +29,13 @@ def heads_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the whole sequence, of which each rank of `group` has the positions given by `chunks_of`.
 
     query, key, value: (batch, heads, length here, head dim); keys and values may have fewer heads, which queries share
-    in order. Returns the output for this rank's positions.
+    in order. `sinks` has a score for each head that takes part in its softmax and adds no value. Returns the output for
+    this rank's positions.
     """
     size = group.size()
     if query.shape[1] % size:
@@ -48,7 +50,8 @@ def heads_attention(
         query, key, value = torch.split(_to_heads(packed, group), counts, dim=1)
     else:
         query, key, value = (_to_heads(one, group) for one in (query, key, value))
-    out = whole_attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p, softcap=softcap)
+    mine = None if sinks is None else sinks.chunk(size)[group.rank()]
+    out = whole_attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p, softcap=softcap, sinks=mine)
     result: Tensor = _Exchange.apply(out, group, False)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
@@ -62,10 +65,12 @@ def whole_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of whole sequences, by torch's kernels where they can."""
     length = query.shape[-2]
-    if softcap is None and mask.is_plain:
+    has_kernel = softcap is None and sinks is None
+    if has_kernel and mask.is_plain:
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -82,16 +87,22 @@ def whole_attention(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-    if softcap is None:
+    if has_kernel:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen if isinstance(seen, Tensor) else None, scale=scale, dropout_p=dropout_p
         )
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * (factor / softcap))
+    scores = (query @ key.transpose(-1, -2)).float() * factor
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if isinstance(seen, Tensor):
         scores = scores.masked_fill(~seen, -math.inf)
-    weights = functional.dropout(torch.softmax(scores, dim=-1), dropout_p).to(value.dtype)
-    return weights @ value
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        extra = sinks.float().view(1, -1, 1, 1).expand(len(scores), -1, length, 1)
+        weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
+    return functional.dropout(weights, dropout_p).to(value.dtype) @ value
 
 
 def _spread(heads: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -123,9 +124,10 @@ class SplitAttention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers calls it: heads before positions in, positions before heads out."""
+        """As transformers calls it: heads before positions in, positions before heads out. `s_aux` are its sinks."""
         require_known(module, attention_mask, kwargs)
         if attention_mask is None and (self.keys is not None or self.documents is not None):
             raise FeatureNotAvailable(
@@ -138,10 +140,11 @@ class SplitAttention:
             # Heads are split over another axis: each rank attends with its own.
             placements = query.placements
             q, k, v = (one.redistribute(placements=placements).to_local() for one in (query, key, value))  # type: ignore[attr-defined]  # alike
-            out = self._attend(q, k, v, rule, scaling, dropout, softcap)
+            out = self._attend(q, k, v, rule, scaling, dropout, softcap, s_aux)
             whole = DTensor.from_local(out, query.device_mesh, placements, run_check=False)
             return whole.transpose(1, 2), None
-        return self._attend(query, key, value, rule, scaling, dropout, softcap).transpose(1, 2).contiguous(), None
+        whole_heads = self._attend(query, key, value, rule, scaling, dropout, softcap, s_aux)
+        return whole_heads.transpose(1, 2).contiguous(), None
 
     def _attend(
         self,
@@ -152,21 +155,22 @@ class SplitAttention:
         scale: float | None,
         dropout_p: float,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         size = self.group.size()
         length = query.shape[2] * size
         form = choose_form(self.form, heads=query.shape[1], size=size, length=length, mask=rule, dropout_p=dropout_p)
+        attend = partial(ring_attention if form == "ring" else heads_attention, query, key, value, group=self.group)
+        attend = partial(attend, mask=rule, scale=scale, softcap=softcap, sinks=sinks)
         if form == "ulysses":
-            return heads_attention(
-                query, key, value, group=self.group, mask=rule, scale=scale, dropout_p=dropout_p, softcap=softcap
-            )
+            return attend(dropout_p=dropout_p)
         if dropout_p > 0:
             raise FeatureNotAvailable(
                 "ring attention has no dropout",
                 hint='set the dropout of attention to 0 in the model\'s config, or context.form = "ulysses"',
                 dropout_p=dropout_p,
             )
-        return ring_attention(query, key, value, group=self.group, mask=rule, scale=scale, softcap=softcap)
+        return attend()
 
 
 def require_known(module: nn.Module, mask: Any, kwargs: Mapping[str, Any]) -> None:

@@ -30,12 +30,14 @@ def ring_attention(
     scale: float | None = None,
     mask: PositionMask | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the whole sequence, of which each rank of `group` has the positions given by `chunks_of`.
 
     query, key, value: (…, heads, length here, head dim), of the same shape on all ranks, which all call this. Keys and
     values may have fewer heads, which queries share in order: only those travel. `mask` replaces `is_causal`;
-    `softcap` bounds the scores. Returns the output for this rank's positions.
+    `softcap` bounds the scores. `sinks` has a score for each head that takes part in its softmax and adds no value.
+    Returns the output for this rank's positions.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     seen = PositionMask(is_causal=is_causal) if mask is None else mask
@@ -43,9 +45,11 @@ def ring_attention(
     if shared != query.shape[-3]:
         query = torch.unflatten(query, -3, (shared, -1))
         key, value = key.unsqueeze(-3), value.unsqueeze(-3)
-        out: Tensor = _RingAttention.apply(query, key, value, group, seen, factor, softcap)  # type: ignore[no-untyped-call]  # untyped
+        start = None if sinks is None else sinks.view(shared, -1, 1)
+        out: Tensor = _RingAttention.apply(query, key, value, start, group, seen, factor, softcap)  # type: ignore[no-untyped-call]  # untyped
         return out.flatten(-4, -3)
-    whole: Tensor = _RingAttention.apply(query, key, value, group, seen, factor, softcap)  # type: ignore[no-untyped-call]  # untyped
+    start = None if sinks is None else sinks.unsqueeze(-1)
+    whole: Tensor = _RingAttention.apply(query, key, value, start, group, seen, factor, softcap)  # type: ignore[no-untyped-call]  # untyped
     return whole
 
 
@@ -57,6 +61,7 @@ class _RingAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         group: dist.ProcessGroup,
         mask: PositionMask,
         scale: float,
@@ -64,7 +69,9 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         blocks = _Blocks(query.shape[-2], group, mask)
         out = torch.zeros(query.shape[:-1] + value.shape[-1:], dtype=torch.float32, device=query.device)
-        total = torch.full(query.shape[:-1], -math.inf, dtype=torch.float32, device=query.device)
+        # A sink is a score without a value: the softmax's sum starts with it.
+        first = torch.tensor(-math.inf, device=query.device) if sinks is None else sinks
+        total = first.float().expand(query.shape[:-1]).clone()
         sizes = [key.shape[-1], value.shape[-1]]
         held = torch.cat([key, value], dim=-1)
         for source in blocks.sources():
@@ -77,14 +84,14 @@ class _RingAttention(torch.autograd.Function):
                 _fold(out[..., mine, :], total[..., mine], value_part, part)
             if arriving is not None:
                 held = arriving.wait()
-        ctx.save_for_backward(query, key, value, out, total)
+        ctx.save_for_backward(query, key, value, sinks, out, total)
         ctx.blocks, ctx.scale, ctx.softcap = blocks, scale, softcap
         return out.to(query.dtype)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value, out, total = ctx.saved_tensors
+        query, key, value, sinks, out, total = ctx.saved_tensors
         blocks, scale, softcap = ctx.blocks, ctx.scale, ctx.softcap
         grad = grads[0].float()
         inner = (grad * out).sum(dim=-1)
@@ -113,7 +120,10 @@ class _RingAttention(torch.autograd.Function):
                 held = arriving.wait()
         kind = query.dtype
         grad_key, grad_value = torch.split(carried, sizes, dim=-1)
-        return grad_query.to(kind), grad_key.to(kind), grad_value.to(kind), None, None, None, None
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = -(torch.exp(sinks.float() - total) * inner).sum_to_size(sinks.shape).to(sinks.dtype)
+        return grad_query.to(kind), grad_key.to(kind), grad_value.to(kind), grad_sinks, None, None, None, None
 
 
 class _Blocks:

@@ -52,7 +52,8 @@ class _Seen:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Looks at one position only, and depends on all that it is given there."""
-        kwargs.pop("dropout", None)
+        for known in ("dropout", "s_aux"):
+            kwargs.pop(known, None)
         require_known(module, mask, kwargs)
         self.heads[module] = query.shape[1]
         self.dropouts[module] = _dropout(module)

@@ -78,8 +78,8 @@ class PlacedExperts:
                 ep=ep,
             )
         taken = inspect.signature(self.module.forward).parameters.values()
-        arguments = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-        if len(arguments) != 3:
+        arguments = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+        if 3 not in (len(arguments), len([one for one in arguments if one.default is one.empty])):
             raise ConfigurationError(
                 f"{name}: the experts are not called with (hidden, top_k_index, top_k_weights), so mesh.ep {ep} cannot"
                 " send tokens to them",
