@@ -16,7 +16,7 @@ from tests.lab.network import Lab
 from tests.launch.jobs import launch, write_script
 from torsh_distributed.errors import CommunicationError, InvalidArgument
 from torsh_distributed.launch.nodes.listening_sockets import listen_in_range
-from torsh_distributed.launch.ports import port_variables
+from torsh_distributed.launch.ports import RANGE_VARIABLE, meeting_variables, port_variables
 from torsh_distributed.launch.spec import Entry, JobSpec, parse_port_range
 from torsh_distributed.native import PORT_LIMIT
 
@@ -106,3 +106,11 @@ def test_the_master_port_is_the_first_of_the_range_and_never_outside() -> None:
     assert JobSpec(entry=Entry(target="x.py")).meeting_port == 29_500
     with pytest.raises(InvalidArgument, match="outside the port range 29600-29700"):
         JobSpec(entry=Entry(target="x.py"), port_range=(29_600, 29_700), master_port=29_500)
+
+
+def test_where_ranks_meet_is_left_out_of_the_ports_that_anything_else_takes() -> None:
+    """srun and mpiexec listen under the same limit."""
+    found = meeting_variables((29_600, 29_700), {})
+    assert (found["MASTER_PORT"], found[RANGE_VARIABLE]) == ("29600", "29601-29700")
+    with pytest.raises(InvalidArgument, match="needs two or more"):
+        meeting_variables((29_600, 29_600), {})

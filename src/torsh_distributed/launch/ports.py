@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from torsh_distributed.errors import FeatureNotAvailable
+from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
 from torsh_distributed.native import PORT_LIMIT
 
 RANGE_VARIABLE = "TORSH_PORT_RANGE"
@@ -27,3 +27,15 @@ def port_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str,
     library = str(PORT_LIMIT.target)
     loaded = [part for part in base.get(_PRELOAD, "").split(":") if part and part != library]
     return {RANGE_VARIABLE: f"{ports[0]}-{ports[1]}", _PRELOAD: os.pathsep.join((library, *loaded))}
+
+
+def meeting_variables(ports: tuple[int, int], base: Mapping[str, str]) -> dict[str, str]:
+    """`port_variables` for a job without a launcher of ours, with MASTER_PORT: the first port, where the ranks meet.
+
+    The others get the rest of the range: the engine's own program, which listens under the same limit, would else take
+    the first port at times.
+    """
+    first, last = ports
+    if last <= first:
+        raise InvalidArgument("a range of ports needs two or more", got=f"{first}-{last}")
+    return {"MASTER_PORT": str(first), **port_variables((first + 1, last), base)}

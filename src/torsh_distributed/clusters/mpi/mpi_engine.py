@@ -40,7 +40,7 @@ from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.comm.meeting.between_nodes import LEG_VARIABLE, chosen_leg
 from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
-from torsh_distributed.launch.ports import port_variables, require_port_limit
+from torsh_distributed.launch.ports import meeting_variables, require_port_limit
 from torsh_distributed.launch.spec import LOOPBACK, parse_port_range
 
 OPTIONS = {
@@ -116,10 +116,9 @@ class MpiEngine(ClusterEngine):
         env = job_variables(submission, reports=folder / "reports", secret_file=folder / _TOKEN)
         port = _port_of(submission.name) if self._is_on_hosts else _free_port()
         if "port_range" in self._options:
-            ports = parse_port_range(self._options["port_range"])
             require_port_limit()
-            env.update(port_variables(ports, {**os.environ, **env}))
-            port = ports[0]
+            ports = parse_port_range(self._options["port_range"])
+            env = {**env, **meeting_variables(ports, {**os.environ, **env})}
         if "between_nodes" in self._options:
             env.setdefault(LEG_VARIABLE, self._options["between_nodes"])
             chosen_leg(None, env)  # what it cannot be is said now

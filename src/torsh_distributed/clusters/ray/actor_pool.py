@@ -189,8 +189,8 @@ class RayPool:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # Beside the driver, without which the job ends anyway: an actor that needs nothing would be put on any node,
-        # and take the job with it when that node is lost.
-        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=True)
+        # and take the job with it when that node is lost. Not softly: Ray prefers another node to a busy one then.
+        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
         if self._leader_name is not None:
             options.update(name=self._leader_name, namespace=LEADER_NAMESPACE)

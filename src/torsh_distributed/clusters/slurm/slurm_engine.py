@@ -28,7 +28,7 @@ from torsh_distributed.clusters.slurm.slurm_script import OPTIONS, slurm_script
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
 from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, OperationTimeout
-from torsh_distributed.launch.ports import port_variables, require_port_limit
+from torsh_distributed.launch.ports import meeting_variables, require_port_limit
 from torsh_distributed.launch.spec import parse_port_range
 
 _LABEL = re.compile(r"\s*(\d+): ?(.*)")
@@ -77,9 +77,8 @@ class SlurmEngine(ClusterEngine):
             )
         env = job_variables(submission, reports=folder / "reports", secret_file=folder / _TOKEN)
         if "port_range" in self._options:
-            ports = parse_port_range(self._options["port_range"])
             require_port_limit()
-            env = {**env, "MASTER_PORT": str(ports[0]), **port_variables(ports, env)}
+            env = {**env, **meeting_variables(parse_port_range(self._options["port_range"]), env)}
         command = rank_command(submission)
         return slurm_script(submission, self._options, folder=folder, command=command, env=env)
 
