@@ -20,15 +20,21 @@ SHORT = (
     ("Qwen3-MoE", "ep"),
     ("Mixtral", "pp"),
     ("Mistral", "cp"),
+    ("gpt-oss", "cp"),
     ("T5", "pp"),
 )
 NO_POSITIONS = "has no value for each position, so its loss is not a mean over positions"
+NO_TABLE = "no table of positions was found in the model"
 REFUSED = {
+    ("ResNet-18", "cp"): NO_TABLE,
+    ("torchvision ViT", "cp"): NO_TABLE,
+    ("Swin", "cp"): NO_TABLE,
     ("ResNet-18", "tp"): "found no layer that tensor parallelism can split",
     ("T5", "pp"): "T5ForConditionalGeneration is an encoder and a decoder: its layers are two chains",
     ("T5", "cp"): "T5ForConditionalGeneration is an encoder and a decoder with sequences of their own",
     ("ViT", "cp"): "makes its sequence itself from pixel_values",
     ("BLOOM", "cp"): "transformer.h.0 of BloomForCausalLM mixes positions in another way",
+    ("GPT-Neo", "cp"): "transformer.h.0 of GPTNeoForCausalLM mixes positions in another way",
     ("Falcon", "cp"): "transformer.h.0 of FalconForCausalLM mixes positions in another way",
     ("BERT", "cp"): NO_POSITIONS,
 }

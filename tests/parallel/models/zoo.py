@@ -162,6 +162,11 @@ SPECIMENS: dict[str, Specimen] = {
             transformer("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4),
             text_batch,
         ),
+        Specimen(
+            "GPT-Neo",
+            decoder("GPTNeo", num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=4),
+            text_batch,
+        ),
         Specimen("GPT-NeoX", decoder("GPTNeoX"), text_batch),
         Specimen("OPT", decoder("OPT", ffn_dim=48, word_embed_proj_dim=32), text_batch),
         Specimen(
@@ -208,6 +213,12 @@ SPECIMENS: dict[str, Specimen] = {
             has_experts=True,
         ),
         Specimen("Qwen3-MoE", decoder("Qwen3Moe", num_experts=4, head_dim=8, **_EXPERTS), text_batch, has_experts=True),
+        Specimen(
+            "gpt-oss",
+            decoder("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4),
+            text_batch,
+            has_experts=True,
+        ),
         Specimen("DeepSeek-V3", decoder("DeepseekV3", **_DEEPSEEK), text_batch, has_experts=True),
         Specimen(
             "ResNet-18",
