@@ -1,8 +1,9 @@
 """The process that observes a job, and the launcher's handle on it.
 
 Over its standard input, a Unix socket that only the launcher has the other end of, it receives the settings, then one
-packet for each message; end of file ends it. Messages are sent without waiting: one that does not fit is dropped and
-counted, so the launcher never waits for whoever looks.
+packet for each message; end of file ends it. Messages are sent without waiting: what the socket does not take, because
+all ranks spoke at once, is kept and goes first the next time. Beyond a bound messages are dropped and counted, so the
+launcher never waits for whoever looks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +24,7 @@ from torsh_distributed.observe.settings import ObserveSettings
 
 _MAX_MESSAGE_BYTES = 1 << 17
 _SEND_BUFFER_BYTES = 1 << 22
+_MAX_WAITING_BYTES = 1 << 25
 _CLOSE_TIMEOUT_S = 20.0
 
 
@@ -31,6 +34,8 @@ class ObserverProcess:
     def __init__(self, settings: ObserveSettings) -> None:
         self.reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.num_dropped = 0
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
         self._is_open = True
         with theirs:
             for end in (self.reports, theirs):
@@ -51,17 +56,30 @@ class ObserverProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Pass a message on; whether it was taken."""
+        """Pass a message on, now or when there is room; whether it was taken."""
         data = json.dumps(message, default=str).encode()
-        if not self._is_open or len(data) > _MAX_MESSAGE_BYTES:
+        is_too_much = len(data) > _MAX_MESSAGE_BYTES or self._waiting_bytes + len(data) > _MAX_WAITING_BYTES
+        if not self._is_open or is_too_much:
             self.num_dropped += 1
             return False
-        try:
-            self.reports.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:  # full, or it has ended
-            self.num_dropped += 1
-            return False
-        return True
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._send_waiting(socket.MSG_DONTWAIT)
+        return self._is_open
+
+    def _send_waiting(self, flags: int) -> None:
+        """Send what waits, as far as the socket takes it."""
+        while self._waiting:
+            try:
+                self.reports.send(self._waiting[0], flags | socket.MSG_NOSIGNAL)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError:  # it has ended; what it said last is still to be read
+                self.num_dropped += len(self._waiting)
+                self._waiting.clear()
+                self._waiting_bytes = 0
+                return
+            self._waiting_bytes -= len(self._waiting.popleft())
 
     def take_reports(self) -> list[tuple[str, str]]:
         """What it says: (`said` or `warned`, text). Empty with `is_over` once it has ended."""
@@ -87,9 +105,11 @@ class ObserverProcess:
 
     def finish(self, tell: Callable[[str, str], None], *, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """The job has ended: wait until the report is written, pass on what it says, and end it."""
+        deadline = time.monotonic() + timeout_s
+        self.reports.settimeout(timeout_s)
+        self._send_waiting(0)
         with contextlib.suppress(OSError):  # it has ended already
             self.reports.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + timeout_s
         try:
             while self._is_open and (left_s := deadline - time.monotonic()) > 0:
                 self.reports.settimeout(left_s)
