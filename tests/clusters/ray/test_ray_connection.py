@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torsh_distributed.clusters.ray.ray_connection import own_token, take_carried_code
+from torsh_distributed.clusters.ray.ray_connection import cluster_of_this_job, own_token, take_carried_code
 
 VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -55,3 +57,17 @@ def test_the_token_is_found_where_ray_looks_for_it(tmp_path: Path, monkeypatch: 
     assert own_token() == "from a file"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "from a variable")
     assert own_token() == "from a variable"
+
+
+def test_a_job_belongs_to_the_cluster_whose_process_started_it() -> None:
+    ask = "from torsh_distributed.clusters.ray.ray_connection import cluster_of_this_job as f; print(f())"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", start, "--gcs-address=192.0.2.7:6379"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "192.0.2.7:6379"
+    assert cluster_of_this_job() == "auto"

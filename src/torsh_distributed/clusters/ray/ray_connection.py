@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from torsh_distributed.errors import CommunicationError, ConfigurationError, FeatureNotAvailable
 
 _OLDEST = (2, 50)
+_GCS_OPTION = "--gcs-address="
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Where Ray's job server tells a driver the job's runtime environment, which all its actors get."""
 
@@ -45,6 +48,20 @@ def own_token() -> str | None:
         return os.environ["RAY_AUTH_TOKEN"]
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     return path.read_text().strip() or None if path.is_file() else None
+
+
+def cluster_of_this_job() -> str:
+    """The address of the cluster that started this process, for a job that its job server runs; `auto` without one.
+
+    Ray's job server tells its jobs the newest cluster of the machine, which is another one where two users have one.
+    The node's own process, above the job's, knows better.
+    """
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):
+            for word in parent.cmdline():
+                if word.startswith(_GCS_OPTION):
+                    return str(word.removeprefix(_GCS_OPTION))
+    return "auto"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from torsh_distributed.clusters.hosted.submitted_job import drive, spec_of
 from torsh_distributed.clusters.ray.actor_pool import LEADER_NAMESPACE, RayPool
 from torsh_distributed.clusters.ray.ray_config import RayConfig
-from torsh_distributed.clusters.ray.ray_connection import connected, take_carried_code
+from torsh_distributed.clusters.ray.ray_connection import cluster_of_this_job, connected, take_carried_code
 from torsh_distributed.clusters.ray.ray_engine import JOB_VARIABLE
 
 _SCALE_S = 30.0
@@ -30,7 +30,7 @@ def run_job(job: dict[str, Any]) -> int:
     import ray
 
     # Lines of the ranks come through the job, with their rank: Ray need not show them again.
-    ray.init(address="auto", log_to_driver=False)
+    ray.init(address=cluster_of_this_job(), log_to_driver=False)
     try:
         spec = spec_of(job)
         pool = RayPool(
@@ -52,7 +52,7 @@ def leader_name(job_id: str) -> str:
 
 def scale_job(job_id: str, workers: int) -> int:
     """Ask the leader of a running job for another number of workers."""
-    with connected("auto") as ray:
+    with connected(cluster_of_this_job()) as ray:
         leader = _find_leader(ray, job_id)
         if leader is None:
             print(f"no running job has the id {job_id}", file=sys.stderr)

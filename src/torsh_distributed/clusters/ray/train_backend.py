@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _stores: list[Any] = []
 """The store of the worker of rank 0, for as long as its process lives."""
+_secrets = ExitStack()
+"""Removes the file of the job's secret."""
 
 
 @dataclass
@@ -104,7 +107,9 @@ def _enter_world(variables: Mapping[str, str], secret: str, backend: str, timeou
     from torsh_distributed.launch.worker.init import init
 
     folder = tempfile.mkdtemp(prefix="torsh-ray-train-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # When the world is left; Ray may end this process without its exit functions, and Python without that.
+    _secrets.callback(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_secrets.close)
     write_secret_file(Path(folder) / "secret", secret)
     os.environ.update({**variables, SECRET_FILE_VARIABLE: str(Path(folder) / "secret")})
     init(backend=backend, timeout_s=timeout_s)
@@ -114,6 +119,7 @@ def _leave_world() -> None:
     from torsh_distributed.comm.groups.process_group import destroy_process_group
 
     destroy_process_group()
+    _secrets.close()
     while _stores:
         _stores.pop().close()
 
