@@ -1,22 +1,28 @@
-"""Shared memory that is filled through its file.
+"""Shared memory that several ranks fill at the same time.
 
-A new page that is touched is cleared first and mapped; one that is written through the file is neither, which takes a
-third less of a processor. It is mapped when somebody reads it.
+A `write` to its file would neither clear nor map new pages and take a third less of a processor, but a file takes one
+at a time, whoever writes: two ranks filled it at half the speed. So pages are made first, many with one call, and bytes
+are then copied to them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 if TYPE_CHECKING:
-    import mmap
-
     from torch import Tensor
+
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, from Linux 5.14: make pages, and report if there is no memory for them. Touching one that cannot
+be made would end the process."""
 
 
 class MemoryFile:
@@ -38,6 +44,13 @@ class MemoryFile:
 
     def write(self, data: memoryview, place: int) -> None:
         """Write bytes from `place` on. OSError if there is no memory for them."""
+        start = self._first + place
+        begin = start - start % mmap.PAGESIZE
+        # Both without the interpreter's lock, which mmap.madvise and a copy between memoryviews would hold.
+        if _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(start + len(data) - begin), _POPULATE_WRITE) == 0:
+            ctypes.memmove(start, int(np.frombuffer(data, dtype=np.uint8).ctypes.data), len(data))
+            return
+        # An older kernel; or no memory, which the file says in words.
         done = 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], self._start + place + done)
@@ -49,3 +62,8 @@ class MemoryFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
