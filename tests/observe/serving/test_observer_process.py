@@ -53,3 +53,14 @@ def test_what_is_more_than_the_bound_is_dropped_and_counted(monkeypatch: pytest.
     finally:
         os.kill(process.pid, signal.SIGCONT)
         process.close()
+
+
+def test_a_message_to_an_observer_that_has_ended_is_not_taken() -> None:
+    process = ObserverProcess(ObserveSettings())
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.send({"type": "metrics"})
+        assert process.num_dropped == 1
+    finally:
+        process.close()

@@ -107,7 +107,7 @@ def _enter_world(variables: Mapping[str, str], secret: str, backend: str, timeou
     from torsh_distributed.launch.worker.init import init
 
     folder = tempfile.mkdtemp(prefix="torsh-ray-train-")
-    # When the world is left; Ray may end this process without its exit functions, and Python without that.
+    # Removed when the world is left, or at exit: Ray may end this process without either of them.
     _secrets.callback(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(_secrets.close)
     write_secret_file(Path(folder) / "secret", secret)

@@ -64,22 +64,22 @@ class ObserverProcess:
             return False
         self._waiting.append(data)
         self._waiting_bytes += len(data)
-        self._send_waiting(socket.MSG_DONTWAIT)
-        return self._is_open
+        return self._send_waiting(socket.MSG_DONTWAIT)
 
-    def _send_waiting(self, flags: int) -> None:
-        """Send what waits, as far as the socket takes it."""
+    def _send_waiting(self, flags: int) -> bool:
+        """Send what waits, as far as the socket takes it; False if nobody is there any more, and all of it is lost."""
         while self._waiting:
             try:
                 self.reports.send(self._waiting[0], flags | socket.MSG_NOSIGNAL)
             except (BlockingIOError, TimeoutError):
-                return
+                return True
             except OSError:  # it has ended; what it said last is still to be read
                 self.num_dropped += len(self._waiting)
                 self._waiting.clear()
                 self._waiting_bytes = 0
-                return
+                return False
             self._waiting_bytes -= len(self._waiting.popleft())
+        return True
 
     def take_reports(self) -> list[tuple[str, str]]:
         """What it says: (`said` or `warned`, text). Empty with `is_over` once it has ended."""

@@ -48,8 +48,9 @@ class SplitCheck:
             except Exception as error:
                 # The model's own code runs here, on pieces of what it expects: it may raise anything.
                 where = running[-1] if running else "forward"
+                said = next(iter(str(error).splitlines()), type(error).__name__)
                 raise self._refusal(
-                    f"cannot run once mesh.tp {plan.tp} has split it: {where} says {str(error).splitlines()[0]}",
+                    f"cannot run once mesh.tp {plan.tp} has split it: {where} says {said}",
                     re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{where}.*=replicated"),
                 ) from error
             if not _alike(found, self._expected):

@@ -259,7 +259,8 @@ def _cut_graph(
     for stage in range(last + 1):
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        inputs = _inputs_used(form.graph, stage_of, stage)
+        # The first stage's inputs are its arguments, among its own nodes.
+        inputs = _inputs_used(form.graph, stage_of, stage) if stage else []
         for node in [*crossing[stage - 1], *inputs] if stage else []:
             copies[node] = graph.placeholder(node.name)
         taken.append([str(node.target) for node in inputs])
@@ -282,9 +283,9 @@ def _cut_graph(
 
 
 def _inputs_used(graph: fx.Graph, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
-    """Inputs of the model that a later stage than the first uses."""
-    found = [node for node in graph.nodes if node.op == "placeholder" and stage]
-    return [node for node in found if any(stage_of[user] == stage for user in node.users)]
+    """Inputs of the model that a stage uses."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return [node for node in inputs if any(stage_of[user] == stage for user in node.users)]
 
 
 def _activations(graph: fx.Graph) -> set[fx.Node]:
