@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.bed.world import World
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.saving.box_agreement import SIGNATURE_BYTES, BoxAgreement
+from torsh_distributed.checkpoint.saving.file_image import FileImage
 from torsh_distributed.comm.recording.flight_recorder import recorder
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
@@ -121,16 +122,14 @@ def unreadable(folder: str) -> list[str]:
 
     texts = []
     with CheckpointManager(folder) as manager, pytest.MonkeyPatch.context() as patch:
-        from torsh_distributed.checkpoint.saving import file_image
+        copy_in = FileImage.copy_in
 
-        read = file_image._read
-
-        def refused(call: Callable[[], Tensor]) -> Tensor:
+        def refused(image: FileImage, tensors: Sequence[HeldTensor]) -> None:
             if is_broken and dist.get_rank() == 1:
                 raise OSError("the drive does not answer")
-            return read(call)
+            copy_in(image, tensors)
 
-        patch.setattr(file_image, "_read", refused)
+        patch.setattr(FileImage, "copy_in", refused)
         manager.save(1, {"model": Held()}, wait=False)
         with pytest.raises(CheckpointError) as caught:
             manager.wait()

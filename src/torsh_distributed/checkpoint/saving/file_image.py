@@ -6,7 +6,8 @@ on a GPU: training waits for one copy at the speed of the bus, and the file is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.checkpoint.files.tensor_archive import ALIGNMENT, TensorArchive, archive_for
+from torsh_distributed.checkpoint.memory_copies import MemoryCopies
 from torsh_distributed.checkpoint.saving.box_assignment import BoxKey, pieces_of
 from torsh_distributed.parallel.state.held_tensors import HeldBox, HeldTensor
 
@@ -84,17 +86,16 @@ class FileImage:
 
     def copy_in(self, tensors: Sequence[HeldTensor]) -> None:
         """Copy this rank's boxes into the image and wait until all of them have arrived."""
-        by_name = {held.name: held.read for held in tensors}
-        last: tuple[str, Tensor] | None = None
-        devices = set()
-        for entry, view in zip(self.entries, self._views, strict=True):
-            if last is None or last[0] != entry.name:
-                last = (entry.name, _read(by_name[entry.name]))
-                devices.add(last[1].device)
-            view.copy_(entry.box.of(last[1]), non_blocking=True)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        by_name = {held.name: held for held in tensors}
+        places = zip(self.entries, self._views, strict=True)
+        with MemoryCopies() as copies:
+            for name, boxes in itertools.groupby(places, key=lambda place: place[0].name):
+                held = by_name[name]
+                source = held.read().detach()
+                for entry, view in boxes:
+                    copies.add(view, entry.box.of(source))
+                if held.write is not None:  # perhaps memory made for the purpose: that of one tensor at a time
+                    copies.wait_for_threads()
 
     def bytes(self) -> memoryview:
         """The image, to be written."""
@@ -106,10 +107,6 @@ class FileImage:
             [one.name, one.box.whole, one.box.sizes, one.start, one.archive.num_bytes, one.data_start]
             for one in self.entries
         ]
-
-
-def _read(read: Callable[[], Tensor]) -> Tensor:
-    return read().detach()
 
 
 def _put(memory: Tensor, start: int, data: bytes) -> None:
