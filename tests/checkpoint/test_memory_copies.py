@@ -23,8 +23,8 @@ def one_thread_of_eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.set_num_threads(before)
 
 
-def _copiers() -> int:
-    return sum(thread.name.startswith("torsh-copy") for thread in threading.enumerate())
+def _copiers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("torsh-copy")]
 
 
 def test_large_and_small_strided_and_plain_arrive() -> None:
@@ -35,7 +35,7 @@ def test_large_and_small_strided_and_plain_arrive() -> None:
             copies.add(target, source)
     for target, source in zip(targets, (large, small, strided), strict=True):
         assert torch.equal(target, source)
-    assert _copiers() == 0
+    assert _copiers() == []
 
 
 def test_a_source_may_change_after_the_wait() -> None:
@@ -51,7 +51,19 @@ def test_a_source_may_change_after_the_wait() -> None:
 def test_a_copy_that_fails_raises_and_leaves_no_thread() -> None:
     with pytest.raises(RuntimeError, match="size of tensor"), MemoryCopies() as copies:
         copies.add(torch.zeros(1 << 20), torch.zeros(1 << 19))
-    assert _copiers() == 0
+    assert _copiers() == []
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5000, (1 << 20) + 3, (4 << 20) - 1])
+def test_bytes_arrive_whatever_their_number(num_bytes: int) -> None:
+    source, target = os.urandom(num_bytes), bytearray(num_bytes + 2)
+    copies = MemoryCopies()
+    copies.copy_bytes(memoryview(target)[1:-1], memoryview(source))
+    assert bytes(target) == b"\0" + source + b"\0"
+    del copies
+    for thread in _copiers():  # they end with the object
+        thread.join(timeout=10)
+    assert _copiers() == []
 
 
 @pytest.mark.parametrize(

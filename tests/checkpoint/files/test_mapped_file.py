@@ -9,6 +9,7 @@ import pytest
 
 from torsh_distributed.checkpoint.files import mapped_file
 from torsh_distributed.checkpoint.files.mapped_file import MappedFile
+from torsh_distributed.checkpoint.memory_copies import MemoryCopies
 
 DATA = os.urandom(3 * 4096 + 17)
 
@@ -29,7 +30,7 @@ def test_any_part_of_it_can_be_looked_at_and_copied(file: MappedFile) -> None:
         file.start_reading(start, stop)
         assert bytes(file.view(start, stop)) == DATA[start:stop]
         into = bytearray(stop - start)
-        file.read_into(memoryview(into), start)
+        file.read_into(memoryview(into), start, MemoryCopies().copy_bytes)
         assert into == DATA[start:stop]
 
 
@@ -39,7 +40,7 @@ def test_a_file_that_was_cut_after_it_was_opened_is_an_error(file: MappedFile, t
     with pytest.raises(OSError, match="ends at byte 8192"):
         file.view(8192, 8200)
     with pytest.raises(OSError, match="ends at byte 4096"):
-        file.read_into(memoryview(bytearray(5000)), 0)
+        file.read_into(memoryview(bytearray(5000)), 0, MemoryCopies().copy_bytes)
     assert bytes(file.view(0, 4096)) == DATA[:4096]
     with pytest.raises(OSError, match="ends at byte"):
         file.view(len(DATA), len(DATA) + 1)

@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ class MappedFile:
         read_exactly(self._file, found, start)
         return found
 
-    def read_into(self, into: memoryview, start: int) -> None:
-        """Fill `into` from position `start` of the file. OSError if it cannot be read."""
+    def read_into(self, into: memoryview, start: int, copy: Callable[[memoryview, memoryview], None]) -> None:
+        """Fill `into` from position `start` of the file, by `copy(into, source)`. OSError if it cannot be read."""
         if self._map is not None and self._populate(start, start + len(into)):
-            into[:] = memoryview(self._map)[start : start + len(into)]
+            copy(into, memoryview(self._map)[start : start + len(into)])
         else:
             read_exactly(self._file, into, start)
 

@@ -12,6 +12,7 @@ from torsh_distributed.checkpoint.files.block_hashes import FileDamage, damaged
 from torsh_distributed.checkpoint.files.manifest import SHARED, TENSORS, Manifest, own_file
 from torsh_distributed.checkpoint.files.mapped_file import MappedFile
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
+from torsh_distributed.checkpoint.memory_copies import MemoryCopies
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.checkpoint.saving.zstd_archives import decompress
 from torsh_distributed.comm.serialization import deserialize
@@ -26,6 +27,7 @@ class SavedCheckpoint(SavedSnapshot):
         self.directory = directory
         self.manifest = manifest
         self._opened = {} if opened is None else opened
+        self._copies = MemoryCopies()
         try:
             index = TensorIndex.from_bytes((directory / TENSORS).read_bytes())
             values = deserialize((directory / SHARED).read_bytes())
@@ -45,7 +47,7 @@ class SavedCheckpoint(SavedSnapshot):
                 self._opened[stored.file] = MappedFile(self.directory / stored.file)
             file = self._opened[stored.file]
             if self.manifest.compression is None:
-                file.read_into(into, stored.start + stored.data_start + begin)
+                file.read_into(into, stored.start + stored.data_start + begin, self._copies.copy_bytes)
                 return
             packed = bytes(file.view(stored.start, stored.start + stored.length))
         except OSError as error:
