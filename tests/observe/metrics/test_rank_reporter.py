@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from torsh_distributed import events
-from torsh_distributed.observe.metrics.rank_collector import RankCollector
+from torsh_distributed.observe.metrics.rank_collector import MAX_STEPS_A_SUMMARY, RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import RankMetrics
 from torsh_distributed.observe.metrics.rank_reporter import MAX_PACKET_BYTES, RankReporter
+from torsh_distributed.observe.metrics.step_record import unpack_steps
 
 
 def test_summaries_come_by_themselves_and_a_last_one_at_the_end() -> None:
@@ -31,7 +32,8 @@ def test_summaries_come_by_themselves_and_a_last_one_at_the_end() -> None:
         events.emit(events.StepEvent(step=2, loss=0.4, duration_s=0.1))
     finally:
         reporter.close()
-    assert [row[0] for packet in packets for row in packet["steps"]] == [1, 2], "each step travels once"
+    told = [step.step for packet in packets for step in unpack_steps(packet["steps"], most=10)[0]]
+    assert told == [1, 2], "each step travels once"
     assert packets[-1]["facts"]["mesh"] == {"dp": 2}
     names = {name for name, _, _ in packets[-1]["metrics"]}
     assert {"torsh_host_memory_bytes", "torsh_process_cpu_cores", "torsh_node_memory_total_bytes"} <= names
@@ -39,6 +41,8 @@ def test_summaries_come_by_themselves_and_a_last_one_at_the_end() -> None:
 
 def test_a_packet_never_exceeds_the_line() -> None:
     collector = RankCollector(RankMetrics())
+    for number in range(1000):
+        collector.take(events.StepEvent(step=number, loss=1 / 3, duration_s=0.1), now_s=0.1 * number)
     for number in range(200):
         collector.metrics.custom(f"metric_{number}_{'x' * 80}", kind="distribution", help="h" * 300).record(1 / 3)
     packets: list[dict[str, Any]] = []
@@ -46,6 +50,7 @@ def test_a_packet_never_exceeds_the_line() -> None:
     reporter.close()
     assert len(json.dumps(packets[-1])) <= MAX_PACKET_BYTES
     assert packets[-1]["metrics"]
+    assert len(unpack_steps(packets[-1]["steps"], most=1000)[0]) == MAX_STEPS_A_SUMMARY
 
 
 @pytest.mark.parametrize(("node", "second"), [("0", 1004), ("1", 1003), ("6", 1002)])

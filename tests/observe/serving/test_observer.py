@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.observe.packets import FakeRank
+from torsh_distributed.observe.metrics.step_record import StepRecord, pack_steps
 from torsh_distributed.observe.page.html_report import html_report
 from torsh_distributed.observe.serving.observer import Observer
 from torsh_distributed.observe.settings import ObserveSettings
@@ -50,10 +51,9 @@ def test_full_disks_dead_hooks_nonsense_and_clocks_that_jump_are_told_and_the_jo
         packet["time"] += (-1) ** number * 1e6  # its wall clock is set back and forth
         observer.take(packet)
     bad = rank.packet()
-    bad["steps"] = [
-        [9, 1.0, math.nan, *[None] * 6, 0.0, 1.0, 1, False],
-        [10, 1.0, 1e999, *[None] * 6, 0.0, 1.0, 1, False],
-    ]
+    bad["steps"] = pack_steps(
+        StepRecord(step, 1.0, seconds, *[None] * 6, 0.0, 1.0, 1) for step, seconds in ((9, math.nan), (10, math.inf))
+    )
     bad["marks"] = [{"type": "log", "time": 5.0, "level": math.inf}, {"type": "log", "time": math.nan}]
     bad["facts"] = {"node": "a", "load": math.nan}
     bad["metrics"] = [["torsh_loss", [], math.nan], ["torsh_step", [], 8]]

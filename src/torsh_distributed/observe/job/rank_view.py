@@ -13,7 +13,6 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_distributed.errors import SerializationError
 from torsh_distributed.observe.metrics.catalogue import (
     BUCKETS_S,
     CATALOGUE,
@@ -22,7 +21,7 @@ from torsh_distributed.observe.metrics.catalogue import (
     MetricKind,
 )
 from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
-from torsh_distributed.observe.metrics.step_record import StepRecord
+from torsh_distributed.observe.metrics.step_record import StepRecord, unpack_steps
 from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
 
 STEPS_KEPT = 200
@@ -105,12 +104,8 @@ class RankView:
         self._take_values(packet.get("metrics"))
         self._take_facts(packet.get("facts"))
         self._take_timeline(packet.get("timeline"), packet.get("timeline_step"))
-        found = []
-        for row in _rows(packet.get("steps"))[-STEPS_KEPT:]:
-            try:
-                found.append(StepRecord.from_row(row))
-            except (SerializationError, TypeError, ValueError, OverflowError):
-                self.num_bad += 1
+        found, num_bad = unpack_steps(packet.get("steps"), most=STEPS_KEPT)
+        self.num_bad += num_bad
         self.steps.extend(found)
         self.split_steps.extend([step for step in found if step.forward_s is not None])
         return found

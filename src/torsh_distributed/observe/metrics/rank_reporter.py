@@ -17,11 +17,12 @@ from torsh_distributed.observe.metrics.machine_sensors import MachineSensors
 from torsh_distributed.observe.metrics.process_sensors import ProcessSensors
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Send
+from torsh_distributed.observe.metrics.step_record import pack_steps
 
 MAX_PACKET_BYTES = 60 * 1024
 """The line to the launcher takes 64 KiB, with what it adds itself."""
-_ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 250, "metrics": 560}
-"""The most that a row of each takes, but for texts of the user's."""
+_ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 1, "metrics": 560}
+"""The most that a row of each takes, but for texts of the user's; steps are one text."""
 _SECONDS_OF_METRICS = 4
 """Steps travel in every summary. What is read and reckoned from them comes with each fourth, and with the first two and
 the last: statistics of hundreds of values are most of what a summary costs, on both ends."""
@@ -142,17 +143,17 @@ def step_packet(collector: RankCollector, *, rank: int, sequence: int, time: flo
         "sequence": sequence,
         "time": time,
         "clock": clock,
-        "steps": [collector.steps.popleft().to_row() for _ in range(len(collector.steps))],
+        "steps": pack_steps(collector.steps.popleft() for _ in range(len(collector.steps))),
         "marks": [collector.marks.popleft() for _ in range(len(collector.marks))],
     }
 
 
 def _within_limit(packet: dict[str, Any]) -> dict[str, Any]:
-    """The packet in at most MAX_PACKET_BYTES: the timeline goes first, then older steps, then what is left over."""
+    """The packet in at most MAX_PACKET_BYTES: the timeline goes first, steps never: all that are kept fit."""
     # Encoding it to see its length costs as much as sending it: rows that cannot be too long are only counted.
     if not packet["marks"] and sum(len(packet[name]) * size for name, size in _ROW_BYTES.items()) < MAX_PACKET_BYTES:
         return packet
-    for name in ("timeline", "marks", "custom", "steps", "metrics"):
+    for name in ("timeline", "marks", "custom", "metrics"):
         while len(json.dumps(packet, default=str)) > MAX_PACKET_BYTES and packet[name]:
             packet[name] = packet[name][(len(packet[name]) + 1) // 2 :]
     return packet
