@@ -43,7 +43,7 @@ def test_the_view_knows_every_rank_and_the_page_gets_json() -> None:
         {"type": "metrics", "rank": 0, "metrics": [["torsh_step_seconds", [], {"n": 1}], ["torsh_loss", ["x"], 1]]},
         {"type": "metrics", "rank": 0, "steps": [[1], ["a"] * 13, None]},
         {"type": "metrics", "rank": 0, "steps": "<b>not base64</b>"},
-        {"type": "metrics", "rank": 0, "steps": base64.b64encode(struct.pack("<14d", *[math.inf] * 14)).decode()},
+        {"type": "metrics", "rank": 0, "steps": base64.b64encode(struct.pack("<2d8f2d2f", *[math.inf] * 14)).decode()},
         {"type": "metrics", "rank": 0, "custom": [["<b>", "gauge", "", ""], ["torsh_custom_x", "bad", "", ""], 4]},
         {
             "type": "metrics",

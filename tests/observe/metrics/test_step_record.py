@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torsh_distributed.observe.metrics.step_record import StepRecord, pack_steps, unpack_steps
 
-seconds = st.floats(min_value=0, max_value=1e9)
+seconds = st.floats(min_value=0, max_value=1e9, width=32)
 maybe_seconds = st.none() | seconds
 records = st.builds(
     StepRecord,
@@ -46,7 +46,7 @@ def test_the_newest_steps_arrive_as_they_were(steps: list[StepRecord], most: int
 
 
 def packed(*numbers: float) -> str:
-    return base64.b64encode(struct.pack(f"<{len(numbers)}d", *numbers)).decode()
+    return base64.b64encode(struct.pack("<2d8f2d2f", *numbers)).decode()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def packed(*numbers: float) -> str:
         ([[1, 2, 3]], 1),
         ("not base64 at all!", 1),
         ("ÄÖÜ", 1),
-        (packed(1.0, 2.0), 1),
+        (packed(*[1.0] * 14)[:40], 1),
         (packed(*[math.nan] * 14), 1),
         (packed(*[math.inf] * 14), 1),
         (packed(1.0, 1.0, 1.0, *[math.nan] * 6, 0.0, -math.inf, 1.0, 0.0, 0.0), 1),

@@ -20,6 +20,7 @@ from torsh_distributed.observe.metrics.catalogue import (
     MetricDefinition,
     MetricKind,
 )
+from torsh_distributed.observe.metrics.rank_collector import MAX_STEPS_A_SUMMARY
 from torsh_distributed.observe.metrics.rank_metrics import MAX_CUSTOM_METRICS, MAX_LABEL_SETS
 from torsh_distributed.observe.metrics.step_record import StepRecord, unpack_steps
 from torsh_distributed.observe.metrics.training_spans import MAX_TIMELINE_SPANS
@@ -104,7 +105,7 @@ class RankView:
         self._take_values(packet.get("metrics"))
         self._take_facts(packet.get("facts"))
         self._take_timeline(packet.get("timeline"), packet.get("timeline_step"))
-        found, num_bad = unpack_steps(packet.get("steps"), most=STEPS_KEPT)
+        found, num_bad = unpack_steps(packet.get("steps"), most=MAX_STEPS_A_SUMMARY)
         self.num_bad += num_bad
         self.steps.extend(found)
         self.split_steps.extend([step for step in found if step.forward_s is not None])

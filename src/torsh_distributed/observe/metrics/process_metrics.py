@@ -9,7 +9,7 @@ from typing import Any
 
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_metrics import Metric, RankMetrics, Send
-from torsh_distributed.observe.metrics.rank_reporter import RankReporter
+from torsh_distributed.observe.metrics.rank_reporter import INTERVAL_S, RankReporter
 
 _lock = threading.Lock()
 _sets: dict[int, RankMetrics] = {}
@@ -36,7 +36,7 @@ def metric(name: str, *, kind: str = "gauge", unit: str = "", help: str = "") ->
     return process_metrics().custom(name, kind=kind, unit=unit, help=help)
 
 
-def start_reporting(send: Send, *, interval_s: float = 1.0, machine_interval_s: float = 5.0) -> RankReporter:
+def start_reporting(send: Send, *, interval_s: float = INTERVAL_S, machine_interval_s: float = 5.0) -> RankReporter:
     """Collect this process's metrics and pass a summary to `send` every `interval_s`, until the process ends.
 
     The first rank of a node reads the node's sensors too, every `machine_interval_s`.

@@ -23,7 +23,7 @@ from torsh_distributed.observe.metrics.step_record import StepRecord
 from torsh_distributed.observe.metrics.training_spans import RunDelay, TrainingSpans
 
 MAX_PENDING_EVENTS = 50_000
-MAX_STEPS_A_SUMMARY = 200
+MAX_STEPS_A_SUMMARY = 400
 MAX_MARKS_A_SUMMARY = 40
 _MAX_TEXT_CHARS = 400
 _LONG_S = 1e6

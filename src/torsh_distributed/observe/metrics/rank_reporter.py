@@ -1,4 +1,4 @@
-"""Sends a summary of a rank's metrics about once a second, from a thread of its own, never through a process group."""
+"""Sends a summary of a rank's metrics every other second, from a thread of its own, never through a process group."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ MAX_PACKET_BYTES = 60 * 1024
 """The line to the launcher takes 64 KiB, with what it adds itself."""
 _ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 1, "metrics": 560}
 """The most that a row of each takes, but for texts of the user's; steps are one text."""
-_SECONDS_OF_METRICS = 4
-"""Steps travel in every summary. What is read and reckoned from them comes with each fourth, and with the first two and
-the last: statistics of hundreds of values are most of what a summary costs, on both ends."""
+INTERVAL_S = 2.0
+"""Between summaries. Most of what one costs is Python that runs with cold caches, in the rank, the launcher and the
+observer, however many steps it tells of."""
+_SUMMARIES_A_METRIC = 2
+"""Steps travel in every summary. What is read and reckoned from them comes with each second one, and with the first two
+and the last: statistics of hundreds of values cost as much again, on both ends."""
 _C10D = "torch.distributed.distributed_c10d"
 _log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class RankReporter:
     """The thread. What goes wrong in it is logged once and never reaches training."""
 
     def __init__(
-        self, collector: RankCollector, send: Send, *, interval_s: float = 1.0, machine_interval_s: float = 5.0
+        self, collector: RankCollector, send: Send, *, interval_s: float = INTERVAL_S, machine_interval_s: float = 5.0
     ) -> None:
         self._collector = collector
         self._send = send
@@ -71,7 +74,7 @@ class RankReporter:
     def _is_turn(self) -> bool:
         """Whether metrics come along. Nodes take turns: not all ranks of a large job tell everything at once."""
         turn = round(time.time() / self._interval_s) + self._node
-        return self._sequence <= 2 or turn % _SECONDS_OF_METRICS == 0
+        return self._sequence <= 2 or turn % _SUMMARIES_A_METRIC == 0
 
     def install_hooks(self) -> None:
         """See the steps of plain loops."""
