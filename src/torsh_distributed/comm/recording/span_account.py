@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Set
-from dataclasses import dataclass, field
 
 OTHER = "other"
+_NOTHING: frozenset[str] = frozenset()
 BUBBLE_PHASE = "schedule"
 """A pipeline's schedule: what no stage inside it covers is a bubble."""
 
 
-@dataclass
 class StepSpans:
     """The seconds of one step; phases and waits together add up to `step_s`."""
 
-    step_s: float = 0.0
-    phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By phase, without the spans inside it; `other` is what no span covers."""
-    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By what was waited for."""
+    __slots__ = ("phases", "step_s", "waits")
 
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self.phases: defaultdict[str, float] = defaultdict(float)
+        """By phase, without the spans inside it; `other` is what no span covers."""
+        self.waits: defaultdict[str, float] = defaultdict(float)
+        """By what was waited for."""
 
-@dataclass(slots=True)
-class _Span:
-    start: float
-    end: float
-    phase: str
-    wait: str | None
-    inside: float
-    """Seconds of it that belong to the spans directly inside it."""
-
-    @property
-    def own(self) -> float:
-        return self.end - self.start - self.inside
+    def add(self, phase: str, wait: str | None, seconds: float) -> None:
+        """Add the seconds of a span that are its own."""
+        if wait is None:
+            self.phases[phase] += seconds
+        else:
+            self.waits[wait] += seconds
 
 
 class SpanAccount:
@@ -46,42 +41,40 @@ class SpanAccount:
         self._begun = started
         self._bubble_waits = bubble_waits
         self._step = StepSpans()
-        self._open: list[_Span] = []
+        self._open: list[tuple[float, float, str, str | None, float]] = []
+        """Spans that no other encloses so far: start, end, phase, what was waited for, and the seconds of it that
+        belong to the spans directly inside it."""
 
     def add_phase(self, phase: str, start: float, duration: float) -> None:
         """Add a phase of a step that the thread has finished."""
-        self._add(start, duration, phase, None, absorbs=self._bubble_waits if phase == BUBBLE_PHASE else frozenset())
+        self._add(start, duration, phase, None, self._bubble_waits if phase == BUBBLE_PHASE else _NOTHING)
 
     def add_wait(self, what: str, start: float, duration: float) -> None:
         """Add the time the thread was blocked."""
-        self._add(start, duration, OTHER, what, absorbs=frozenset())
+        self._add(start, duration, OTHER, what, _NOTHING)
 
     def end_step(self, now: float) -> StepSpans:
         """End a step: all time since the previous one, or since the start, belongs to it."""
-        covered = 0.0
-        for span in self._open:
-            covered += span.end - span.start
-            self._book(span)
-        self._open.clear()
         ended, self._step = self._step, StepSpans()
-        ended.phases[OTHER] += now - self._begun - covered
-        ended.step_s = now - self._begun
+        step_s = uncovered = now - self._begun
+        for start, end, phase, wait, inside in self._open:
+            uncovered -= end - start
+            ended.add(phase, wait, end - start - inside)
+        self._open.clear()
+        ended.phases[OTHER] += uncovered
+        ended.step_s = step_s
         self._begun = now
         return ended
 
-    def _add(self, start: float, duration: float, phase: str, wait: str | None, *, absorbs: Set[str]) -> None:
-        # A span that began before measuring did counts from there on.
-        span = _Span(max(start, self._begun), start + duration, phase, wait, 0.0)
-        while self._open and self._open[-1].start >= span.start:
-            inner = self._open.pop()
-            span.inside += inner.end - inner.start
-            if inner.wait in absorbs:
-                inner.phase, inner.wait = phase, None
-            self._book(inner)
-        self._open.append(span)
-
-    def _book(self, span: _Span) -> None:
-        if span.wait is None:
-            self._step.phases[span.phase] += span.own
-        else:
-            self._step.waits[span.wait] += span.own
+    def _add(self, start: float, duration: float, phase: str, wait: str | None, absorbs: Set[str]) -> None:
+        end, inside = start + duration, 0.0
+        if start < self._begun:  # a span that began before measuring did counts from there on
+            start = self._begun
+        spans = self._open
+        while spans and spans[-1][0] >= start:
+            inner_start, inner_end, inner_phase, inner_wait, inner_inside = spans.pop()
+            inside += inner_end - inner_start
+            if inner_wait in absorbs:
+                inner_phase, inner_wait = phase, None
+            self._step.add(inner_phase, inner_wait, inner_end - inner_start - inner_inside)
+        spans.append((start, end, phase, wait, inside))

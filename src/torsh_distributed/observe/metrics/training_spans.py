@@ -31,18 +31,18 @@ class TrainingSpans:
         self._idle_cpu_s = 0.0
         self._is_cpu_known = True
 
-    def add_phase(self, note: step_notes.PhaseNote) -> None:
+    def add_phase(self, phase: str, start_s: float, end_s: float, cpu: step_notes.CpuSpan | None) -> None:
         """A part of a step ended."""
         average = self._average
         if average is not None:
-            if note.start_s < average.start_s:  # a backward that was timed, with the wait inside it
+            if start_s < average.start_s:  # a backward that was timed, with the wait inside it
                 self._average = None
             else:
-                self._end_average(note.start_s, note.cpu[0] if note.cpu is not None else None)
-        if note.phase == "data":
-            self._add_idle(note.cpu)
-        self._account.add_phase(note.phase, note.start_s, note.end_s - note.start_s)
-        self._draw(note.phase, note.start_s, note.end_s)
+                self._end_average(start_s, cpu[0] if cpu is not None else None)
+        if phase == "data":
+            self._add_idle(cpu)
+        self._account.add_phase(phase, start_s, end_s - start_s)
+        self._draw(phase, start_s, end_s)
 
     def add_wait(self, note: step_notes.WaitNote) -> None:
         """A wait ended, or an operation was started."""
@@ -59,7 +59,8 @@ class TrainingSpans:
 
     def end_step(self, now_s: float, cpu_s: float | None) -> tuple[StepSpans, float | None]:
         """A step ended: its spans, and the processor time that it computed; None where it is not known."""
-        self._end_average(now_s, None)
+        if self._average is not None:
+            self._end_average(now_s, None)
         before_s, self._cpu_s = self._cpu_s, cpu_s
         idle_s, self._idle_cpu_s = self._idle_cpu_s, 0.0
         is_known, self._is_cpu_known = self._is_cpu_known, True
