@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.bed.world import World
@@ -83,4 +85,38 @@ def test_a_result_that_differs_is_refused(world: World) -> None:
 
 def test_what_fits_trains(world: World) -> None:
     said = world.run(what_happens, torch.relu, SPLIT, num_ranks=2, backend="torsh", timeout_s=60)
+    assert said == pytest.approx([loss_alone(torch.relu)] * 2, rel=1e-5)
+
+
+class Pictures(Net):
+    """Says what its inputs are, so that an example can be made; rank 1 cannot run it as a whole."""
+
+    main_input_name = "pixel_values"
+    config = SimpleNamespace(image_size=(2, 16), num_channels=1)
+
+    def __init__(self) -> None:
+        super().__init__(only_in_halves_on_rank_1)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return super().forward(pixel_values)
+
+
+def only_in_halves_on_rank_1(hidden: Tensor) -> Tensor:
+    if dist.get_rank() == 1 and hidden.shape[-1] == 64:
+        raise OSError("no memory for all of it")
+    return hidden.relu()
+
+
+def step_of_pictures() -> float:
+    torch.manual_seed(0)
+    model = Pictures()
+    plan = Plan(mesh=MeshConfig(dp=1, tp=2), tensor=TensorConfig(overrides=SPLIT))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = parallelize(model, optimizer, plan, loss_fn=nn.functional.mse_loss)
+    return engine.step((EXAMPLE[0], torch.zeros(2, 16)))
+
+
+def test_ranks_compare_only_if_all_of_them_can(world: World) -> None:
+    """Rank 0 alone would wait for the others in the split model."""
+    said = world.run(step_of_pictures, num_ranks=2, backend="torsh", timeout_s=60)
     assert said == pytest.approx([loss_alone(torch.relu)] * 2, rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torsh_distributed.comm.collectives.objects import broadcast_object
+from torsh_distributed.comm.collectives.objects import all_gather_object, broadcast_object
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.activation import compile_and_checkpoint
 from torsh_distributed.parallel.composed.edges import sequence_edges
@@ -92,9 +92,10 @@ def composed_strategy(
     if tensors is not None:
         is_whole = weights is None and stages is None
         check = _split_check(model, plan, example) if is_whole else None
+        can_compare = is_whole and all(all_gather_object(check is not None, group=mesh.group("tp")))
         tensor_parallel(model, mesh.slice("tp"), plan=tensors)
         splitting = partial(tensor_parallel_context, tensors)
-        if check is not None:
+        if check is not None and can_compare:  # all of them or none: they run the model together
             check.compare(tensors, mesh.group("tp"))
     if weights is None:
         spread_experts(model, mesh)
