@@ -69,6 +69,8 @@ def _keep_fatal_stacks() -> None:
     except OSError:
         return
     faulthandler.enable(fatal)
+    # Ignored once Python has taken its handlers away at the end: the launcher may ask at that moment too.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     # Runs in the signal handler, so it works while native code holds Python's lock.
     faulthandler.register(STACK_SIGNAL, asked, all_threads=True)
 
