@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.files.checkpoint_directory import cannot_write
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.plan import CheckpointConfig
 
 Mount = Callable[[str], Path]
 STATE = {"x": torch.zeros(600_000)}
@@ -50,6 +53,17 @@ def test_no_space_in_the_middle_leaves_the_older_one_and_nothing_else(mount: Mou
         (disk / "step-00000001" / "__0_0.distcp").unlink()
         manager.save(4, STATE)
         assert manager.directory.complete_steps()[0] == 4
+
+
+def test_a_loop_hears_of_a_failed_save_long_before_its_next_one(mount: Mount) -> None:
+    with CheckpointManager(CheckpointConfig(dir=str(mount("size=1m")), every_steps=10**6)) as manager:
+        manager.save(1, STATE, wait=False)
+        deadline, steps = time.monotonic() + 60, itertools.count(2)
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved: rank 0: .*no space left on device"):
+            while time.monotonic() < deadline:
+                manager.after_step(next(steps), STATE)
+        for _ in range(1000):  # told once
+            manager.after_step(next(steps), STATE)
 
 
 def test_a_disk_that_became_read_only_still_loads(mount: Mount) -> None:

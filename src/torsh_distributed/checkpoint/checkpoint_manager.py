@@ -22,7 +22,7 @@ from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata, read
 from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.policy.preemption import PreemptionSignals
 from torsh_distributed.checkpoint.policy.retention import StepLoss, steps_to_remove
-from torsh_distributed.checkpoint.policy.save_triggers import SaveDecision, SaveTriggers
+from torsh_distributed.checkpoint.policy.save_triggers import FAILURE, SaveDecision, SaveTriggers
 from torsh_distributed.checkpoint.random_generators import random_state, reseed, restore_random_state
 from torsh_distributed.checkpoint.restoring import (
     CheckpointTiers,
@@ -133,15 +133,21 @@ class CheckpointManager:
             self.end_if_told(decision)
         return decision is not None
 
-    def decide(self, step: int) -> SaveDecision | None:
+    def decide(self, step: int, *, raises_failures: bool = True) -> SaveDecision | None:
         """Whether to save now, on all ranks alike; every rank calls this after every step.
 
-        From the first call on the directory is this job's: a second one is refused at once, not hours later.
+        From the first call on the directory is this job's: a second one is refused at once, not hours later. A save
+        that has failed in the background is raised about a second later, on all ranks, unless `raises_failures` is
+        false: then it is the next save that raises it.
         """
         if not self._is_training:
             self._writer.hold_directory()
             self._is_training = True
-        return self._triggers.after_step(step)
+        decision = self._triggers.after_step(step, has_failed=raises_failures and self._writer.has_failed)
+        if decision is not None and decision.reason == FAILURE:
+            self.wait()
+            return None
+        return decision
 
     def end_if_told(self, decision: SaveDecision) -> None:
         """After the save of a `decision`: end this process if a signal asked for it."""

@@ -77,7 +77,7 @@ class EngineCheckpoints:
             self._replicate(self.replicas, loss)
         if self._deferred is not None:
             self._deferred.after_step(step)
-        decision = manager.decide(step)
+        decision = manager.decide(step, raises_failures=self._deferred is None)
         if decision is None:
             return
         if self._deferred is None or decision.is_last:

@@ -47,8 +47,9 @@ def train(folder: str, storage: str) -> tuple[list[str], int]:
             has_room = True
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         is_saved = any(Path(folder).glob("step-*/COMMITTED"))
-        is_over.fill_(float(is_saved or time.monotonic() - started > 30))
+        is_over.fill_(float(is_saved))
         dist.broadcast(is_over, 0)
+        assert time.monotonic() - started < 60, "the save is neither made nor its failure raised"
     engine.checkpoints.wait()
     engine.step((torch.ones(2, 4), torch.ones(2, 1)))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -60,8 +61,8 @@ def train(folder: str, storage: str) -> tuple[list[str], int]:
 @pytest.mark.matrix
 @pytest.mark.ranks
 def test_training_goes_on_while_the_disk_is_full(world: World, tmp_path: Path) -> None:
-    for texts, steps in world.run(train, str(tmp_path / "on"), "go_on", num_ranks=2, backend="torsh"):
+    for texts, steps in world.run(train, str(tmp_path / "on"), "go_on", num_ranks=2, backend="torsh", timeout_s=90):
         assert steps > 10
         assert texts == ["incident open", "alert error", "alert error", "incident resolved"]
     with pytest.raises(CheckpointError, match="was not saved: rank 1"):
-        world.run(train, str(tmp_path / "raise"), "raise", num_ranks=2, backend="torsh")
+        world.run(train, str(tmp_path / "raise"), "raise", num_ranks=2, backend="torsh", timeout_s=90)

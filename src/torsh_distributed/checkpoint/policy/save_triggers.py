@@ -1,7 +1,8 @@
 """When to save: after so many steps or seconds, at the best metric, on a signal or on request.
 
-Steps and metrics are equal on all ranks, so they need no agreement. Clocks, signals and requests are not: about once a
-second the ranks tell each other, in one small all-reduce, at steps that all of them know beforehand.
+Steps and metrics are equal on all ranks, so they need no agreement. Clocks, signals, requests and saves that failed in
+the background are not: about once a second the ranks tell each other, in one small all-reduce, at steps that all of
+them know beforehand.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torsh_distributed.checkpoint.files.checkpoint_directory import REQUEST
 from torsh_distributed.checkpoint.policy.preemption import PreemptionSignals
 from torsh_distributed.comm.collectives.reductions import all_reduce
 
+FAILURE = "failure"
+"""The reason of a decision not to save: the save before has failed."""
 _CHECK_S = 1.0
 
 
@@ -79,14 +82,17 @@ class SaveTriggers:
         """A checkpoint was saved: the clock starts again."""
         self._saved_at = time.monotonic()
 
-    def after_step(self, step: int) -> SaveDecision | None:
-        """Whether to save now, on every rank alike. Not at step 0."""
-        asked = self._agreed(step)
+    def after_step(self, step: int, *, has_failed: bool = False) -> SaveDecision | None:
+        """Whether to save now, on every rank alike. Not at step 0.
+
+        `has_failed`: this rank knows that the last save failed; once any does, all are told so instead.
+        """
+        asked = self._agreed(step, has_failed=has_failed)
         if asked is None and self._every_steps is not None and step % self._every_steps == 0:
             return SaveDecision("steps")
         return asked
 
-    def _agreed(self, step: int) -> SaveDecision | None:
+    def _agreed(self, step: int, *, has_failed: bool) -> SaveDecision | None:
         """What any rank was told, or rank 0's clock says, since the last exchange."""
         if self._next_check is not None and step < self._next_check:
             return None
@@ -99,15 +105,19 @@ class SaveTriggers:
         is_late = is_first and self._every_s is not None and now - self._saved_at >= self._every_s
         is_asked = self._is_asked or (is_first and self._take_request())
         self._is_asked = False
-        flags = [int(is_told), int(is_late), int(is_asked), min(distance, 10 * max(1, steps)) if is_first else 0]
+        ahead = min(distance, 10 * max(1, steps)) if is_first else 0
+        flags = [int(is_told), int(has_failed), int(is_late), int(is_asked), ahead]
         if not is_alone:
             told = torch.tensor(flags, device=self._device)
             all_reduce(told, "max")
             flags = told.tolist()
-        self._checked_at, self._checked_step, self._next_check = now, step, step + max(1, flags[3])
+        self._checked_at, self._checked_step, self._next_check = now, step, step + max(1, flags[4])
         if flags[0]:
             return SaveDecision("signal", is_last=True)
-        return SaveDecision("time") if flags[1] else SaveDecision("request") if flags[2] else None
+        for is_so, reason in zip(flags[1:4], (FAILURE, "time", "request"), strict=True):
+            if is_so:
+                return SaveDecision(reason)
+        return None
 
     def _take_request(self) -> bool:
         """Whether `torsh checkpoint now` has asked; the request is taken."""

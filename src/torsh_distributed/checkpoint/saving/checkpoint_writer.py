@@ -98,6 +98,12 @@ class CheckpointWriter:
         """Whether a checkpoint is being written; ranks may answer differently."""
         return any(one is not None and not one.done() for one in (self._committing, self._following))
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save has ended with an error that nobody was told yet; ranks may answer differently."""
+        ended = [one for one in (self._committing, self._following) if one is not None and one.done()]
+        return any(one.exception() is not None for one in ended)
+
     def save(self, state: HeldState, own: dict[str, Any], metadata: CheckpointMetadata) -> float:
         """Copy the state and have it written; returns the seconds that training waited.
 
