@@ -28,26 +28,23 @@ from torsh_distributed.observe.metrics.rank_reporter import step_packet, summary
 _BATCH = 1000
 _NUM_RANKS = 1000
 
-# Blocks of steps with and without a reporter take turns in one job, so what slows the machine down slows both. A block
-# lasts a little longer than the four seconds between two summaries with metrics. Before it is timed, as many steps run
-# untimed with a reporter: it finds the model, counts its operations twice, and sends two summaries with all metrics,
-# which a job does once.
-_PAIRED = """
-import json, os, sys, time, torch, torch.distributed as dist
+_LOOP = """
+import json, os, sys, threading, time, torch, torch.distributed as dist
+from torsh_distributed.events import step_notes
 from torsh_distributed.launch.worker.launcher_line import open_line
 from torsh_distributed.observe.metrics.process_metrics import start_reporting, stop_reporting
 
-num_blocks, block_s, target_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 stop_reporting()
 dist.init_process_group("shm")
 torch.set_num_threads(1)
 cores = sorted(os.sched_getaffinity(0))
 if len(cores) >= 8:  # a rank stays on its half of them: moving between cores changes a step by more than observing does
-    os.sched_setaffinity(0, cores[dist.get_rank() :: 2])
+    half = len(cores) // 2
+    os.sched_setaffinity(0, cores[dist.get_rank() * half :][:half])
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(384, 384) for _ in range(6))))
 criterion = torch.nn.MSELoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-rows = 64
+rows, target_s = 64, 0.03
 
 def steps(number):
     start = time.perf_counter()
@@ -63,6 +60,15 @@ for _ in range(3):  # until a step takes as long as it should
     took = torch.tensor(steps(20))
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     rows = max(8, int(rows * target_s / took.item()))
+"""
+# Blocks of steps with and without a reporter take turns in one job, so what slows the machine down slows both. A block
+# lasts a little longer than the four seconds between two summaries with metrics. Before it is timed, as many steps run
+# untimed with a reporter: it finds the model, counts its operations twice, and sends two summaries with all metrics,
+# which a job does once.
+_PAIRED = (
+    _LOOP
+    + """
+num_blocks, block_s = int(sys.argv[1]), float(sys.argv[2])
 number = max(2, round(block_s / target_s))
 blocks = []
 for block in range(num_blocks):
@@ -77,6 +83,61 @@ for block in range(num_blocks):
 if dist.get_rank() == 0:
     print("BLOCKS", json.dumps({"steps": number, "blocks": blocks}))
 """
+)
+# Where it goes, as processor time. A machine that others use as well changes what a step takes by more than observing
+# does, but hardly what observing takes of it. The launcher hears beats without a reporter too: that is taken off.
+_PARTS = (
+    _LOOP
+    + """
+import glob, psutil
+
+number = int(sys.argv[1])
+in_hooks = [0.0]
+
+def timed(function):
+    def call(*args, **kwargs):
+        start = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            in_hooks[0] += time.thread_time() - start
+    return call
+
+def time_hooks():
+    from torch.optim import optimizer as module
+    for hooks in (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks):
+        for key, hook in list(hooks.items()):
+            hooks[key] = timed(hook)
+    step_notes.note_wait = timed(step_notes.note_wait)
+
+def spent_s(*paths):
+    return sum(int(open(path).read().split()[0]) for path in paths) / 1e9
+
+def spent_beside_s():
+    launcher = psutil.Process(os.getppid())
+    observers = [one for one in launcher.children() if "observer_process" in " ".join(one.cmdline())]
+    return spent_s(*(path for one in (launcher, *observers) for path in glob.glob(f"/proc/{one.pid}/task/*/schedstat")))
+
+def spent_in_thread_s():
+    mine = [one.native_id for one in threading.enumerate() if one.name == "torsh-metrics"]
+    return spent_s(*(f"/proc/self/task/{one}/schedstat" for one in mine))
+
+found = {}
+for is_on in (False, True):
+    if is_on:
+        start_reporting(open_line().send)
+    steps(1 + number // 8)
+    if is_on:
+        time_hooks()
+    in_hooks[0], beside_s, thread_s = 0.0, spent_beside_s(), spent_in_thread_s()
+    step_s = steps(number)
+    found[is_on] = step_s, in_hooks[0], spent_in_thread_s() - thread_s, spent_beside_s() - beside_s
+if dist.get_rank() == 0:
+    step_s, hooks_s, thread_s, beside_s = found[True]
+    parts = [hooks_s / number, thread_s / number, max(0.0, beside_s - found[False][3]) / number]
+    print("PARTS", json.dumps([step_s, *parts]))
+"""
+)
 _SLOW_RANK = """
 import os, sys, time, torch, torch.distributed as dist
 
@@ -157,7 +218,7 @@ def _values(budget: Budget) -> Iterator[Row]:
 def _paired(budget: Budget) -> Iterator[Row | Note]:
     num_blocks, block_s = (7, 0.15) if budget.is_quick else (61, 4.2)
     with tempfile.TemporaryDirectory() as folder:
-        output = _run(_PAIRED, num_blocks, block_s, 0.03, report=Path(folder) / "report.html")
+        output = _run(_PAIRED, num_blocks, block_s, report=Path(folder) / "report.html")
     found = json.loads(output.partition("BLOCKS ")[2].splitlines()[0])
     blocks = found["blocks"]
     on = [seconds for is_on, seconds in blocks if is_on]
@@ -175,6 +236,18 @@ def _paired(budget: Budget) -> Iterator[Row | Note]:
         text=f"Observing changes a step by {statistics.median(changes):+.2%} (95 % interval {low:+.2%} to {high:+.2%} "
         f"by resampling {len(changes)} blocks of {found['steps']} steps, each between two without); at most 0.5 % is "
         "the aim."
+    )
+
+
+def _parts(budget: Budget) -> Iterator[Note]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = _run(_PARTS, 20 if budget.is_quick else 1500, report=Path(folder) / "report.html")
+    step_s, hooks_s, thread_s, beside_s = json.loads(output.partition("PARTS ")[2].splitlines()[0])
+    yield Note(
+        text=f"Of a step of {step_s * 1e3:.0f} ms observing takes {hooks_s * 1e6:.0f} µs of the training thread, "
+        f"{thread_s * 1e6:.0f} µs of another thread of the rank, and {beside_s * 1e6:.0f} µs of the launcher and the "
+        f"process beside it, of processor time: {(hooks_s + thread_s) / step_s:.2%} where those two have a core of "
+        f"their own, {(hooks_s + thread_s + beside_s / 2) / step_s:.2%} where two ranks have only two cores."
     )
 
 
@@ -291,6 +364,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     yield from _values(budget)
     yield from _second(budget)
     yield from _many_ranks(budget)
+    yield from _parts(budget)
     yield from _paired(budget)
     yield from _stragglers(budget)
 
