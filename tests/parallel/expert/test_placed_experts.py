@@ -68,7 +68,8 @@ def compare(chosen: int) -> None:
         whole.experts(*one).square().sum().backward()
     torch.testing.assert_close(out, whole.experts(*everyone[rank]))
     torch.testing.assert_close(hidden.grad, everyone[rank][0].grad)
-    torch.testing.assert_close(weights.grad, everyone[rank][2].grad)
+    # A sum over all of an expert's outputs, which are grouped otherwise here: its bits depend on the machine.
+    torch.testing.assert_close(weights.grad, everyone[rank][2].grad, rtol=1e-5, atol=1e-5)
     for name, param in placed.stacked().items():
         expected = whole.experts.get_parameter(name)
         torch.testing.assert_close(param.grad, cut_stack(expected.grad, placed))

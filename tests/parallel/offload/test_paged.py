@@ -37,7 +37,7 @@ def test_losses_are_those_of_training_without_offload(place: str) -> None:
 @pytest.mark.parametrize("model", ["tied", "recomputed"])
 def test_shared_frozen_unused_reused_and_recomputed_layers(model: str) -> None:
     losses, _, state = offloaded(model, clip=0.3)
-    assert losses == pytest.approx(plain(model, clip=0.3), abs=1e-6)
+    assert losses == pytest.approx(plain(model, clip=0.3), rel=1e-6)  # they are around 12: abs=1e-6 is one bit of them
     if model == "tied":
         assert torch.equal(state["layers.2.unused"], torch.ones(5)), "no gradient, no decay"
 
