@@ -29,6 +29,9 @@ def use_deepspeed() -> Any:
     operations = importlib.import_module("deepspeed.ops")
     # It asks the compiler what it could build, and builds that when ranks meet, which takes minutes: nothing.
     operations.__dict__["__compatible_ops__"] = defaultdict(bool)
+    # It refuses fp16 where oneDNN has no instructions for it, as on most x86 machines; torch computes in it anyway.
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
     return deepspeed
 
 
