@@ -68,7 +68,7 @@ def test_bytes_arrive_whatever_their_number(num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("local_world_size", "torch_threads", "expected"),
-    [("1", 1, 4), ("4", 1, 2), ("8", 1, 1), ("16", 1, 1), ("1", 2, 1)],
+    [("1", 1, 4), ("4", 1, 2), ("8", 1, 1), ("16", 1, 1), ("", 1, 4), ("0", 1, 4), ("1", 2, 1)],
 )
 def test_a_rank_takes_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, local_world_size: str, torch_threads: int, expected: int

@@ -77,5 +77,5 @@ def threads_to_copy() -> int:
     """This rank's share of the cores, up to four; 1 where torch's operators have several threads themselves."""
     if torch.get_num_threads() > 1:
         return 1
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))

@@ -156,7 +156,7 @@ class RankCollector:
         clock_s = time.time() - time.monotonic()
         for _ in range(len(self._pending)):
             entry = take()
-            kind = type(entry)  # by how often they come; patterns take twice as long
+            kind = type(entry)  # by how often they come
             if kind is step_notes.WaitNote:
                 self._add_wait(entry)
             elif kind is step_notes.StepNote:

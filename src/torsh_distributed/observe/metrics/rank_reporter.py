@@ -24,8 +24,7 @@ MAX_PACKET_BYTES = 60 * 1024
 _ROW_BYTES = {"timeline": 80, "custom": 500, "steps": 1, "metrics": 560}
 """The most that a row of each takes, but for texts of the user's; steps are one text."""
 INTERVAL_S = 2.0
-"""Between summaries. Most of what one costs is Python that runs with cold caches, in the rank, the launcher and the
-observer, however many steps it tells of."""
+"""Between summaries. Each wakes the rank, the launcher and the observer, whose Python then runs with cold caches."""
 _SUMMARIES_A_METRIC = 2
 """Steps travel in every summary. What is read and reckoned from them comes with each second one, and with the first two
 and the last: statistics of hundreds of values cost as much again, on both ends."""
