@@ -1,8 +1,8 @@
 """The spans of a step as plain tuples, for whoever takes all of them.
 
 Between two operations of a model Python runs with cold caches: making an event and passing it on takes 40 µs there, and
-a step has ten. A note is a tuple and an append. Events are made as well where something subscribes to them, such as the
-file of a recording.
+a step has ten. A note is a tuple and an append, and of a started operation the record that is kept anyway. Events are
+made as well where something subscribes to them, such as the file of a recording.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torsh_distributed.events.bus import emit, wanted
 from torsh_distributed.events.types import Phase, PhaseEvent, StepEvent, WaitEvent
@@ -35,7 +35,7 @@ class PhaseNote(NamedTuple):
 
 
 class WaitNote(NamedTuple):
-    """A thread waited for an operation, or has started one, as WaitEvent has it."""
+    """A thread waited for an operation, as WaitEvent has it."""
 
     thread: int
     op: str
@@ -45,18 +45,34 @@ class WaitNote(NamedTuple):
     cpu: CpuSpan | None
     num_started: int
     num_bytes: int
-    started: Any
-    """The flight recorder's record of an operation that goes on after the call; `end_s` of it says until when."""
+
+
+class StartedOperation(Protocol):
+    """What a recorder keeps of an operation that goes on after the call. The record itself is the note of its start."""
+
+    thread: int
+    op: str
+    group: str
+    num_bytes: int
+    sequence: int
+    start_s: float
+    end_s: float | None
+    """None while it is under way."""
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether torch's autograd started it, as for DDP's buckets."""
 
 
 class StepNote(NamedTuple):
     """A step of a plain loop ended with its optimizer, which is a phase of it: one note for both."""
 
     thread: int
-    start_s: float
-    """Of the optimizer, on the monotonic clock."""
+    optimizer_s: float | None
+    """When the optimizer began, on the monotonic clock; None in a step that is not looked at."""
     end_s: float
-    cpu: CpuSpan
+    end_cpu_s: float
+    """The thread's own processor time at the end."""
     step: int
     duration_s: float
     loss: float | None
@@ -109,11 +125,10 @@ def note_wait(
     num_started: int = 0,
     num_bytes: int = 0,
     sequence: int | None = None,
-    started: Any = None,
 ) -> None:
     """This thread waited for an operation of a group, or has started one."""
     if _takers:
-        note = WaitNote(_thread(), op, group, start_s, end_s, cpu, num_started, num_bytes, started)
+        note = WaitNote(_thread(), op, group, start_s, end_s, cpu, num_started, num_bytes)
         for take in _takers:
             take(note)
     if wanted(WaitEvent, is_noted=True):
@@ -132,13 +147,33 @@ def note_wait(
         )
 
 
+def note_started(operation: StartedOperation) -> None:
+    """This thread has started an operation and goes on: the recorder's record of it."""
+    for take in _takers:
+        take(operation)
+    if wanted(WaitEvent, is_noted=True):
+        emit(
+            WaitEvent(
+                op=operation.op,
+                group=operation.group,
+                num_started=1,
+                num_bytes=operation.num_bytes,
+                start_s=operation.start_s,
+                duration_s=time.monotonic() - operation.start_s,
+                sequence=operation.sequence,
+                thread=operation.thread,
+            ),
+            is_noted=True,
+        )
+
+
 def note_step(note: StepNote) -> None:
     """A step of a plain loop ended in this thread."""
     for take in _takers:
         take(note)
-    if wanted(PhaseEvent, is_noted=True):
-        took_s = note.end_s - note.start_s
-        phase = PhaseEvent(phase="optimizer", start_s=note.start_s, duration_s=took_s, thread=note.thread)
+    if note.optimizer_s is not None and wanted(PhaseEvent, is_noted=True):
+        took_s = note.end_s - note.optimizer_s
+        phase = PhaseEvent(phase="optimizer", start_s=note.optimizer_s, duration_s=took_s, thread=note.thread)
         emit(phase, is_noted=True)
     if wanted(StepEvent, is_noted=True):
         emit(step_event(note, time.time()), is_noted=True)

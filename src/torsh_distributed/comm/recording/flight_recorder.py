@@ -23,6 +23,7 @@ from torsh_distributed import events
 
 CAPACITY = 1000
 _now_s = time.monotonic
+_thread = threading.get_ident
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -54,7 +55,7 @@ class OperationRecord:
     """One operation: what, from where, when. `end_s` is None while it is under way.
 
     A brief one (`is_brief`) has neither times nor call site: see `BriefRecord`. A call of torch's (`is_by_torch`) has
-    the number that its group gave it; the others are numbered by the recorder.
+    the number that its group gave it; the others are numbered by the recorder. `thread` is the one that called.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class OperationRecord:
         "peer",
         "sequence",
         "start_s",
+        "thread",
     )
 
     def __init__(
@@ -86,6 +88,7 @@ class OperationRecord:
         self.is_by_torch = False
         self.error: str | None = None
         self.end_s: float | None = None
+        self.thread = _thread()
         self.start_s = _now_s()
 
     @property

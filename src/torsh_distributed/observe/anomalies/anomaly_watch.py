@@ -68,6 +68,10 @@ MAKERS: dict[AnomalyKind, Callable[[], Detector]] = {
 }
 """The detector of each kind, and the limits: shares of a step for communication and data, of the time for a GPU, and
 the variation (standard deviation over mean) of busy times for imbalance."""
+_OF_STEPS = (
+    (AnomalyKind.PERFORMANCE_SPIKE, ", far more than those before"),
+    (AnomalyKind.PERFORMANCE_DEGRADATION, "; steps have become slower and stay so"),
+)
 
 
 class AnomalyWatch:
@@ -99,17 +103,15 @@ class AnomalyWatch:
     def on_step(self, rank: int, step: StepRecord) -> None:
         """A rank has done a step; step times are the same on all ranks, so one of them is judged."""
         self._num_seen[rank] = self._num_seen.get(rank, 0) + 1
-        self._first_rank = min(self._first_rank, rank)
+        if rank < self._first_rank:
+            self._first_rank = rank
         if rank != self._first_rank or self._num_seen[rank] <= 2 or step.is_skipped:
             return  # the first steps allocate and compile
-        took = f"step {step.step} took {step.step_s * 1e3:.1f} ms"
-        for kind, rest in (
-            (AnomalyKind.PERFORMANCE_SPIKE, ", far more than those before"),
-            (AnomalyKind.PERFORMANCE_DEGRADATION, "; steps have become slower and stay so"),
-        ):
+        for kind, rest in _OF_STEPS:
             severity = self._judged(kind, "", step.step_s)
             if severity is not None:
-                self._note(kind, severity, took + rest, step=step.step)
+                told = f"step {step.step} took {step.step_s * 1e3:.1f} ms{rest}"
+                self._note(kind, severity, told, step=step.step)
 
     def tick(self) -> None:
         """Judge what ranks told since the last tick."""

@@ -86,7 +86,7 @@ class ModelWatch:
     @property
     def needs_every_step(self) -> bool:
         """Whether some waits of a step are seen by the hooks alone: DDP over a group that no recorder of ours sees."""
-        return any(facts.ddp_group is not None and not facts.is_recorded for _, facts in self._kept)
+        return any(facts.has_hidden_waits for _, facts in self._kept)
 
     def end_step(self, num_steps: int, *, watches_next: bool) -> tuple[float | None, int | None]:
         """`num_steps` updates are done: loss and samples over all replicas of the last one, as far as they were seen.
@@ -294,14 +294,17 @@ class ModuleFacts:
     ddp_group: str | None
     is_recorded: bool
     """Whether DDP's operations are in our flight recorder: then the end of its last one is known without hooks."""
+    has_hidden_waits: bool
+    """Whether DDP waits on the host for operations that are not in it. On a GPU streams wait, and the host goes on."""
     num_replicas: int | None
 
 
 def _facts_of(module: Any) -> ModuleFacts:
-    has_params = next(module.parameters(), None) is not None
+    first = next(module.parameters(), None)
     group = _ddp_group(module)
     is_recorded = group is not None and any(one.is_by_torch and one.group == group for one in recorder)
-    return ModuleFacts(has_params, group, is_recorded, _num_replicas(module))
+    has_hidden_waits = group is not None and not is_recorded and first is not None and first.device.type == "cpu"
+    return ModuleFacts(first is not None, group, is_recorded, has_hidden_waits, _num_replicas(module))
 
 
 class _ForwardHook:

@@ -33,12 +33,14 @@ class OptimizerSteps:
     ) -> None:
         self._num_steps = 0
         self._first: weakref.ref[Any] | None = None
-        self._started_s = self._started_cpu_s = 0.0
+        self._started_s: float | None = None
         self._num_samples: int | None = None
         self._sampling = StepSampling()
         self._looks_at = 1
         self._ended_s: float | None = None
         self._handles: list[Any] = []
+        self._before_hooks: dict[int, Any] = {}
+        self._before_id = 0
         self._model = ModelWatch(
             on_counted if on_counted is not None else lambda num_flops, peak: None,
             on_averaged_group if on_averaged_group is not None else lambda group: None,
@@ -57,10 +59,10 @@ class OptimizerSteps:
         self._later = AfterImport(_OPTIMIZERS, self._register)
 
     def _register(self, module: Any) -> None:
-        self._handles = [
-            module.register_optimizer_step_pre_hook(self._before),
-            module.register_optimizer_step_post_hook(self._after),
-        ]
+        before = module.register_optimizer_step_pre_hook(self._before)
+        self._handles = [before, module.register_optimizer_step_post_hook(self._after)]
+        # torch's own dictionary: the hook comes and goes, and to register it each time costs more than it does.
+        self._before_hooks, self._before_id = module._global_optimizer_pre_hooks, before.id
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -75,19 +77,20 @@ class OptimizerSteps:
         self._batches.remove()
 
     def _before(self, optimizer: Any, args: object, kwargs: object) -> None:
-        self._started_s, self._started_cpu_s = time.monotonic(), time.thread_time()
+        self._started_s = time.monotonic()
 
     def _after(self, optimizer: Any, args: object, kwargs: object) -> None:
         # Most steps do little more than what is in this function: it runs between two of them, with cold caches.
         now_s = time.monotonic()
+        started_s, self._started_s = self._started_s, None
         first = self._first() if self._first is not None else None
         if first is None:
             self._first, first = weakref.ref(optimizer), optimizer
         is_engines = _ENGINE in sys.modules
         if first is not optimizer:
             # A loop with several optimizers, as of a GAN, steps when the first one does.
-            if not is_engines:
-                step_notes.note_phase("optimizer", self._started_s, now_s, (self._started_cpu_s, time.thread_time()))
+            if started_s is not None and not is_engines:
+                step_notes.note_phase("optimizer", started_s, now_s)
             return
         self._num_steps += 1
         loss = None
@@ -99,11 +102,11 @@ class OptimizerSteps:
         step_notes.note_step(
             step_notes.StepNote(
                 threading.get_ident(),
-                self._started_s,
+                started_s,
                 now_s,
-                (self._started_cpu_s, time.thread_time()),
+                time.thread_time(),
                 self._num_steps,
-                now_s - (since_s or self._started_s),
+                now_s - (since_s or started_s or now_s),
                 loss,
                 self._num_samples,
                 _rate_of(optimizer),
@@ -117,7 +120,12 @@ class OptimizerSteps:
         sampling.add(self._num_steps, now_s)
         is_always = model.needs_every_step or events.wanted(events.PhaseEvent, is_noted=True)
         ahead = 1 if is_always else sampling.next_step(self._num_steps) - self._num_steps
-        loss, num_samples = model.end_step(self._num_steps, watches_next=ahead == 1 and not is_engines)
+        watches_next = ahead == 1 and not is_engines
+        loss, num_samples = model.end_step(self._num_steps, watches_next=watches_next)
+        if watches_next:
+            self._before_hooks[self._before_id] = self._before
+        else:
+            self._before_hooks.pop(self._before_id, None)
         # Between two steps that are looked at, batches are taken to be as large as in the last one.
         self._num_samples = num_samples if num_samples is not None else self._num_samples
         # At the end of the step before the one that is watched its hooks are set, at its end they are read.

@@ -9,7 +9,7 @@ import itertools
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -157,12 +157,15 @@ class RankCollector:
         for _ in range(len(self._pending)):
             entry = take()
             kind = type(entry)  # by how often they come
-            if kind is step_notes.WaitNote:
-                self._add_wait(entry)
+            if kind is OperationRecord:
+                self._add_started(entry)
             elif kind is step_notes.StepNote:
                 thread, end_s = entry.thread, entry.end_s
-                self._add_phase(thread, "optimizer", entry.start_s, end_s, entry.cpu)
-                self._add_step(step_notes.step_event(entry, clock_s + end_s), thread, end_s, entry.cpu[1])
+                if entry.optimizer_s is not None:
+                    self._add_phase(thread, "optimizer", entry.optimizer_s, end_s, None)
+                self._add_step(step_notes.step_event(entry, clock_s + end_s), thread, end_s, entry.end_cpu_s)
+            elif kind is step_notes.WaitNote:
+                self._add_wait(entry)
             elif kind is step_notes.PhaseNote:
                 self._add_phase(*entry)
             else:
@@ -175,7 +178,7 @@ class RankCollector:
             case events.WaitEvent(op=op, group=group, start_s=start_s):
                 end_s, num_started = start_s + event.duration_s, event.num_started
                 self._add_wait(
-                    step_notes.WaitNote(thread, op, group, start_s, end_s, None, num_started, event.num_bytes, None)
+                    step_notes.WaitNote(thread, op, group, start_s, end_s, None, num_started, event.num_bytes)
                 )
             case events.PhaseEvent(phase=phase, start_s=start_s):
                 self._add_phase(thread, phase, start_s, start_s + event.duration_s, None)
@@ -228,17 +231,24 @@ class RankCollector:
             return
         # What a thread did not compute, it slept, or somebody else had its core. The kernel says how much that was in
         # all, of the thread itself; the steps say when.
-        absent = [_busy_s(spans) - computed_s if computed_s is not None else 0.0 for _, spans, computed_s in new]
+        waited = [sum(spans.waits.values()) for _, spans, _ in new]
+        self._waited_s += sum(waited)
+        absent = [
+            _busy_s(spans, waited_s) - computed_s if computed_s is not None else 0.0
+            for (_, spans, computed_s), waited_s in zip(new, waited, strict=True)
+        ]
         total_s = sum([seconds for seconds in absent if seconds > 0])
         share = None if delay_s is None else min(1.0, delay_s / total_s) if total_s > 0 else 0.0
-        for (event, spans, _), absent_s in zip(new, absent, strict=True):
-            self._waited_s += sum(spans.waits.values())
-            record = self._record_of(event, spans, None if share is None else share * max(0.0, absent_s))
+        for (event, spans, _), waited_s, absent_s in zip(new, waited, absent, strict=True):
+            preempted_s = None if share is None else share * absent_s if absent_s > 0 else 0.0
+            record = self._record_of(event, spans, waited_s, preempted_s)
             self.steps.append(record)
             self._window.append((record, event.num_tokens))
             self._new.append((event, record))
 
-    def _record_of(self, event: events.StepEvent, spans: StepSpans, preempted_s: float | None) -> StepRecord:
+    def _record_of(
+        self, event: events.StepEvent, spans: StepSpans, waited_s: float, preempted_s: float | None
+    ) -> StepRecord:
         phases = spans.phases
         has_phases = "forward" in phases or "backward" in phases or "schedule" in phases
         return StepRecord(
@@ -248,7 +258,7 @@ class RankCollector:
             forward_s=phases["forward"] + phases["stage"] if has_phases else None,
             backward_s=phases["backward"] if has_phases else None,
             optimizer_s=phases.get("optimizer"),
-            wait_s=sum(spans.waits.values()) if self._has_waits else None,
+            wait_s=waited_s if self._has_waits else None,
             bubble_s=phases.get("schedule"),
             data_s=phases["data"] if self._has_data else None,
             other_s=phases["other"],
@@ -329,6 +339,13 @@ class RankCollector:
         if note.thread == self._thread:
             self._training.add_wait(note)
 
+    def _add_started(self, operation: OperationRecord) -> None:
+        self._has_waits = True
+        self._groups_with_waits.add(operation.group)
+        self._count(operation.op, 1, operation.num_bytes)
+        if operation.thread == self._thread:
+            self._training.add_start(operation)
+
     def _add_collective(self, event: events.CollectiveEvent) -> None:
         if event.error is not None:
             self.metrics("torsh_collective_errors", event.op).record(1)
@@ -344,7 +361,7 @@ class RankCollector:
         """How long operations were under way, from the flight recorder: also those that nobody waited for."""
         since_s, self._looked_s = self._looked_s, time.monotonic()
         intervals = []
-        moved: dict[str, list[float]] = {}
+        ended: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         under_way, self._under_way = self._under_way, []
         newest, last = None, self._last_seen
         for record in itertools.chain(itertools.takewhile(lambda one: one is not last, recorder.timed()), under_way):
@@ -354,18 +371,17 @@ class RankCollector:
                 continue
             if record.end_s <= since_s:
                 continue  # it ended before anybody looked
-            intervals.append((max(record.start_s, since_s), record.end_s))
-            took_s = record.end_s - record.start_s
-            self.metrics("torsh_collective_seconds", record.op).record(took_s)
-            if record.num_bytes:
-                sums = moved.setdefault(record.op, [0.0, 0.0])
-                sums[0] += record.num_bytes
-                sums[1] += took_s
+            start_s, end_s, op = record.start_s, record.end_s, record.op
+            intervals.append((start_s if start_s > since_s else since_s, end_s))
+            ended[op].append((record.num_bytes, end_s - start_s))
         self._last_seen = newest or last
         del self._under_way[_MAX_UNDER_WAY:]
-        for op, (num_bytes, seconds) in moved.items():
-            if seconds > 0:
-                self.metrics("torsh_collective_bytes_per_second", op).record(num_bytes / seconds)
+        for op, found in ended.items():
+            self.metrics("torsh_collective_seconds", op).record_all([took_s for _, took_s in found])
+            moving_s = sum([took_s for num_bytes, took_s in found if num_bytes])
+            if moving_s > 0:
+                num_moved = sum([num_bytes for num_bytes, _ in found])
+                self.metrics("torsh_collective_bytes_per_second", op).record(num_moved / moving_s)
         waited_s, self._waited_s = self._waited_s, 0.0
         under_way_s = covered_s(intervals)
         if under_way_s > 0 and self._has_waits:
@@ -402,10 +418,10 @@ class RankCollector:
                 self.metrics("torsh_checkpoint_size_bytes").record(event.num_bytes)
 
 
-def _busy_s(spans: StepSpans) -> float:
+def _busy_s(spans: StepSpans, waited_s: float) -> float:
     """The time in which the thread waited for nobody and for no data."""
     phases = spans.phases
-    return spans.step_s - sum(spans.waits.values()) - phases.get("data", 0.0) - phases.get("schedule", 0.0)
+    return spans.step_s - waited_s - phases.get("data", 0.0) - phases.get("schedule", 0.0)
 
 
 def _roundness(step: int) -> int:

@@ -57,8 +57,8 @@ class Metric:
         with self._lock:
             # The deque stays: another thread may be about to append to it.
             take = self._pending.popleft
-            given = [_number(take()) for _ in range(len(self._pending))]
-            values = [value for value in given if math.isfinite(value)]
+            given = [take() for _ in range(len(self._pending))]
+            values = _finite_numbers(given)
             self._num_nonfinite += len(given) - len(values)
             if not values:
                 return
@@ -103,11 +103,21 @@ class Metric:
             }
 
 
+def _finite_numbers(given: list[Any]) -> list[float]:
+    """Those that are finite numbers, as floats."""
+    try:
+        values = [float(value) for value in given]
+    except (TypeError, ValueError, OverflowError):
+        values = [_number(value) for value in given]
+    # A finite sum has no other addends: nearly always one test is enough.
+    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
+
+
 def _number(given: object) -> float:
     """What was recorded, as a float; NaN for what is no number."""
     try:
         return float(given)  # type: ignore[arg-type]  # whatever the user gave
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

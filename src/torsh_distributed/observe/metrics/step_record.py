@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 class StepRecord(NamedTuple):
     """One step. The parts add up to `step_s`; a part that was not measured is None.
 
-    Of steps that were not looked at, forward and backward are part of `other_s`.
+    Of steps that were not looked at, forward, backward and optimizer are part of `other_s`.
     """
 
     step: int

@@ -26,7 +26,7 @@ class TrainingSpans:
         self.timeline: list[list[Any]] = []
         """The spans since the last step: [name, start, seconds]."""
         self._account = SpanAccount(started_s, bubble_waits=_POINT_TO_POINT)
-        self._average: step_notes.WaitNote | None = None
+        self._average: step_notes.StartedOperation | None = None
         self._cpu_s: float | None = None
         self._idle_cpu_s = 0.0
         self._is_cpu_known = True
@@ -38,46 +38,47 @@ class TrainingSpans:
             if start_s < average.start_s:  # a backward that was timed, with the wait inside it
                 self._average = None
             else:
-                self._end_average(start_s, cpu[0] if cpu is not None else None)
+                self._end_average(start_s)
         if phase == "data":
             self._add_idle(cpu)
         self._account.add_phase(phase, start_s, end_s - start_s)
         self._draw(phase, start_s, end_s)
 
     def add_wait(self, note: step_notes.WaitNote) -> None:
-        """A wait ended, or an operation was started."""
-        started = note.started
-        if started is not None and note.group == self.averaged_group and started.is_in_backward:
-            # Starting it is part of backward, which computed on after the one before it.
-            self._average = note
-            return
-        if self._average is not None:
-            self._end_average(note.start_s, note.cpu[0] if note.cpu is not None else None)
+        """A wait ended."""
+        self._end_average(note.start_s)
         self._add_idle(note.cpu)
         self._account.add_wait(note.op, note.start_s, note.end_s - note.start_s)
         self._draw(f"wait: {note.op}", note.start_s, note.end_s)
 
+    def add_start(self, started: step_notes.StartedOperation) -> None:
+        """An operation was started; the thread went on."""
+        if started.group == self.averaged_group and started.is_in_backward:
+            self._average = started  # backward computed on after the one before it
+        else:
+            self._end_average(started.start_s)
+
     def end_step(self, now_s: float, cpu_s: float | None) -> tuple[StepSpans, float | None]:
         """A step ended: its spans, and the processor time that it computed; None where it is not known."""
-        if self._average is not None:
-            self._end_average(now_s, None)
+        self._end_average(now_s)
         before_s, self._cpu_s = self._cpu_s, cpu_s
         idle_s, self._idle_cpu_s = self._idle_cpu_s, 0.0
         is_known, self._is_cpu_known = self._is_cpu_known, True
         computed_s = cpu_s - before_s - idle_s if is_known and cpu_s is not None and before_s is not None else None
         return self._account.end_step(now_s), computed_s
 
-    def _end_average(self, now_s: float, cpu_s: float | None) -> None:
-        """The thread does something else at `now_s`: until then it waited for the last average, if that was over."""
+    def _end_average(self, now_s: float) -> None:
+        """The thread does something else at `now_s`: until then it waited for the last average, if that was over.
+
+        It slept in that time, as C++ waits, so there is no processor time to take off.
+        """
         average, self._average = self._average, None
         if average is None:
             return
-        end_s = average.started.end_s
-        if end_s is None or not average.end_s < end_s <= now_s:
-            return
-        self._account.add_wait(average.op, average.end_s, end_s - average.end_s)
-        self._draw(f"wait: {average.op}", average.end_s, end_s)
-        self._add_idle((average.cpu[1], cpu_s) if average.cpu is not None and cpu_s is not None else None)
+        start_s, end_s = average.start_s, average.end_s
+        if end_s is not None and start_s < end_s <= now_s:
+            self._account.add_wait(average.op, start_s, end_s - start_s)
+            self._draw(f"wait: {average.op}", start_s, end_s)
 
     def _add_idle(self, cpu: step_notes.CpuSpan | None) -> None:
         if cpu is None:
