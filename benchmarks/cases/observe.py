@@ -65,9 +65,7 @@ for _ in range(3):  # until a step takes as long as it should
 # lasts a little longer than the four seconds between two summaries with metrics. Before it is timed, as many steps run
 # untimed with a reporter: it finds the model, counts its operations twice, and sends two summaries with all metrics,
 # which a job does once.
-_PAIRED = (
-    _LOOP
-    + """
+_BLOCKS = """
 num_blocks, block_s = int(sys.argv[1]), float(sys.argv[2])
 number = max(2, round(block_s / target_s))
 blocks = []
@@ -83,7 +81,6 @@ for block in range(num_blocks):
 if dist.get_rank() == 0:
     print("BLOCKS", json.dumps({"steps": number, "blocks": blocks}))
 """
-)
 # Where it goes, as processor time. A machine that others use as well changes what a step takes by more than observing
 # does, but hardly what observing takes of it. The launcher hears beats without a reporter too: that is taken off.
 _PARTS = (
@@ -92,15 +89,16 @@ _PARTS = (
 import glob, psutil
 
 number = int(sys.argv[1])
-in_hooks = [0.0]
+in_hooks, in_empty = [0.0, 0], [0.0, 0]
 
-def timed(function):
+def timed(function, sums=in_hooks):
     def call(*args, **kwargs):
         start = time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
-            in_hooks[0] += time.thread_time() - start
+            sums[0] += time.thread_time() - start
+            sums[1] += 1
     return call
 
 def time_hooks():
@@ -108,7 +106,9 @@ def time_hooks():
     for hooks in (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks):
         for key, hook in list(hooks.items()):
             hooks[key] = timed(hook)
-    step_notes.note_wait = timed(step_notes.note_wait)
+    step_notes.note_wait, step_notes.note_started = timed(step_notes.note_wait), timed(step_notes.note_started)
+    # Between long operations measuring takes microseconds itself; a hook that does nothing says how many.
+    module.register_optimizer_step_pre_hook(timed(lambda *args: None, in_empty))
 
 def spent_s(*paths):
     return sum(int(open(path).read().split()[0]) for path in paths) / 1e9
@@ -129,9 +129,11 @@ for is_on in (False, True):
     steps(1 + number // 8)
     if is_on:
         time_hooks()
-    in_hooks[0], beside_s, thread_s = 0.0, spent_beside_s(), spent_in_thread_s()
+    in_hooks[:], in_empty[:] = [0.0, 0], [0.0, 0]
+    beside_s, thread_s = spent_beside_s(), spent_in_thread_s()
     step_s = steps(number)
-    found[is_on] = step_s, in_hooks[0], spent_in_thread_s() - thread_s, spent_beside_s() - beside_s
+    hooks_s = in_hooks[0] - in_hooks[1] * in_empty[0] / max(1, in_empty[1])
+    found[is_on] = step_s, hooks_s, spent_in_thread_s() - thread_s, spent_beside_s() - beside_s
 if dist.get_rank() == 0:
     step_s, hooks_s, thread_s, beside_s = found[True]
     parts = [hooks_s / number, thread_s / number, max(0.0, beside_s - found[False][3]) / number]
@@ -162,13 +164,13 @@ time.sleep(0)
 """
 
 
-def _run(script: str, *args: object, report: Path) -> str:
+def _run(script: str, *args: object, report: Path, num_ranks: int = 2) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "worker.py"
         path.write_text(script)
-        command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torsh_distributed.cli.entry_point", "run", "--nproc-per-node", str(num_ranks)]
         command += ["--dashboard", "--dashboard-port", "0", "--html-report", str(report), str(path), *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout
@@ -215,16 +217,20 @@ def _values(budget: Budget) -> Iterator[Row]:
         collector.detach()
 
 
-def _paired(budget: Budget) -> Iterator[Row | Note]:
+def paired(
+    budget: Budget, *, name: str = "a step of two ranks", loop: str = _LOOP, num_ranks: int = 2
+) -> Iterator[Row | Note]:
+    """A loop in blocks of steps with a reporter and without."""
     num_blocks, block_s = (7, 0.15) if budget.is_quick else (61, 4.2)
     with tempfile.TemporaryDirectory() as folder:
-        output = _run(_PAIRED, num_blocks, block_s, report=Path(folder) / "report.html")
+        report = Path(folder) / "report.html"
+        output = _run(loop + _BLOCKS, num_blocks, block_s, report=report, num_ranks=num_ranks)
     found = json.loads(output.partition("BLOCKS ")[2].splitlines()[0])
     blocks = found["blocks"]
     on = [seconds for is_on, seconds in blocks if is_on]
     off = [seconds for is_on, seconds in blocks if not is_on]
     yield Row(
-        name="a step of two ranks, everything on",
+        name=f"{name}, everything on",
         unit=Unit.SECONDS,
         ours=Measurement.of(on),
         rivals={"off": Measurement.of(off)},
@@ -365,7 +371,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
     yield from _second(budget)
     yield from _many_ranks(budget)
     yield from _parts(budget)
-    yield from _paired(budget)
+    yield from paired(budget)
     yield from _stragglers(budget)
 
 
