@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,26 @@ def test_a_loop_hears_of_a_failed_save_long_before_its_next_one(mount: Mount) ->
                 manager.after_step(next(steps), STATE)
         for _ in range(1000):  # told once
             manager.after_step(next(steps), STATE)
+
+
+def test_a_job_that_ends_after_a_failed_save_saves_once_more(mount: Mount) -> None:
+    disk = mount("size=4m")
+    filler = disk / "filler"
+    filler.write_bytes(bytes(3 << 20))
+    with CheckpointManager(CheckpointConfig(dir=str(disk / "c"), every_steps=10**6)) as manager:
+        manager.watch()
+        manager.after_step(1, STATE)
+        manager.save(1, STATE, wait=False)
+        while manager.is_writing:
+            time.sleep(0.01)
+        filler.unlink()
+        signal.raise_signal(signal.SIGTERM)
+        steps = itertools.count(2)
+        with pytest.raises(SystemExit) as ended:
+            while True:
+                manager.after_step(next(steps), STATE)
+        assert ended.value.code == 75
+        assert manager.directory.complete_steps() == [next(steps) - 1]
 
 
 def test_a_disk_that_became_read_only_still_loads(mount: Mount) -> None:

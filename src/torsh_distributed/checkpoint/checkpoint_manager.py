@@ -147,6 +147,10 @@ class CheckpointManager:
         if decision is not None and decision.reason == FAILURE:
             self.wait()
             return None
+        if decision is not None and decision.is_last:
+            failure = self.take_failure()  # there may be room by now, and no later save to try
+            if failure is not None:
+                _log.warning("%s; the job ends, so its state is saved once more", failure.message)
         return decision
 
     def end_if_told(self, decision: SaveDecision) -> None:
