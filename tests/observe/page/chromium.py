@@ -53,6 +53,10 @@ class Chromium:
         self.problems.clear()
         self._call("Page.navigate", url=url)
 
+    def prepare(self, script: str) -> None:
+        """Run a script in every page from now on, before its own."""
+        self._call("Page.addScriptToEvaluateOnNewDocument", source=script)
+
     def ask(self, script: str) -> Any:
         """What an expression is worth on the page."""
         found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)

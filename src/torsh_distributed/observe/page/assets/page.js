@@ -7,6 +7,7 @@
   let colourBy = "step_s";
   let chosen = null;
   let last = null;
+  let map = null;
 
   const byId = (id) => document.getElementById(id);
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -83,45 +84,53 @@
     // From calm to hot, readable in both schemes.
     return `hsl(${(210 - 190 * share).toFixed(0)} 65% ${(58 - 8 * share).toFixed(0)}%)`;
   }
-  function drawRanks(state) {
-    const ranks = state.ranks;
-    if (!ranks.length) { put("ranks", el("p", { class: "dim" }, "no rank has reported yet")); return; }
-    const values = ranks.map((rank) => rank[colourBy]);
-    const known = values.filter(isNumber);
-    const low = Math.min(...known), high = Math.max(...known);
+  function newMap(ranks) {
     const columns = Math.min(ranks.length, Math.max(8, Math.ceil(Math.sqrt(ranks.length * 4))));
     const size = ranks.length > 200 ? 18 : 44;
-    const rows = Math.ceil(ranks.length / columns);
+    const cells = ranks.map((rank, index) => {
+      const x = (index % columns) * size, y = Math.floor(index / columns) * size;
+      const title = svg("title", {});
+      const cell = svg("rect", { x, y, width: size - 2, height: size - 2, rx: 3, tabindex: 0, role: "button", "data-rank": rank.rank }, title);
+      const name = textAt(x + (size - 2) / 2, y + size / 2 + 3, "", "middle");
+      name.setAttribute("pointer-events", "none");
+      name.classList.add("on");
+      return { cell, title, name };
+    });
+    const width = columns * size, hasNames = size > 30;
+    const groups = cells.map(({ cell, name }) => svg("g", {}, cell, ...(hasNames ? [name] : [])));
+    const drawing = svg("svg", { viewBox: `0 0 ${width} ${Math.ceil(ranks.length / columns) * size}`, role: "group" }, ...groups);
+    drawing.style.maxWidth = `${Math.max(width, 120)}px`;
+    const caption = el("p", { class: "dim" });
+    const focused = document.activeElement && document.activeElement.getAttribute("data-rank");
+    put("ranks", drawing, caption);
+    const again = focused === null || focused === undefined ? null : drawing.querySelector(`[data-rank="${Number(focused)}"]`);
+    if (again) again.focus();
+    return { ranks: ranks.map((rank) => rank.rank).join(), cells, drawing, caption };
+  }
+  function change(element, name, value) { if (element.getAttribute(name) !== value) element.setAttribute(name, value); }
+  function changeText(element, text) { if (element.textContent !== text) element.textContent = text; }
+  function drawRanks(state) {
+    const ranks = state.ranks;
+    if (!ranks.length) { map = null; put("ranks", el("p", { class: "dim" }, "no rank has reported yet")); return; }
+    // Its cells stay as long as the ranks do: of a thousand, most look as they did a second ago.
+    if (!map || map.ranks !== ranks.map((rank) => rank.rank).join()) map = newMap(ranks);
+    const known = ranks.map((rank) => rank[colourBy]).filter(isNumber);
+    const low = Math.min(...known), high = Math.max(...known);
     const show = colourBy === "memory" ? bytes : colourBy === "wait_share" ? percent : seconds;
     const slow = new Set(state.stragglers.map((one) => one.rank));
-    const cells = ranks.map((rank, index) => {
-      const value = rank[colourBy];
+    ranks.forEach((rank, index) => {
+      const value = rank[colourBy], { cell, title, name } = map.cells[index];
       // Small differences are no news: the scale spans at least a fifth of the largest value.
       const share = isNumber(value) ? (value - low) / Math.max(high - low, Math.abs(high) / 5, 1e-12) : 0;
-      const x = (index % columns) * size, y = Math.floor(index / columns) * size;
       const label = `rank ${rank.rank}: ${show(value)}${slow.has(rank.rank) ? ", slower than the others" : ""}${rank.is_silent ? `, silent for ${seconds(rank.silent_s)}` : ""}`;
-      const title = svg("title", {});
-      title.textContent = label;
-      const cell = svg("rect", { class: `cell${chosen === rank.rank ? " chosen" : ""}`, x, y, width: size - 2, height: size - 2, rx: 3, fill: isNumber(value) && !rank.is_silent ? heat(share) : "#9aa4af",
-        tabindex: 0, role: "button", "aria-label": label, "data-rank": rank.rank }, title);
-      const group = svg("g", {}, cell);
-      if (size > 30) {
-        const name = textAt(x + (size - 2) / 2, y + size / 2 + 3, `${rank.rank}${slow.has(rank.rank) ? " ⚠" : ""}`, "middle");
-        name.setAttribute("pointer-events", "none");
-        name.classList.add("on");
-        group.append(name);
-      }
-      return group;
+      change(cell, "class", `cell${chosen === rank.rank ? " chosen" : ""}`);
+      change(cell, "fill", isNumber(value) && !rank.is_silent ? heat(share) : "#9aa4af");
+      change(cell, "aria-label", label);
+      changeText(title, label);
+      changeText(name, `${rank.rank}${slow.has(rank.rank) ? " ⚠" : ""}`);
     });
-    const focused = document.activeElement && document.activeElement.getAttribute("data-rank");
-    const width = columns * size;
-    const drawing = svg("svg", { viewBox: `0 0 ${width} ${rows * size}`, role: "group", "aria-label": `${ranks.length} ranks by ${colourBy}` }, ...cells);
-    drawing.style.maxWidth = `${Math.max(width, 120)}px`;
-    put("ranks", drawing, el("p", { class: "dim" }, known.length ? `${show(low)} to ${show(high)}` : "not measured"));
-    if (focused !== null && focused !== undefined) {
-      const again = drawing.querySelector(`[data-rank="${Number(focused)}"]`);
-      if (again) again.focus();
-    }
+    change(map.drawing, "aria-label", `${ranks.length} ranks by ${colourBy}`);
+    changeText(map.caption, known.length ? `${show(low)} to ${show(high)}` : "not measured");
   }
   function drawRank(state) {
     const rank = state.ranks.find((one) => one.rank === chosen);
