@@ -45,7 +45,8 @@ def analyse_live(view: JobView) -> RunAnalysis | None:
         if len(common) < _LEAST_STEPS:
             return None
         num_operations, num_bytes = _communication(view)
-    times = {rank: [_recorded(rank, one[number]) for number in common] for rank, one in steps.items()}
+        shares = {rank: _optimizer_share(view.ranks[rank]) for rank in steps}
+    times = {rank: [_recorded(rank, one[number], shares[rank]) for number in common] for rank, one in steps.items()}
     every = [one for steps in times.values() for one in steps]
     found = _arrivals(steps, common)
     samples = [number for one in steps.values() for at in common if (number := one[at].num_samples) is not None]
@@ -88,15 +89,29 @@ def advice_rows(view: JobView) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _recorded(rank: int, step: StepRecord) -> RecordedStep:
+def _optimizer_share(seen: RankView) -> float:
+    """Of the time in which a rank computes, by the steps that were looked at."""
+    split = seen.split_steps
+    optimizer_s = sum([one.optimizer_s or 0.0 for one in split])
+    computed_s = sum([(one.forward_s or 0.0) + (one.backward_s or 0.0) + max(0.0, one.other_s) for one in split])
+    return optimizer_s / (optimizer_s + computed_s) if optimizer_s > 0 else 0.0
+
+
+def _recorded(rank: int, step: StepRecord, optimizer_share: float) -> RecordedStep:
+    """The parts of a step. Of one that was not looked at, what is no wait is computing, and its share the optimizer."""
     found = RecordedStep(rank, step.step, step.time - step.step_s, step.time)
     is_split = step.forward_s is not None or step.backward_s is not None
+    computed_s, optimizer_s = (step.forward_s or 0.0) + (step.backward_s or 0.0), step.optimizer_s or 0.0
+    if not is_split:
+        computed_s = max(0.0, step.other_s)
+        if step.optimizer_s is None:
+            optimizer_s = optimizer_share * computed_s
+            computed_s -= optimizer_s
     found.parts |= {
-        # Where forward is not seen, what is no wait is taken for computing.
-        "compute": (step.forward_s or 0.0) + (step.backward_s or 0.0) if is_split else max(0.0, step.other_s),
+        "compute": computed_s,
         "wait": step.wait_s or 0.0,
         "data": step.data_s or 0.0,
-        "optimizer": step.optimizer_s or 0.0,
+        "optimizer": optimizer_s,
         "bubble": step.bubble_s or 0.0,
         "other": max(0.0, step.other_s) if is_split else 0.0,
     }
