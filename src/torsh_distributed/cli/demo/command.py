@@ -33,7 +33,7 @@ def demo(
         typer.Argument(help="What to train: a character GPT, the same with experts (moe), or an MLP on spirals."),
     ] = DemoName.GPT,
     nproc_per_node: Annotated[int, typer.Option("--nproc-per-node", help="Local workers.")] = 2,
-    plan: Annotated[Path | None, typer.Option(help="Plan file; its [training] section replaces the demo's.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan file; its section `training` replaces the demo's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; wins over the plan.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the loss curve goes; runs/NAME by default.")] = None,
     report: Annotated[

@@ -84,6 +84,12 @@
     // From calm to hot, readable in both schemes.
     return `hsl(${(210 - 190 * share).toFixed(0)} 65% ${(58 - 8 * share).toFixed(0)}%)`;
   }
+  function nameAt(x, y, text) {
+    const made = textAt(x, y, text, "middle");
+    made.setAttribute("pointer-events", "none");
+    made.classList.add("on");
+    return made;
+  }
   function newMap(ranks) {
     const columns = Math.min(ranks.length, Math.max(8, Math.ceil(Math.sqrt(ranks.length * 4))));
     const size = ranks.length > 200 ? 18 : 44;
@@ -91,10 +97,7 @@
       const x = (index % columns) * size, y = Math.floor(index / columns) * size;
       const title = svg("title", {});
       const cell = svg("rect", { x, y, width: size - 2, height: size - 2, rx: 3, tabindex: 0, role: "button", "data-rank": rank.rank }, title);
-      const name = textAt(x + (size - 2) / 2, y + size / 2 + 3, "", "middle");
-      name.setAttribute("pointer-events", "none");
-      name.classList.add("on");
-      return { cell, title, name };
+      return { cell, title, name: nameAt(x + (size - 2) / 2, y + size / 2 + 3, "") };
     });
     const width = columns * size, hasNames = size > 30;
     const groups = cells.map(({ cell, name }) => svg("g", {}, cell, ...(hasNames ? [name] : [])));
@@ -196,7 +199,7 @@
       let rest = rank;
       const place = [...axes].reverse().map(([axis, degree]) => { const at = rest % degree; rest = Math.floor(rest / degree); return `${axis} ${at}`; }).reverse();
       title.textContent = `rank ${rank}: ${place.join(", ")}`;
-      return svg("g", {}, svg("rect", { x, y, width: 32, height: 22, rx: 3, fill: heat(axes.length > 1 ? (Math.floor(rank / across) % 8) / 8 : 0) }, title), textAt(x + 16, y + 15, String(rank), "middle"));
+      return svg("g", {}, svg("rect", { x, y, width: 32, height: 22, rx: 3, fill: heat(axes.length > 1 ? (Math.floor(rank / across) % 8) / 8 : 0) }, title), nameAt(x + 16, y + 15, String(rank)));
     });
     const drawing = svg("svg", { viewBox: `0 0 ${across * 34} ${Math.ceil(shown / across) * 24}`, role: "img", "aria-label": text }, ...cells);
     drawing.style.maxWidth = `${across * 34}px`;
