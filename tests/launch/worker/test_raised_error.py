@@ -89,6 +89,19 @@ def fail_because_of_a_peer() -> None:
         raise RuntimeError("training failed") from first
 
 
+class _Interrupted:
+    """As if Ctrl-C came while a class with this attribute is made."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_making_of_a_class_stays_one() -> None:
+    with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+        type("Made", (), {"attribute": _Interrupted()})
+    assert type(own_error(caught.value)) is KeyboardInterrupt
+
+
 def test_an_error_raised_while_handling_one_about_peers_is_a_consequence() -> None:
     with pytest.raises(RuntimeError) as caught:
         fail_because_of_a_peer()

@@ -81,7 +81,8 @@ def own_error(error: BaseException) -> BaseException:
         if context is None or not (is_about_peers(found) or isinstance(found, SystemExit)):
             break
         found = context
-    return found
+    # Python 3.11 makes a RuntimeError of what interrupts the making of a class; an import makes hundreds.
+    return found.__cause__ if isinstance(found.__cause__, KeyboardInterrupt) else found
 
 
 def points_to(error: BaseException) -> tuple[bool, set[int]]:
