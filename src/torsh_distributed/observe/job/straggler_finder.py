@@ -174,10 +174,6 @@ class StragglerFinder:
 def _excesses(busy: Mapping[int, float]) -> dict[int, float]:
     """By rank, the logarithm of its time over the median of the others."""
     log = math.log
-    if len(busy) == 2:  # the usual job of two: each is the other's median
-        (one, one_s), (two, two_s) = busy.items()
-        excess = log(max(one_s, _LEAST_BUSY_S) / max(two_s, _LEAST_BUSY_S))
-        return {one: excess, two: -excess}
     ordered = sorted(busy.values())
     if len(busy) >= _MANY_RANKS:  # the median of all, which one rank hardly moves
         level = log(max(statistics.median(ordered), _LEAST_BUSY_S))
