@@ -75,13 +75,14 @@ def test_a_job_that_ends_after_a_failed_save_saves_once_more(mount: Mount) -> No
         manager.watch()
         manager.after_step(1, STATE)
         manager.save(1, STATE, wait=False)
+        deadline, steps = time.monotonic() + 60, itertools.count(2)
         while manager.is_writing:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         filler.unlink()
         signal.raise_signal(signal.SIGTERM)
-        steps = itertools.count(2)
         with pytest.raises(SystemExit) as ended:
-            while True:
+            while time.monotonic() < deadline:
                 manager.after_step(next(steps), STATE)
         assert ended.value.code == 75
         assert manager.directory.complete_steps() == [next(steps) - 1]
