@@ -32,6 +32,7 @@ _LOOP = """
 import json, os, sys, threading, time, torch, torch.distributed as dist
 from torsh_distributed.events import step_notes
 from torsh_distributed.launch.worker.launcher_line import open_line
+from torsh_distributed.observe.loops.model_watch import ModelWatch
 from torsh_distributed.observe.metrics.process_metrics import start_reporting, stop_reporting
 
 stop_reporting()
@@ -107,6 +108,8 @@ def time_hooks():
         for key, hook in list(hooks.items()):
             hooks[key] = timed(hook)
     step_notes.note_wait, step_notes.note_started = timed(step_notes.note_wait), timed(step_notes.note_started)
+    for name in ("before_forward", "after_forward", "_begin_backward", "_end_backward", "_end_averaging"):
+        setattr(ModelWatch, name, timed(getattr(ModelWatch, name)))
     # Between long operations measuring takes microseconds itself; a hook that does nothing says how many.
     module.register_optimizer_step_pre_hook(timed(lambda *args: None, in_empty))
 

@@ -9,7 +9,8 @@ import torch
 from benchmarks.cases.observe import paired
 from benchmarks.harness import Budget, Case, Note, Row
 
-# The loop asks for its loss in every step, so the host cannot run ahead: whatever observing takes there, a step takes.
+# The loop asks for its loss in every step, as loops that log do, so the host is at most one step ahead. What observing
+# takes of the host while the GPU still computes is hidden behind that, as in any job whose GPU is the bottleneck.
 _LOOP = """
 import json, os, sys, time, torch, torch.distributed as dist
 from torsh_distributed.launch.worker.launcher_line import open_line
@@ -52,6 +53,7 @@ def _rows(budget: Budget) -> Iterator[Row | Note]:
 CASE = Case(
     title="Observing: what it costs a step on a GPU",
     about="""torch's DDP over nccl on one GPU, a step of 30 ms that asks for its loss, with summaries, page and report
-    on, in turns with steps without. A GPU does the same work in nearly the same time, so a small difference shows.""",
+    on, in turns with steps without. A GPU does the same work in nearly the same time, so a small difference shows; what
+    the host does while the GPU computes does not.""",
     rows=_rows,
 )
