@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
@@ -150,6 +153,43 @@ class Ambiguous(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
         self.register_buffer("mean", torch.zeros(3))
         self.shift = nn.Parameter(torch.ones(3))
+
+
+class _OfPython3112(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does, which is Debian 12's."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def _as_of_python_3112(value: Any) -> bytes:
+    file = io.BytesIO()
+    _OfPython3112(file).dump(value)
+    return file.getvalue()
+
+
+def test_an_index_written_by_an_older_python_is_read_and_names_nothing_else(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that one process saves
+        dcp.save({"model": {"weight": torch.arange(6.0)}}, checkpoint_id=tmp_path, no_dist=True)
+    index = tmp_path / ".metadata"
+    index.write_bytes(_as_of_python_3112(pickle.loads(index.read_bytes())))
+    assert b"getattr" in index.read_bytes()
+    assert torch.equal(open_torch_checkpoint(tmp_path).whole("model.weight"), torch.arange(6.0))
+    for target, name in ((torch.Size, "__subclasses__"), (TensorProperties, "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
+        index.write_bytes(pickle.dumps(_Asks(target, name)))
+        with pytest.raises(CheckpointError, match=r"names what an index does not hold.*getattr"):
+            open_torch_checkpoint(tmp_path)
+
+
+class _Asks:
+    """In a pickle: `getattr(target, name)`."""
+
+    def __init__(self, target: Any, name: str) -> None:
+        self.target, self.name = target, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.target, self.name)
 
 
 def test_names_that_the_order_does_not_give_are_an_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from enum import EnumType
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,16 @@ class _IndexReader(pickle.Unpickler):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.layout):
             return getattr(torch, global_name)
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         raise _UnknownRecord(f"{module_name}.{global_name}")
+
+
+def _member(record: Any, name: str) -> Any:
+    """A member of an enumeration on the list; Python 3.11.2 spells it `getattr(class, name)` in a pickle."""
+    if isinstance(record, EnumType) and name in record.__members__:
+        return record[name]
+    raise _UnknownRecord(f"getattr({record!r}, {name!r})")
 
 
 def _read_index(path: Path) -> Any:
