@@ -19,8 +19,11 @@ import pytest
 from tests.bed.world import ZYGOTES
 
 TOKEN = "TORSH_TEST_TOKEN"
-# Pytest sets the second for every phase of a test; torch sets the third when it first imports its compiler.
-_NOT_OF_TESTS = frozenset({TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
+# Pytest sets the second for every phase of a test; torch sets the third when it first imports its compiler; matplotlib
+# sets the last where it cannot write to HOME.
+_NOT_OF_TESTS = frozenset(
+    {TOKEN, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "MPLCONFIGDIR"}
+)
 _GRACE_S = 3.0
 KEPT: set[int] = set()
 """Daemons of fixtures that live as long as the session."""

@@ -111,7 +111,11 @@ def command(name: str) -> str | None:
 @functools.cache
 def library(name: str) -> str | None:
     """A Python package that ours works with but does not need: `needs_library("transformers")`."""
-    return None if importlib.util.find_spec(name) is not None else f"no {name}; pip install {name}"
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of "a.b", where there is no a
+        is_there = False
+    return None if is_there else f"no {name}; pip install {name}"
 
 
 @functools.cache

@@ -135,6 +135,14 @@ def test_a_probe_really_asks_the_program(
     assert needs.redis.__wrapped__() == "`redis-server --version` says: cannot load libjemalloc"
 
 
+def test_a_library_inside_a_package_that_is_missing_is_missing_too() -> None:
+    assert (
+        needs.library.__wrapped__("no_such_package.part") == "no no_such_package.part; pip install no_such_package.part"
+    )
+    assert needs.library.__wrapped__("json.no_such_part") == "no json.no_such_part; pip install json.no_such_part"
+    assert needs.library.__wrapped__("json.decoder") is None
+
+
 def test_a_count_of_devices_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
