@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.bed.interrupts import heed_interrupts
 from tests.bed.world import World
 from tests.comm.backends.mpi.world import MpiWorld
 from tests.lab.network import Lab
 
 # The suite runs a process per core: more threads in each only wait for one another.
 torch.set_num_threads(1)
+
+heed_interrupts()
 
 pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
 
