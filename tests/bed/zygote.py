@@ -34,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.bed.ports import free_port
 from tests.lab.enter import Place, enter
 
 _STACK_GRACE_S = 1.0
@@ -124,13 +125,6 @@ def _read(sock: socket.socket, size: int) -> bytes:
             raise EOFError
         data += piece
     return bytes(data)
-
-
-def free_port() -> int:
-    """A free port on loopback."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _rank_environment(rank: int, request: Request, port: int) -> dict[str, str]:

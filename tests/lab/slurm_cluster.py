@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from tests.bed.ports import free_port
 from tests.lab.network import Host
 
 NUM_SLOTS = 8
@@ -97,7 +98,7 @@ class SlurmCluster:
             f"NodeName={name} NodeAddr={address} CPUs={NUM_SLOTS} RealMemory=4000 Gres=gpu:4 State=UNKNOWN"
             for name, address in zip(names, addresses, strict=True)
         )
-        ports = (6817, 6818) if self._hosts else _free_ports()
+        ports = (6817, 6818) if self._hosts else (free_port(), free_port())
         (folder / "slurm.conf").write_text(
             _CONFIG.format(
                 controller=names[0],
@@ -181,11 +182,3 @@ class SlurmCluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _free_ports() -> tuple[int, int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports[0], ports[1]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.bed.ports import free_port
 from tests.bed.world import World
 from tests.checkpoint.saving.faulty_proxy import FaultyProxy
 from torsh_distributed import retry
@@ -33,8 +34,7 @@ URL = "s3://checkpoints/run"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """An S3 server with an empty bucket `checkpoints`."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     log = (tmp_path / "server.log").open("wb")
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=log, stderr=log)

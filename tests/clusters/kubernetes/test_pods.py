@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.bed.ports import free_port
 from tests.clusters.kubernetes.submissions import job
 from torsh_distributed.clusters.kubernetes.job_kinds import JobObjects, job_objects, token_secret
 from torsh_distributed.clusters.kubernetes.kubernetes_options import HEALTH_PORT, KubernetesOptions
@@ -137,12 +137,6 @@ class Kubelet:
             if pod.poll() is None:
                 pod.kill()
                 pod.communicate(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def wait_for(is_so: Any) -> None:

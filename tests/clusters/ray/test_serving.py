@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bed.ports import free_port
 from tests.clusters.engine_marks import RAY
 from torsh_distributed.clusters.ray.serving import ServeConfig, load_export, serve_model, stop_serving
 from torsh_distributed.errors import InvalidArgument
@@ -66,9 +66,7 @@ def test_the_served_model_answers_as_the_trained_one(ray_cluster: Any, tmp_path:
     torch.manual_seed(7)
     trained = torch.nn.Linear(3, 2)
     write_export(trained, tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    url = serve_model(build, tmp_path, config=ServeConfig(port=port, cpus_per_replica=0.5))
+    url = serve_model(build, tmp_path, config=ServeConfig(port=free_port(), cpus_per_replica=0.5))
     try:
         inputs = [[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]]
         answer = ask(url, {"inputs": inputs})

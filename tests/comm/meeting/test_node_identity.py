@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from tests.bed.ports import free_port
 from torsh_distributed.comm.meeting.node_identity import node_identity
 
 pytestmark = pytest.mark.ranks
 
 _JOIN = """
 import json
+import os
 import torch
 import torsh_distributed as td
 from torsh_distributed.errors import InvalidArgument
@@ -27,6 +28,7 @@ try:
     td.init(backend="shm", timeout_s=60)
 except InvalidArgument as error:
     said["error"] = str(error)
+os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]  # rank 0 may not have closed the first store yet
 td.init(backend="torsh", timeout_s=60)
 total = torch.full((300_000,), float(td.rank() + 1))
 td.all_reduce(total)
@@ -37,11 +39,8 @@ td.destroy_process_group()
 
 def _join(command: list[str]) -> list[dict[str, Any]]:
     """What two ranks print, each started by `command`, which puts it where it belongs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     places = [{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} for rank in range(2)]
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SECOND_PORT": str(free_port())}
     script = [*command, sys.executable, "-c", _JOIN]
     ranks = [
         subprocess.Popen(script, env={**os.environ, **master, **place}, stdout=subprocess.PIPE, text=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bed.zygote import free_port
+from tests.bed.ports import free_port
 from torsh_distributed.comm.store import Store, TcpStoreServer, open_store
 
 REDIS = pytest.param("redis", marks=pytest.mark.needs_redis)

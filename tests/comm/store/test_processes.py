@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bed.ports import free_port
 from tests.bed.world import World
-from tests.bed.zygote import free_port
 from tests.comm.store.conftest import Place
 from torsh_distributed.comm.store import open_store
 

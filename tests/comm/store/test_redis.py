@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.bed.zygote import free_port
+from tests.bed.ports import free_port
 from torsh_distributed.comm.store import open_store
 from torsh_distributed.errors import BackendError, CommunicationError, FeatureNotAvailable
 

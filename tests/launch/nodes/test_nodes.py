@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.bed.ports import free_port
 from tests.bed.world import Outcome, World
 from tests.launch.jobs import be_launcher, launch, write_script
 from torsh_distributed.errors import ConfigurationError, OperationTimeout
@@ -140,11 +141,6 @@ def test_a_launcher_that_is_stopped_is_missed_by_its_heartbeat(world: World, tmp
     assert "node 1 (" in first.output
     assert "no sign of life for" in first.output
     assert second.value == 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_absent_nodes_are_named_at_the_deadline(capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.bed.ports import free_port
 from tests.bed.world import World
-from tests.bed.zygote import free_port
 from tests.launch.jobs import launch, write_script
 from torsh_distributed.comm.store import Store, open_store
 from torsh_distributed.launch.nodes.store_process import StoreProcess

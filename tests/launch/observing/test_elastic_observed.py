@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.bed.ports import free_port
 from tests.elastic.jobs import start_job
-from tests.launch.observing.test_job_observer import free_port, get
+from tests.launch.observing.test_job_observer import get
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

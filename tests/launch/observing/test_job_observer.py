@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bed.ports import free_port
 from tests.bed.world import World
 from tests.launch.jobs import launch, write_script
 from torsh_distributed.observe.settings import ObserveSettings
@@ -39,12 +40,6 @@ PLAIN_LOOP = """
             time.sleep(0.02)
     dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def get(url: str) -> str:

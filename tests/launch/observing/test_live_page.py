@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.observing.test_job_observer import free_port, start
+from tests.bed.ports import free_port
+from tests.launch.observing.test_job_observer import start
 from tests.observe.page.chromium import Chromium
 
 pytestmark = [pytest.mark.ranks, pytest.mark.matrix, pytest.mark.needs_browser]

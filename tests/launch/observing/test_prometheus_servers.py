@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.observing.test_job_observer import PLAIN_LOOP, free_port, get, start
+from tests.bed.ports import free_port
+from tests.launch.observing.test_job_observer import PLAIN_LOOP, get, start
 from tests.observe.export.test_exports import receiver
 from torsh_distributed.observe.alerts.alert_rules import AlertRule, AlertSeverity
 from torsh_distributed.observe.alerts.prometheus_rules import prometheus_rules

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import torsh_distributed as td
+from tests.bed.ports import free_port
 from tests.bed.world import World
-from tests.bed.zygote import free_port
 from torsh_distributed.comm.collectives.matching import are_checks_enabled
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, OperationTimeout
 

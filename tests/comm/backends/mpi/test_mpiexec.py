@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bed.needs import mpiexec
+from tests.bed.ports import free_port
 
 pytestmark = [pytest.mark.needs_mpi, pytest.mark.slow, pytest.mark.ranks]
 
@@ -43,12 +43,6 @@ def run(folder: Path, num_ranks: int, script: str, **env: str) -> subprocess.Com
         text=True,
         timeout=90,
     )
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_a_plain_torch_script_runs_and_ends_in_order(tmp_path: Path) -> None:
@@ -110,7 +104,7 @@ def test_init_finds_its_place_and_after_an_abort_the_processes_end_in_order(tmp_
             say(error.message)
         say("ends")
         """,
-        MASTER_PORT=free_port(),
+        MASTER_PORT=str(free_port()),
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bed.zygote import free_port
+from tests.bed.ports import free_port
 from torsh_distributed.comm.store import TcpStoreServer, open_store
 from torsh_distributed.comm.store.tcp import tcp_protocol
 from torsh_distributed.comm.trust.handshake import HELLO_BYTES, MAC_BYTES, Handshake
