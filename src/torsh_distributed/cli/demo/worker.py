@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torsh_distributed import events
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory
 from torsh_distributed.cli.demo.demo_plan import plan_for
 from torsh_distributed.cli.demo.progress_report import CheckpointStalls, TrainReport
-from torsh_distributed.comm.backends.capabilities import choose_backend
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument, TorshError
@@ -37,14 +35,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
     plan = with_checkpoints(plan_for(options.demo, options.plan, options.steps), options.out)
-    # A demo runs with as many workers as requested; on the CPU if there are fewer GPUs than that.
-    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device_type = "cuda" if 0 < num_workers <= torch.cuda.device_count() else "cpu"
-    with distributed(plan, backend=choose_backend(plan.distributed.backend, device_type=device_type)):
+    with distributed(plan):
         demo = DEMOS[options.demo](plan)
         # Of the whole model, before it is split over the ranks.
         num_params = sum(param.numel() for param in demo.model.parameters())
-        device = process_group.device() if device_type == "cuda" else torch.device("cpu")
+        device = process_group.device()
         example = _example(demo, plan, device)
         engine = parallelize(demo.model.to(device), demo.optimizer, plan, loss_fn=demo.loss_fn, example=example)
         meter = EfficiencyMeter(engine) if options.report else None
@@ -65,7 +60,7 @@ def main(argv: list[str]) -> None:
         engine.checkpoints.wait()
         measured = None if meter is None else meter.report()
         # On every rank: if forward communicates, no rank can sample alone.
-        said = None if demo.sample is None else demo.sample(engine.unwrapped)
+        said = None if demo.sample is None else demo.sample(engine.unwrapped, device)
         if process_group.rank() == 0:
             _finish_report(report, demo, said, options.out, stalls.summary())
             if measured is not None:

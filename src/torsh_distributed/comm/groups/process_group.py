@@ -24,6 +24,7 @@ from torsh_distributed.comm.backends.gloo.connections import new_connections
 from torsh_distributed.comm.backends.gloo.gloo_threads import patient_threads
 from torsh_distributed.comm.backends.lifecycle import GroupLifecycle
 from torsh_distributed.comm.groups.abort import forget_group, forming, remember_connections, taking_down
+from torsh_distributed.comm.groups.rank_device import gpus_for_ranks, rank_device
 from torsh_distributed.comm.meeting.key_wait import wait_for_keys
 from torsh_distributed.comm.meeting.network_interface import job_interface, tell_backends
 from torsh_distributed.comm.meeting.rendezvous import Roster, join, open_store
@@ -77,17 +78,19 @@ def start_world(
     has_agent_store: bool = False,
     attempt: int = 0,
     node: str | None = None,
+    num_local_ranks: int | None = None,
     retry: RetryConfig | None = None,
 ) -> None:
     """Meet the other ranks and bring up torch's default group; every rank calls this once.
 
     With `store` given, the ranks meet there; otherwise in a TCP store at the master's address, hosted by the launcher
     (`has_agent_store`) or by rank 0. Keys are prefixed with the attempt, so a restarted world sees no stale ones.
+    `num_local_ranks` is how many ranks the launcher has on this node, of which one that joins late sees none at first.
     Nothing is left behind after a failure, so the call may be retried.
     """
     global _world
     _refuse_second_start()
-    chosen = choose_backend(backend)
+    choose_backend(backend)  # what cannot be used here is refused before ranks meet
     if store is None and world_size == 1 and not has_agent_store:
         store = dist.HashStore()  # no other rank: no port is opened, so jobs of one rank never collide
     if store is None:
@@ -102,7 +105,15 @@ def start_world(
         )
     prefixed = dist.PrefixStore(f"torsh/{attempt}", store)
     with translate_errors("rendezvous", rank=rank, world_size=world_size):
-        roster = join(prefixed, rank=rank, world_size=world_size, timeout_s=timeout_s, node=node)
+        roster = join(
+            prefixed,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            node=node,
+            num_gpus=gpus_for_ranks(num_local_ranks),
+        )
+    chosen = choose_backend(backend, device_type="cuda" if roster.has_gpu_each else "cpu")
     if not roster.shares_loopback:
         require_encryption(chosen)
         _warn_of_clock(roster, rank)
@@ -115,7 +126,7 @@ def start_world(
     _world = _World(os.getpid(), rank, roster, store, prefixed, chosen, timeout_s, master_port, told, node)
     events.set_rank(rank)
     if backend == "auto":
-        reason = "a CUDA device is visible" if "nccl" in chosen else "no CUDA device is visible"
+        reason = "every rank has a GPU" if roster.has_gpu_each else "there is no GPU for every rank"
         events.emit(events.DecisionEvent(subject="backend", choice=chosen, reason=reason))
     events.emit(events.MembershipEvent(action="joined", world_size=world_size, attempt=attempt))
     atexit.register(destroy_process_group)
@@ -209,6 +220,8 @@ def regroup(survivors: Sequence[int], *, timeout_s: float | None = None) -> int:
     with translate_errors("regroup", rank=new_rank, world_size=len(members)):
         found = join(store, rank=new_rank, world_size=len(members), timeout_s=limit_s, node=old.node)
     _bring_up(old.backend, store, rank=new_rank, world_size=len(members), timeout_s=limit_s, store_port=old.master_port)
+    # The models of those who stay are where they are, however many ranks share the GPUs now.
+    found = replace(found, has_gpu_each=old.roster.has_gpu_each)
     _world = replace(old, rank=new_rank, roster=found, timeout_s=limit_s, generation=generation)
     events.set_rank(new_rank)
     events.emit(events.MembershipEvent(action="regrouped", world_size=len(members), attempt=generation))
@@ -384,21 +397,20 @@ def node_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device of this rank: its own GPU where there is one, else the CPU.
+    """The device of this rank: its own GPU if every rank of the world has one, else the CPU, which a warning says.
 
-    Raises InvalidArgument if the node has more ranks than visible GPUs: two ranks on one GPU is a mistake.
+    Raises InvalidArgument if NCCL was asked for and a node has more ranks than visible GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank() >= count:
-        raise InvalidArgument(
-            f"local rank {local_rank()} has no GPU of its own: {count} visible on this node",
-            hint="start at most as many ranks per node as it has GPUs, or check CUDA_VISIBLE_DEVICES",
-            local_rank=local_rank(),
-            visible_gpus=count,
-        )
-    return torch.device("cuda", local_rank())
+    world = _require_world()
+    return rank_device(
+        local_rank(),
+        num_local_ranks=local_world_size(),
+        num_gpus=torch.cuda.device_count(),
+        has_gpu_each=world.roster.has_gpu_each,
+        backend=world.backend,
+    )
 
 
 def validate_rank(rank: int, *, group: dist.ProcessGroup | None = None) -> None:

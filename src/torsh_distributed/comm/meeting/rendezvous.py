@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -60,6 +61,8 @@ class Arrival:
     """Equal for ranks that share a loopback; see `network_identity`."""
     software: dict[str, str]
     """The fields of `NodeSoftware`: not every launcher compares them before it starts ranks."""
+    num_gpus: int = 0
+    """The GPUs that it sees; 0 if they are too few for the ranks of its node."""
 
     @override
     def __str__(self) -> str:
@@ -75,6 +78,8 @@ class Roster:
     """Whether all ranks reach each other without a network, whatever their launcher calls a node."""
     clock_ahead_s: float = 0.0
     """How far this rank's wall clock is ahead of rank 0's, to within the moment in which the verdict travels."""
+    has_gpu_each: bool = False
+    """Whether every rank of the world can have a GPU of its own."""
 
     @cached_property
     def node_order(self) -> tuple[int, ...]:
@@ -182,7 +187,9 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
         ) from error
 
 
-def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, node: str | None = None) -> Roster:
+def join(
+    store: dist.Store, *, rank: int, world_size: int, timeout_s: float, node: str | None = None, num_gpus: int = 0
+) -> Roster:
     """Arrive and return the roster once all `world_size` ranks have; every rank calls this.
 
     Raises ConfigurationError on every rank if two ranks have the same number or world sizes differ, and
@@ -196,6 +203,7 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
         node=node or node_identity(),
         network=network_identity(),
         software=asdict(own_software()),
+        num_gpus=num_gpus,
     )
     meeting = StoreMeeting(store, rank=rank, num_ranks=world_size, timeout_s=timeout_s, operation="rendezvous")
     # Arrivals are numbered in order, not by rank: two processes may claim one rank.
@@ -210,7 +218,12 @@ def join(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, nod
     if "error" in verdict:
         raise _to_error(verdict)
     # All wait for the verdict, so they read it at nearly the same moment.
-    return Roster(unpack_nodes(verdict["nodes"]), verdict["shares_loopback"], time.time() - verdict["clock_s"])
+    return Roster(
+        unpack_nodes(verdict["nodes"]),
+        verdict["shares_loopback"],
+        time.time() - verdict["clock_s"],
+        verdict["has_gpu_each"],
+    )
 
 
 def _decide(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, Any]:
@@ -231,8 +244,10 @@ def _decide(store: dist.Store, meeting: StoreMeeting, me: Arrival) -> dict[str, 
             present[arrival.rank] = arrival
         if None in arrivals:
             return _absent(present, me.world_size)
+    ranks_of = Counter(arrival.node for arrival in present.values())
     return {
         "nodes": pack_nodes([present[rank].node for rank in range(me.world_size)]),
+        "has_gpu_each": all(ranks_of[arrival.node] <= arrival.num_gpus for arrival in present.values()),
         "shares_loopback": len({arrival.network for arrival in present.values()}) == 1,
         "clock_s": time.time(),
     }

@@ -115,6 +115,7 @@ def _start(
         has_agent_store=place.has_agent_store,
         attempt=place.attempt,
         node=None if place.node_rank is None else f"node-{place.node_rank}",
+        num_local_ranks=place.local_world_size,
         retry=retry,
     )
     _log.info("joined as %s", place)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -23,5 +24,5 @@ class Demo:
     optimizer: Optimizer
     tokens_per_sample: int = 1
     """Tokens per sample, for tokens/s; 1 where samples are not text."""
-    sample: Callable[[nn.Module], str] | None = field(default=None)
-    """Text to show after training, produced with the trained model."""
+    sample: Callable[[nn.Module, torch.device], str] | None = field(default=None)
+    """Text to show after training, produced with the trained model on the device that it computes on."""

@@ -85,12 +85,12 @@ def build(training: TrainingConfig) -> Demo:
     model = CharGPT(len(alphabet))
 
     @torch.no_grad()
-    def continue_text(trained: nn.Module, prompt: str = "Shall I ", length: int = 160) -> str:
+    def continue_text(trained: nn.Module, device: torch.device, prompt: str = "Shall I ", length: int = 160) -> str:
         generator = torch.Generator().manual_seed(training.seed)
         trained.eval()
         out = [alphabet.index(character) for character in prompt]
         for _ in range(length):
-            logits = trained(torch.tensor(out[-CONTEXT:]).unsqueeze(0))[0, -1]
+            logits = trained(torch.tensor(out[-CONTEXT:], device=device).unsqueeze(0))[0, -1].cpu()
             out.append(int(torch.multinomial(torch.softmax(logits / 0.7, dim=0), 1, generator=generator)))
         return "".join(alphabet[i] for i in out)
 

@@ -33,8 +33,8 @@ def build(training: TrainingConfig) -> Demo:
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
 
     @torch.no_grad()
-    def accuracy(trained: nn.Module) -> str:
-        share = (trained(points).argmax(dim=1) == labels).float().mean()
+    def accuracy(trained: nn.Module, device: torch.device) -> str:
+        share = (trained(points.to(device)).argmax(dim=1).cpu() == labels).float().mean()
         return f"{share:.1%} of the points are in the right class"
 
     return Demo(
