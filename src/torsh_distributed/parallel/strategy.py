@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_distributed.comm.collectives.reductions import all_reduce
 from torsh_distributed.compress.compressor import GradientCompressor
 from torsh_distributed.errors import FeatureNotAvailable, InvalidArgument
+from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.state.held_state import (
     HeldState,
@@ -97,8 +99,36 @@ class Strategy(ABC):
         """
         return compute(model, batch, loss_fn)
 
-    def expect_scale(self, scale: float) -> None:  # noqa: B027 (most strategies run backward when it is called)
+    def expect_scale(self, scale: Tensor | float) -> None:  # noqa: B027 (most strategies run backward when it is called)
         """Called before forward: its loss will be multiplied by `scale` before backward."""
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether the strategy itself combines losses of parts: of microbatches in a pipeline, of split sequences."""
+        return False
+
+    def count_labels(self, rule: LabelRule) -> None:  # noqa: B027 (most strategies compute the loss of whole rows)
+        """Called once it is known what the loss averages, for strategies that compute it part by part."""
+
+    def sum_over_samples(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks that have different samples, on the device; every rank calls this.
+
+        Ranks that have different tokens of the same samples add them too: their number is `num_sample_ranks / data_degree`.
+        """
+        group = self.samples_group
+        return value if group is None or group.size() == 1 else all_reduce(value.clone(), group=group)
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """The ranks over which gradients and losses are averaged."""
+        group = self.samples_group
+        return 1 if group is None else group.size()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all averaged gradients of this rank; every rank calls this, after the last backward of a step."""
+        grads = [param.grad for param in self.unwrapped.parameters() if param.grad is not None]
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
 
     @abstractmethod
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

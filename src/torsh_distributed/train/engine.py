@@ -31,7 +31,9 @@ from torsh_distributed.train.continuing.running_changes import RunningChanges
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
-from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.train.loss import LossFn
+from torsh_distributed.train.losses.engine_loss import EngineLoss
+from torsh_distributed.train.losses.step_weights import StepWeights
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
 from torsh_distributed.train.speed.attention_kernel import attending_with
@@ -58,14 +60,20 @@ class _Update:
     losses: list[Tensor] = field(default_factory=list)
     mean: PendingNumber | None = None
     num_samples: int | None = None
-    share: float = 1.0
-    """The current microbatch as a share of this rank's batch."""
+    batch: Batch = None
+    """What the update began with."""
+    weights: StepWeights | None = None
+    """What the losses of its microbatches are multiplied by."""
+    number: int = 0
+    """The current microbatch."""
     is_last: bool = True
 
     @property
     def loss(self) -> Tensor:
         """This rank's loss so far."""
-        return self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
+        total = self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
+        correction = None if self.weights is None else self.weights.correction
+        return total if correction is None else total * correction
 
 
 class Engine:
@@ -89,9 +97,9 @@ class Engine:
         """Updates skipped because gradients overflowed fp16."""
         self.ledger = SampleLedger()
         """Which samples are done, and whose those of the step in progress are."""
-        self._loss_fn = loss_fn
-        self._device = next(strategy.unwrapped.parameters()).device
-        self.precision = make_precision(plan.precision, self._device)
+        self.loss = EngineLoss(loss_fn, plan)
+        self.device = next(strategy.unwrapped.parameters()).device
+        self.precision = make_precision(plan.precision, self.device)
         self.learning_rate = LearningRate(
             optimizer, plan.training, data_degree=strategy.data_degree, scheduler_fn=scheduler_fn
         )
@@ -105,8 +113,9 @@ class Engine:
         self._unread_norm: HostValue | None = None
         self.last_norm: HostValue | None = None
         """The norm of the last update's gradient, where one was measured."""
-        # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share.
-        self._evenness = 1.0
+        # Averaging weighs ranks equally, but samples must weigh equally: this rank's share over an equal share, or None
+        # for batches of the user's own, of which the other ranks may have more.
+        self._evenness: float | None = None
         self._total: int | None = None
         self._recovery: StepRecovery | None = None
         if plan.recovery.acts_on_steps:
@@ -158,7 +167,7 @@ class Engine:
                     continue
                 found = True
                 yield self._take(piece)
-                self._evenness, self._total = 1.0, None
+                self._evenness, self._total = None, None
                 if ledger.version != version:  # rolled back
                     break
                 ledger.pass_over()  # unless its update is done
@@ -205,36 +214,44 @@ class Engine:
         if self.changes is not None:
             self.changes.before_update(self)
         events.reached("step", self.num_steps)
+        is_again = self._update is not None and self._update.batch is batch
         if self._update is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.plan.compile.enabled and self.plan.compile.cuda_graphs:
             # What the last step's recordings returned may be overwritten.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
-        update = self._update = _Update(num_samples=num_samples)
+        update = self._update = _Update(num_samples=num_samples, batch=batch)
         count = num_pieces or self.plan.training.gradient_accumulation
         pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None)
-        for number, (piece, share) in enumerate(pieces):
-            update.share, update.is_last = share, number == len(pieces) - 1
+        update.weights = self.loss.begin(self, pieces, evenness=self._evenness, is_again=is_again)
+        for number, (piece, _) in enumerate(pieces):
+            update.number, update.is_last = number, number == len(pieces) - 1
             yield piece
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
-        self.strategy.expect_scale(update.share * self._evenness * (self.precision.loss_scale or 1.0))
+        if update.weights is None:
+            update.weights = self.loss.begin(self, [(batch, 1.0)], evenness=self._evenness, is_again=False)
+        self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
         with (
             events.phase("forward"),
             self.strategy.accumulating(is_last=update.is_last),
             attending_with(self.plan.training.attention),
             self.precision.computing(),
         ):
-            return self.strategy.loss(self.model, batch, self._loss_fn, loss_of)
+            return self.loss.compute(
+                self.strategy, self.model, self.loss.guarded(batch, is_counted=update.weights.is_counted)
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of `loss`, scaled for the precision; the last microbatch averages them over the ranks."""
         update = self._begun()
-        weight = update.share * self._evenness
-        weighted = loss if weight == 1.0 else loss * weight
+        weight: Tensor | float = 1.0
+        if update.weights is not None:
+            weight = update.weights.after(update.number, self.loss.take_count())
+        weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         update.losses.append(weighted.detach())
         if update.is_last:
             if update.mean is not None:
@@ -270,6 +287,8 @@ class Engine:
             try:
                 if scale is None:
                     self._require_finite("the loss", loss, update)
+                if update.weights is not None and update.weights.correction is not None:
+                    self.strategy.scale_gradients(update.weights.correction)
                 is_done = self.precision.unscale(self.optimizer)
                 with (
                     self._clipped(clip=is_done, is_scaled=scale is not None) as norm,
@@ -380,9 +399,10 @@ class Engine:
                 lambda: evaluate(
                     self.strategy,
                     self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
-                    loss_fn=self._loss_fn,
+                    loss=self.loss,
+                    kind=lambda batch: self.loss.kind(self, batch),
                     precision=self.precision,
-                    device=self._device,
+                    device=self.device,
                     metrics=metrics,
                 )
             )
@@ -406,7 +426,7 @@ class Engine:
         """
         seed = self.plan.training.seed + self.num_steps
         with self.precision.computing():
-            return generate(self.strategy, self._device, seed, inputs, options)
+            return generate(self.strategy, self.device, seed, inputs, options)
 
     @torch.no_grad()
     def step_flops(self, batch: Batch) -> int:
@@ -418,7 +438,7 @@ class Engine:
         self.model.eval()
         try:
             with uncompiled(), counting_flops() as counter, self.precision.computing():
-                self.strategy.loss(self.unwrapped, to_device(batch, self._device), self._loss_fn, loss_of)
+                self.loss.compute(self.strategy, self.unwrapped, to_device(batch, self.device))
         finally:
             self.model.train(was_training)
         return 3 * int(counter.get_total_flops())
@@ -463,16 +483,20 @@ class Engine:
         """
         self.strategy = strategy
         self._update = self._unread_norm = None
+        self.loss.forget_total()
         self.optimizer.zero_grad(set_to_none=True)
         self.learning_rate.rescale(strategy.data_degree)
         if self.changes is not None:
             self.changes.world_changed(self)
 
     @property
-    def interrupted_loss(self) -> Tensor | None:
-        """This rank's loss in a step that failed after its last backward had begun; None in any other."""
+    def interrupted_loss(self) -> tuple[Tensor, Tensor | None] | None:
+        """This rank's loss in a step that failed after its last backward had begun, and what the loss counts in the
+        whole step, where samples do not say; None in any other step."""
         update = self._update
-        return None if update is None or update.mean is None else update.loss
+        if update is None or update.mean is None or update.weights is None or update.weights.correction is not None:
+            return None
+        return update.loss, update.weights.total
 
     def lost_share(self, members: Sequence[int]) -> RankBatch | None:
         """This rank's part of what others had of the current batch, with `members` of its ranks left.
@@ -482,17 +506,23 @@ class Engine:
         if self._pieces is None:
             return None
         share, total = self.ledger.assign(self.num_steps, members), self.ledger.total
-        batch = to_device(self._pieces.rows(share), self._device) if share else None
+        batch = to_device(self._pieces.rows(share), self.device) if share else None
         return RankBatch(batch, len(share), total)
 
-    def add_gradients(self, batch: Batch, weight: float) -> Tensor:
-        """Add the gradients of `batch`, times `weight`, to those held, without averaging; its loss, times `weight`."""
+    def add_gradients(self, batch: Batch, evenness: float, total: Tensor | None) -> Tensor:
+        """Add the gradients of what a lost rank had to those held, without averaging; returns its weighted loss.
+
+        `evenness`: its samples over an equal share of the step's; `total`: what the loss counts in the whole step.
+        """
         num_samples = count_samples(batch)
         losses = []
         for piece, share in split_rows(batch, num_samples, self.plan.training.gradient_accumulation):
             with attending_with(self.plan.training.attention):
                 with self.precision.computing():
-                    loss = self.strategy.loss(self.unwrapped, piece, self._loss_fn, loss_of) * (weight * share)
+                    loss = self.loss.compute(
+                        self.strategy, self.unwrapped, self.loss.guarded(piece, is_counted=total is not None)
+                    )
+                    loss = loss * self.loss.weight_of_rest(self.strategy, piece, evenness * share, total)
                 self.precision.scaled(loss).backward()  # type: ignore[no-untyped-call]  # untyped in torch
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -535,7 +565,7 @@ class Engine:
         self.ledger.open(piece.total, ids=piece.ids, position=piece.position)
         self.ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
         self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
-        return to_device(piece.batch, self._device)
+        return to_device(piece.batch, self.device)
 
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together, outside of steps."""

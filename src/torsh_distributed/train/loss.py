@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torsh_distributed.errors import InvalidArgument, TensorShapeMismatch
 from torsh_distributed.train.batches import Batch
 
-LossFn = Callable[[Any, Any], Tensor]
-"""Takes the model's output and the targets; returns a tensor with one value, the mean over the samples."""
+LossFn = Callable[[Any, Any], Any]
+"""Takes the model's output and the targets; returns a tensor with one value, or two: a sum and what it is a sum of."""
 
 
 Seeing = Callable[[Any, Any], None]

@@ -28,6 +28,11 @@ class Precision:
         self._device = device
 
     @property
+    def is_full(self) -> bool:
+        """Whether products are computed in fp32."""
+        return self._dtype is torch.float32
+
+    @property
     def loss_scale(self) -> float | None:
         """The factor applied to the next loss before backward; None where losses are not scaled."""
         return None

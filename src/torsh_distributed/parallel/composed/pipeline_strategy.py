@@ -18,7 +18,7 @@ from torsh_distributed.parallel.composed.stage_average import StageAverage
 from torsh_distributed.parallel.composed.stage_shards import StageShards
 from torsh_distributed.parallel.expert.expert_strategy import balance_load
 from torsh_distributed.parallel.mesh.mesh import Mesh
-from torsh_distributed.parallel.models.label_share import own_loss
+from torsh_distributed.parallel.models.label_share import LabelRule, own_loss
 from torsh_distributed.parallel.pipeline import PipelineParallel
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn
 
@@ -76,8 +76,20 @@ class PipelineStages(SplitModel):
         yield
 
     @override
-    def expect_scale(self, scale: float) -> None:
-        self._scale = scale
+    def expect_scale(self, scale: Tensor | float) -> None:
+        # A batch without a counted label weighs 0; its gradients are multiplied by that in backward.
+        self._scale = float(scale) or 1.0
+
+    @property
+    @override
+    def splits_loss(self) -> bool:
+        return True
+
+    @override
+    def count_labels(self, rule: LabelRule) -> None:
+        self.pipe.plan.microbatches.labels = rule
+        if self._context is not None:
+            self._context.labels = rule
 
     @override
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:

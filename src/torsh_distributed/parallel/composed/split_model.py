@@ -20,6 +20,7 @@ from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES
 from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
+from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
@@ -31,6 +32,9 @@ Context = Callable[[], AbstractContextManager[None]]
 
 class SequenceContext(Protocol):
     """Splits the sequences of batches over ranks."""
+
+    labels: LabelRule
+    """Which labels the loss counts."""
 
     @property
     def weight(self) -> Tensor | None:
@@ -156,6 +160,16 @@ class Composed(SplitModel):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
         weight = None if self._context is None else self._context.weight
         return whole if weight is None else whole * weight
+
+    @property
+    @override
+    def splits_loss(self) -> bool:
+        return self._context is not None
+
+    @override
+    def count_labels(self, rule: LabelRule) -> None:
+        if self._context is not None:
+            self._context.labels = rule
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from torsh_distributed.parallel.context.attention_ring import ring_attention
 from torsh_distributed.parallel.context.form import Form, choose_form
 from torsh_distributed.parallel.context.order import positions_of, take_positions
 from torsh_distributed.parallel.context.position_mask import PositionMask
-from torsh_distributed.parallel.models.label_share import share_of, with_a_label
+from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.models.structure import is_position_table
 
 TABLES = ("cos", "sin", "cos_cached", "sin_cached", "freqs_cis", "freqs_cos", "freqs_sin", "rope_cache")
@@ -63,6 +63,8 @@ class ContextParallel:
         self._is_inside = False
         self._length: int | None = None
         self._form = form
+        self.labels = LabelRule()
+        """Which labels the loss counts."""
         self.weight: Tensor | None = None
         """What the loss of the batch taken last is multiplied by, so the mean over the ranks is that of all labels."""
 
@@ -81,8 +83,9 @@ class ContextParallel:
         part = self._mapped(batch, self._part)
         if has_loss_fn:
             inputs, targets = part
-            self.weight = share_of(targets, batch[1], self.group.size())
-            part = (inputs, targets if self.weight is None else with_a_label(targets))
+            self.weight = self.labels.share_of(targets, batch[1], self.group.size())
+            is_mean = self.weight is not None and not self.labels.is_sum
+            part = (inputs, self.labels.with_a_label(targets) if is_mean else targets)
         if self._is_inside:
             self._replace_tables()
         return part

@@ -17,7 +17,7 @@ from torsh_distributed.parallel.context.context_check import AttentionFacts
 from torsh_distributed.parallel.context.form import Form
 from torsh_distributed.parallel.context.order import take_positions
 from torsh_distributed.parallel.models.example_inputs import named_inputs, takes
-from torsh_distributed.parallel.models.label_share import require_labels, share_of, shifted, shifts_labels, with_a_label
+from torsh_distributed.parallel.models.label_share import LabelRule, require_labels, shifted, shifts_labels
 
 
 class InterfaceContext:
@@ -33,6 +33,8 @@ class InterfaceContext:
         self._attention = SplitAttention(group, form)
         self._configs = configs_of(model)
         self._name = attention_interface.register(self._attention, self._attention.rule)
+        self.labels = LabelRule()
+        """Which labels the loss counts."""
         self.weight: Tensor | None = None
         """What the loss of the batch taken last is multiplied by, so the mean over the ranks is that of all labels."""
 
@@ -56,8 +58,9 @@ class InterfaceContext:
             given, targets = batch
             inputs = self._inputs(named_inputs(self._model, given))
             part = self._split_all(targets)
-            self.weight = share_of(part, targets, self.group.size())
-            return inputs, part if self.weight is None else with_a_label(part)
+            self.weight = self.labels.share_of(part, targets, self.group.size())
+            is_mean = self.weight is not None and not self.labels.is_sum
+            return inputs, self.labels.with_a_label(part) if is_mean else part
         named = named_inputs(self._model, batch)
         inputs = self._inputs({name: value for name, value in named.items() if name != "labels"})
         return {**inputs, **self._labels(named)}
@@ -79,8 +82,8 @@ class InterfaceContext:
         name = "shift_labels" if shifts_labels(self._model) else "labels"
         whole = shifted(labels) if name == "shift_labels" else labels
         part = self._split(whole)
-        self.weight = share_of(part, whole, self.group.size())
-        part = with_a_label(part)
+        self.weight = self.labels.share_of(part, whole, self.group.size())
+        part = self.labels.with_a_label(part)
         return {"labels": part, name: part}
 
     def _inputs(self, named: dict[str, Any]) -> dict[str, Any]:

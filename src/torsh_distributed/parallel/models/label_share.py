@@ -1,12 +1,14 @@
 """What part of a batch's loss a piece of it stands for, when pieces have different numbers of labels.
 
 A loss averages over the labels that count; the mean of the pieces' means is the mean of the batch only if every piece
-is weighted by its share of the labels. Labels of -100 do not count, as in torch and transformers.
+is weighted by its share of the labels. Labels of -100 do not count, as in torch and transformers, unless the loss says
+otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,36 +32,63 @@ def shifted(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
-def label_weights(pieces: Sequence[Any], *, is_shifted: bool = False) -> Tensor | None:
-    """Each piece's share of the labels that count; None where labels do not say: all pieces weigh the same.
+@dataclass(frozen=True)
+class LabelRule:
+    """Which labels a loss counts, how much each is worth, and whether it averages or adds them."""
 
-    `is_shifted`: the loss compares a token with the label of the next one, so the first label of a row is not used.
-    """
-    if not all(isinstance(piece, Tensor) and not piece.is_floating_point() and piece.dim() for piece in pieces):
-        return None
-    used = [piece[..., 1:] if is_shifted and piece.dim() > 1 else piece for piece in pieces]
-    counts = torch.stack([(piece != IGNORED).sum() for piece in used]).float()
-    return counts / counts.sum()
+    ignore_index: int = IGNORED
+    class_weights: Tensor | None = None
+    """A label is worth the weight of its class, as in torch's cross_entropy; None: all are worth 1."""
+    is_sum: bool = False
+    """The loss adds what others average: parts of a batch are added too."""
+
+    def count(self, labels: Tensor, *, is_shifted: bool = False) -> Tensor:
+        """What the labels are worth together: a scalar in fp64.
+
+        `is_shifted`: the loss compares a token with the label of the next one, so the first label of a row is not used.
+        """
+        used = labels[..., 1:] if is_shifted and labels.dim() > 1 else labels
+        counted = used != self.ignore_index
+        if self.class_weights is None:
+            return counted.sum().double()
+        weights = self.class_weights.to(labels.device)
+        return (weights[torch.where(counted, used, 0)] * counted).sum().double()
+
+    def weights_of(self, pieces: Sequence[Any], *, is_shifted: bool = False) -> Tensor | None:
+        """What the loss of each piece is multiplied by to add up to that of all; None where labels do not say.
+
+        All pieces weigh the same then.
+        """
+        if self.is_sum:
+            return torch.ones(len(pieces))
+        if not all(_has_labels(piece) for piece in pieces):
+            return None
+        counts = torch.stack([self.count(piece, is_shifted=is_shifted) for piece in pieces])
+        return (counts / counts.sum()).float()
+
+    def share_of(self, part: Any, whole: Any, num_parts: int) -> Tensor | None:
+        """What the loss of one of `num_parts` parts is multiplied by, so the mean over the parts is that of the whole."""
+        if self.is_sum:
+            return torch.tensor(float(num_parts))
+        if not _has_labels(part):
+            return None
+        return (self.count(part) * num_parts / self.count(whole)).float()
+
+    def with_a_label(self, labels: Tensor, *, is_shifted: bool = False) -> Tensor:
+        """The same labels; a piece in which none counts gets one, because the mean over none is not a number.
+
+        Its weight is 0, so the label has no effect.
+        """
+        out = labels.clone()
+        place = (0,) * (labels.dim() - 1) + (-1,)
+        any_class = 0 if self.class_weights is None else int(self.class_weights.argmax())
+        is_counted = self.count(labels, is_shifted=is_shifted) > 0
+        out[place] = torch.where(is_counted, labels[place], torch.full_like(labels[place], any_class))
+        return out
 
 
-def share_of(part: Any, whole: Any, num_parts: int) -> Tensor | None:
-    """What the loss of one of `num_parts` parts is multiplied by, so the mean over the parts is that of the whole."""
-    if not isinstance(part, Tensor) or part.is_floating_point() or not part.dim():
-        return None
-    counted, total = ((one != IGNORED).sum() for one in (part, whole))
-    return counted * num_parts / total
-
-
-def with_a_label(labels: Tensor, *, is_shifted: bool = False) -> Tensor:
-    """The same labels; a piece in which none counts gets one, because the mean over none is not a number.
-
-    Its weight is 0, so the label has no effect.
-    """
-    used = labels[..., 1:] if is_shifted and labels.dim() > 1 else labels
-    out = labels.clone()
-    place = (0,) * (labels.dim() - 1) + (-1,)
-    out[place] = torch.where((used != IGNORED).any(), labels[place], torch.zeros_like(labels[place]))
-    return out
+def _has_labels(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dim() > 0
 
 
 _NO_LOSS = 'put labels into the batch ({"input_ids": …, "labels": …}), or pass loss_fn to parallelize()'

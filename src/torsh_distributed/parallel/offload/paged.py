@@ -16,6 +16,7 @@ from typing_extensions import override
 from torsh_distributed import events
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.moves import broadcast
+from torsh_distributed.errors import FeatureNotAvailable
 from torsh_distributed.parallel.data.bucket_reduction import bucket_reducer
 from torsh_distributed.parallel.data.replicated_params import broadcast_from_first
 from torsh_distributed.parallel.host_value import HostValue
@@ -165,6 +166,15 @@ class PagedDataParallel(Strategy):
     @override
     def mean_loss(self, loss: Tensor) -> PendingNumber:
         return HostValue(loss.detach()) if self._group is None else mean_over(loss, self._group)
+
+    @override
+    def scale_gradients(self, factor: Tensor) -> None:
+        raise FeatureNotAvailable(
+            "accumulated passes of a loss that returns its count, or selects what it averages, need all gradients once"
+            " more at the end of a step, and offload keeps them elsewhere",
+            hint="set training.gradient_accumulation = 1, or training.loss_is to what the loss averages",
+            feature="offload.enabled",
+        )
 
     @override
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torsh_distributed.errors import TensorShapeMismatch
-from torsh_distributed.parallel.models.label_share import label_weights, with_a_label
+from torsh_distributed.parallel.models.label_share import LabelRule
 
 
 class Microbatches:
@@ -24,6 +24,8 @@ class Microbatches:
         self._inputs: list[Mapping[str, Any]] = [{}]
         self._targets: list[Any] = [None]
         self._weights: Tensor | None = None
+        self.labels = LabelRule()
+        """Which labels the loss counts."""
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -63,13 +65,16 @@ class Microbatches:
         name = "shift_labels" if "shift_labels" in inputs else "labels"
         if targets is None and name in inputs:
             shifts = shifts and name == "labels"
-            self._weights = label_weights([part[name] for part in self._inputs], is_shifted=shifts)
-            if self._weights is not None:
-                self._inputs = [{**part, name: with_a_label(part[name], is_shifted=shifts)} for part in self._inputs]
+            rule = self.labels
+            self._weights = rule.weights_of([part[name] for part in self._inputs], is_shifted=shifts)
+            if self._weights is not None and not rule.is_sum:
+                self._inputs = [
+                    {**part, name: rule.with_a_label(part[name], is_shifted=shifts)} for part in self._inputs
+                ]
         else:
-            self._weights = label_weights(self._targets)
-            if self._weights is not None:
-                self._targets = [with_a_label(part) for part in self._targets]
+            self._weights = self.labels.weights_of(self._targets)
+            if self._weights is not None and not self.labels.is_sum:
+                self._targets = [self.labels.with_a_label(part) for part in self._targets]
 
 
 def shapes_of(value: Any) -> Any:

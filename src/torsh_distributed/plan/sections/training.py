@@ -45,6 +45,19 @@ class TrainingConfig(Section):
     where they are, and orders that cannot be repeated, are refused. A batch with fewer samples than ranks is trained on
     too."""
 
+    loss_is: Literal["auto", "mean", "mean_of_counted", "sum", "global_mean"] = "auto"
+    """What the loss of a batch is: a mean over samples, a mean over the labels other than -100, a sum, or a mean that the
+    loss computed over all ranks itself (`td.global_mean`). `auto` finds out with the first batch: it watches torch's loss
+    functions, and refuses a loss that is not made of those of its samples. A loss_fn that returns `(sum, count)` needs
+    nothing else."""
+
+    gather_for_loss: bool = False
+    """Give loss_fn the outputs and targets of all ranks, with gradients to those of this rank: for losses that compare
+    samples with each other, such as contrastive ones."""
+
+    sync_batch_norm: bool = False
+    """Let BatchNorm layers take their statistics over the batch of all ranks, as one process would."""
+
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """Kernel of scaled_dot_product_attention that is tried first on a GPU; the others follow where it does not apply.
     `auto` leaves the order to torch."""

@@ -26,6 +26,8 @@ class KeptStep:
     """Of its own samples, weighted for the mean over `num_ranks`; so are the gradients."""
     gradients: KeptGradients
     num_ranks: int
+    total: Tensor | None = None
+    """What the loss counts in the whole step, where samples do not say."""
 
     @property
     def averaged(self) -> frozenset[int]:
@@ -35,11 +37,12 @@ class KeptStep:
 
 def keep_step(engine: Engine) -> KeptStep | None:
     """What this rank can keep of the step that has just failed, before it leaves its world; None if nothing."""
-    strategy, loss = engine.strategy, engine.interrupted_loss
-    if loss is None or not isinstance(strategy, DataParallel):
+    strategy, interrupted = engine.strategy, engine.interrupted_loss
+    if interrupted is None or not isinstance(strategy, DataParallel):
         return None
+    loss, total = interrupted
     gradients = keep_gradients(strategy.model)
-    return None if gradients is None else KeptStep(loss, gradients, strategy.data_degree)
+    return None if gradients is None else KeptStep(loss, gradients, strategy.data_degree, total)
 
 
 def finish_step(engine: Engine, kept: KeptStep, *, members: Sequence[int], sources: Mapping[int, int]) -> float:
@@ -55,6 +58,7 @@ def finish_step(engine: Engine, kept: KeptStep, *, members: Sequence[int], sourc
     scale = 1.0 if extra is None else strategy.data_degree / kept.num_ranks
     loss = kept.loss * scale
     if extra is not None and extra.num_samples:
-        loss = loss + engine.add_gradients(extra.batch, extra.num_samples * strategy.data_degree / extra.total)
+        evenness = extra.num_samples * strategy.data_degree / extra.total
+        loss = loss + engine.add_gradients(extra.batch, evenness, kept.total)
     finish_average(strategy.model, kept.gradients, sources=sources, scale=scale)
     return engine.apply_averaged(loss, None if extra is None else extra.num_samples)

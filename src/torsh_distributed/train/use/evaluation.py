@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.parallel.strategy import ComputeLoss, Strategy
-from torsh_distributed.train.batches import RankBatch, to_device
-from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.train.batches import Batch, RankBatch, to_device
+from torsh_distributed.train.losses.engine_loss import EngineLoss
+from torsh_distributed.train.losses.loss_kind import LossKind, as_tensor
 from torsh_distributed.train.precision import Precision
 from torsh_distributed.train.use.metrics import MetricSet
 
@@ -20,32 +21,43 @@ def evaluate(
     strategy: Strategy,
     pieces: Iterable[RankBatch],
     *,
-    loss_fn: LossFn | None,
+    loss: EngineLoss,
+    kind: Callable[[Batch], LossKind],
     precision: Precision,
     device: torch.device,
     metrics: Mapping[str, Any] | None,
 ) -> float | dict[str, Any]:
-    """The mean loss over `pieces`, this rank's batches; with `metrics` a dict of it and them. Every rank calls this."""
+    """The mean loss over `pieces`, this rank's batches; with `metrics` a dict of it and them. Every rank calls this.
+
+    `kind` tells what the loss is a mean of: that is what the losses of batches weigh. Sums are averaged over batches.
+    """
     seen = None if metrics is None else MetricSet(metrics, strategy.samples_group, device)
     was_training = strategy.model.training
+    modes = [(module, module.training) for module in strategy.model.modules()]
     strategy.model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     try:
         for piece in pieces:
+            batch = to_device(piece.batch, device)
+            what = kind(batch)
             if piece.num_samples == 0 and not strategy.forward_is_collective:
                 continue  # other ranks evaluate these samples
-            chosen: LossFn | None = loss_fn
-            compute: ComputeLoss = loss_of
             if seen is not None:
                 seen.num_samples = piece.num_samples
-                chosen, compute = seen.watching(loss_fn)
             with precision.computing():
-                loss = strategy.loss(strategy.unwrapped, to_device(piece.batch, device), chosen, compute)
+                value = loss.compute(
+                    strategy, strategy.unwrapped, batch, watching=None if seen is None else seen.watching
+                )
+            computed = loss.take_count()
             if piece.num_samples:
-                sums[0] += loss.double() * piece.num_samples
-                sums[1] += piece.num_samples
+                count = as_tensor(what.count(batch) if computed is None else computed.count, device)
+                # The mean over no label is not a number.
+                sums[0] += torch.where(count > 0, value.double() * count, 0.0)
+                sums[1] += count
     finally:
         strategy.model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     loss_sum, count_sum = (strategy.mean_loss(value).wait() for value in sums)
     if count_sum == 0:
         raise InvalidArgument("there is nothing to evaluate: the loader gave no batch", hint="check the loader")

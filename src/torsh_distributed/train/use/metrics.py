@@ -77,7 +77,7 @@ class MetricSet:
         if loss_fn is None:
             return None, partial(loss_of, seeing=self.update)
 
-        def watched(outputs: Any, targets: Any) -> Tensor:
+        def watched(outputs: Any, targets: Any) -> Any:
             self.update(outputs, targets)
             return loss_fn(outputs, targets)
 

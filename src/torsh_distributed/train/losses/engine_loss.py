@@ -1,0 +1,122 @@
+"""The loss of an Engine: computed, known for what it is a mean of, and weighted for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from torsh_distributed.parallel.strategy import ComputeLoss, Strategy
+from torsh_distributed.plan import Plan
+from torsh_distributed.train.batches import Batch
+from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.train.losses.loss_finding import counted_labels
+from torsh_distributed.train.losses.loss_kind import (
+    LossKind,
+    MeanOfComputed,
+    MeanOfSamples,
+    SumOfSamples,
+    WholeBatch,
+)
+from torsh_distributed.train.losses.loss_probe import LossProbe
+from torsh_distributed.train.losses.step_weights import StepWeights, begin_step
+from torsh_distributed.train.losses.watched_loss import ComputedCount, WatchedLoss
+
+if TYPE_CHECKING:
+    from torsh_distributed.train.engine import Engine
+
+
+Watching = Callable[[LossFn | None], tuple[LossFn | None, ComputeLoss]]
+"""Makes a loss_fn and a way to compute the loss that show outputs and targets to somebody."""
+
+
+class EngineLoss:
+    """Computes losses for an Engine, and says what those of microbatches and ranks weigh in a step."""
+
+    def __init__(self, loss_fn: LossFn | None, plan: Plan) -> None:
+        self._plan = plan
+        self._watched = WatchedLoss(loss_fn)
+        self._has_fn = loss_fn is not None
+        self._kind: LossKind | None = None
+        self._last: StepWeights | None = None
+
+    def compute(
+        self, strategy: Strategy, model: nn.Module, batch: Batch, *, watching: Watching | None = None
+    ) -> Tensor:
+        """The loss of this rank's batch, under the strategy; `watching` may look at outputs and targets."""
+        fn: LossFn | None = self._watched if self._has_fn else None
+        fn, compute = (fn, loss_of) if watching is None else watching(fn)
+        with self._watched.watching():
+            return strategy.loss(model, batch, fn, compute)
+
+    def kind(self, engine: Engine, batch: Batch) -> LossKind:
+        """What the loss is a mean of; found with the first batch, by every rank together."""
+        if self._kind is None:
+            self._kind = self._find(engine, batch)
+            engine.strategy.count_labels(self._kind.labels)
+            self._watched.watches = isinstance(self._kind, MeanOfComputed) and not self._watched.returns_count
+        return self._kind
+
+    def _find(self, engine: Engine, batch: Batch) -> LossKind:
+        declared = self._plan.training.loss_is
+        if declared == "auto":
+            probe = LossProbe(
+                engine.strategy,
+                self._watched,
+                lambda part: self.compute(engine.strategy, engine.strategy.unwrapped, part),
+                engine.precision,
+                asks_others=engine.elastic is None,
+            )
+            return probe.find_kind(batch)
+        if declared == "mean_of_counted":
+            return counted_labels(engine.strategy, batch)
+        kinds: dict[str, LossKind] = {"mean": MeanOfSamples(), "sum": SumOfSamples(), "global_mean": WholeBatch()}
+        return kinds[declared]
+
+    def begin(
+        self, engine: Engine, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None, is_again: bool
+    ) -> StepWeights:
+        """The weights of a step's microbatches; every rank calls this, once a step unless `is_again`."""
+        strategy, training = engine.strategy, self._plan.training
+        is_whole = strategy.num_sample_ranks == 1 and training.gradient_accumulation == 1 and len(pieces) == 1
+        if is_whole and not strategy.splits_loss:
+            return StepWeights(strategy, [1.0], 1)
+        is_exact = training.gradient_accumulation == 1 and self._plan.recovery.out_of_memory == "raise"
+        made = begin_step(
+            strategy,
+            self.kind(engine, pieces[0][0]),
+            pieces,
+            evenness=evenness,
+            device=engine.device,
+            is_exact=is_exact,
+            before=self._last,
+            is_again=is_again,
+        )
+        self._last = made
+        return made
+
+    def guarded(self, batch: Batch, *, is_counted: bool) -> Batch:
+        """The batch with at least one counted label, where one without would not have a number for its loss."""
+        return self._kind.guarded(batch) if is_counted and self._kind is not None else batch
+
+    def weight_of_rest(self, strategy: Strategy, piece: Batch, evenness: float, total: Tensor | None) -> Tensor | float:
+        """The weight of a piece of what a lost rank had, whose loss was computed last.
+
+        `evenness`: its samples over an equal share of the step's; `total`: what all ranks of the step counted together.
+        """
+        if isinstance(self._kind, SumOfSamples):
+            return float(strategy.data_degree)
+        if total is None or self._kind is None:
+            return evenness
+        computed = self.take_count()
+        count = self._kind.count(piece) if computed is None else computed.count
+        return count * strategy.num_sample_ranks / total
+
+    def take_count(self) -> ComputedCount | None:
+        """What the last loss was a mean of, where only its computation knows."""
+        return self._watched.take_count() if isinstance(self._kind, MeanOfComputed) else None
+
+    def forget_total(self) -> None:
+        """The last step failed: nothing is assumed from it."""
+        self._last = None

@@ -1,0 +1,180 @@
+"""What a loss is a mean of, or that it is a sum.
+
+Losses of microbatches and ranks are combined by it: each weighs as much as what it counts. A loss that counts labels
+would otherwise give a label in a padded batch more weight than one in a full batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from torsh_distributed.parallel.models.label_share import LabelRule
+from torsh_distributed.train.batches import Batch, count_samples
+
+Path = tuple[str | int, ...]
+"""Keys and positions that lead to a tensor in a nested batch."""
+
+
+class LossKind(ABC):
+    """How much a (micro)batch's loss stands for."""
+
+    @abstractmethod
+    def count(self, batch: Batch) -> Tensor | float:
+        """What the loss of `batch` is a mean of: a number of samples, labels or values."""
+
+    def guarded(self, batch: Batch) -> Batch:
+        """The batch, changed so that its loss is a number although nothing in it counts."""
+        return batch
+
+    @property
+    def labels(self) -> LabelRule:
+        """How strategies combine losses that they compute part by part."""
+        return LabelRule()
+
+    @abstractmethod
+    @override
+    def __str__(self) -> str:
+        """For messages: completes "the loss is …"."""
+
+
+class MeanOfSamples(LossKind):
+    """A mean in which every sample weighs the same."""
+
+    @override
+    def count(self, batch: Batch) -> float:
+        return float(count_samples(batch))
+
+    @override
+    def __str__(self) -> str:
+        return "a mean over samples"
+
+
+class SumOfSamples(LossKind):
+    """A sum: ranks and microbatches add theirs."""
+
+    @override
+    def count(self, batch: Batch) -> float:
+        return 1.0
+
+    @property
+    @override
+    def labels(self) -> LabelRule:
+        return LabelRule(is_sum=True)
+
+    @override
+    def __str__(self) -> str:
+        return "a sum"
+
+
+class WholeBatch(LossKind):
+    """The same value on every rank, computed from the batch of all of them."""
+
+    @override
+    def count(self, batch: Batch) -> float:
+        return 1.0
+
+    @override
+    def __str__(self) -> str:
+        return "of the batch of all ranks"
+
+
+@dataclass(frozen=True)
+class MeanOfLabels(LossKind):
+    """A mean over the labels that count, found at `path` in the batch."""
+
+    path: Path
+    rule: LabelRule = field(default_factory=LabelRule)
+    is_shifted: bool = False
+
+    @override
+    def count(self, batch: Batch) -> Tensor:
+        return self.rule.count(tensor_at(batch, self.path), is_shifted=self.is_shifted)
+
+    @override
+    def guarded(self, batch: Batch) -> Batch:
+        labels = tensor_at(batch, self.path)
+        return _replaced(batch, self.path, self.rule.with_a_label(labels, is_shifted=self.is_shifted))
+
+    @property
+    @override
+    def labels(self) -> LabelRule:
+        return self.rule
+
+    @override
+    def __str__(self) -> str:
+        return f"a mean over the labels other than {self.rule.ignore_index}"
+
+
+@dataclass(frozen=True)
+class MeanOfValues(LossKind):
+    """A mean over all values of the tensor at `path`."""
+
+    path: Path
+
+    @override
+    def count(self, batch: Batch) -> float:
+        return float(tensor_at(batch, self.path).numel())
+
+    @override
+    def __str__(self) -> str:
+        return "a mean over values"
+
+
+@dataclass(frozen=True)
+class MeanOfComputed(LossKind):
+    """A mean over something that only the loss knows: it returns `(sum, count)`, or calls a loss of torch that tells."""
+
+    has_several: bool = False
+    """The loss has several means: what one of them counts must be in proportion to what the others count."""
+
+    @override
+    def count(self, batch: Batch) -> Tensor:
+        raise AssertionError("the count comes with the loss")
+
+    @override
+    def __str__(self) -> str:
+        return "a mean over what it selects"
+
+
+def tensors_in(batch: Batch, path: Path = ()) -> list[tuple[Path, Tensor]]:
+    """The tensors of a nested batch with their paths, targets last."""
+    if isinstance(batch, Tensor):
+        return [(path, batch)]
+    if isinstance(batch, Mapping):
+        return [found for key, value in batch.items() for found in tensors_in(value, (*path, key))]
+    if isinstance(batch, tuple | list):
+        return [found for place, value in enumerate(batch) for found in tensors_in(value, (*path, place))]
+    return []
+
+
+def tensor_at(batch: Batch, path: Path) -> Tensor:
+    """The tensor at `path`."""
+    value: Any = batch
+    for key in path:
+        value = value[key]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _replaced(batch: Any, path: Path, tensor: Tensor) -> Any:
+    """The batch with another tensor at `path`; nothing in place."""
+    if not path:
+        return tensor
+    first, rest = path[0], path[1:]
+    if isinstance(batch, Mapping):
+        return {**batch, first: _replaced(batch[first], rest, tensor)}
+    assert isinstance(first, int)
+    values = [*batch[:first], _replaced(batch[first], rest, tensor), *batch[first + 1 :]]
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def as_tensor(count: Tensor | float, device: torch.device) -> Tensor:
+    """A count as a scalar in fp64 on `device`."""
+    return torch.as_tensor(count, dtype=torch.float64, device=device)

@@ -1,0 +1,176 @@
+"""Finds out before the first step what a loss is a mean of, and whether the losses of parts make that of the whole.
+
+The loss of the first batch is computed in evaluation mode while torch's loss functions are watched, then that of its
+two halves. Nothing changes: no parameter, no buffer, no random state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.comm.collectives.objects import all_gather_object
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.compiling import uncompiled
+from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.models.probing import probing
+from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.train.batches import Batch, count_samples, take_rows
+from torsh_distributed.train.losses.loss_finding import LossFinding
+from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfSamples, SumOfSamples
+from torsh_distributed.train.losses.loss_terms import LossTerm
+from torsh_distributed.train.losses.watched_loss import WatchedLoss
+from torsh_distributed.train.precision import Precision
+
+_log = logging.getLogger(__name__)
+
+ComputeLoss = Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class LossProbe:
+    """Computes losses of a model that is about to be trained, to look at them."""
+
+    strategy: Strategy
+    loss: WatchedLoss
+    compute: ComputeLoss
+    """This rank's loss of a batch; all ranks call it."""
+    precision: Precision
+    asks_others: bool = True
+    """Compare what is found with the other ranks; not where ranks come and go."""
+
+    def find_kind(self, batch: Batch) -> LossKind:
+        """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
+        try:
+            value, terms, returns_count = self._watched(batch)
+        except Exception as error:
+            # Nothing is known to be wrong: the step itself raises what is.
+            _log.warning(
+                "the loss could not be computed in evaluation mode (%s), so it is taken for a mean over samples; if it"
+                ' is not, set training.loss_is to "sum" or "mean_of_counted", or return (sum, count) from loss_fn',
+                _first_line(error),
+            )
+            return MeanOfSamples()
+        found = LossFinding.of(self.strategy, batch, value, terms, returns_count=returns_count)
+        found = self._agreed(found)
+        kind = found.kind
+        if self.strategy.splits_loss and isinstance(kind, MeanOfComputed):
+            raise ConfigurationError(
+                f"the loss is {kind}, and parts of sequences and of pipelines are combined before it is known",
+                hint='set training.loss_is: "mean" if all samples count alike, "mean_of_counted" if labels of -100 do'
+                ' not count, "sum"; or set mesh.pp and mesh.cp to 1',
+                key="training.loss_is",
+            )
+        self._compare_halves(batch, value, kind, found)
+        return kind
+
+    def _watched(self, batch: Batch) -> tuple[Tensor, list[LossTerm], bool]:
+        self.loss.watches = True
+        try:
+            with self._looking():
+                value = self.compute(batch).detach()
+            return value, self.loss.terms, self.loss.returns_count
+        finally:
+            self.loss.watches = False
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        model = self.strategy.model
+        modes = [(module, module.training) for module in model.modules()]
+        was_training = model.training
+        model.eval()
+        try:
+            with probing(model), torch.no_grad(), uncompiled(), _eager(), self.precision.computing():
+                yield
+        finally:
+            model.train(was_training)
+            for module, mode in modes:
+                module.training = mode
+
+    def _agreed(self, found: LossFinding) -> LossFinding:
+        """What the first rank that saw a loss found: in a pipeline only the last stage sees it."""
+        if not self.asks_others or not torch.distributed.is_initialized():
+            return found
+        everyone = [LossFinding.unpacked(one) for one in all_gather_object(found.packed())]
+        seen = [one for one in everyone if one.has_seen]
+        return seen[0] if seen else found
+
+    # --- halves -----------------------------------------------------------------------------------------------
+
+    def _compare_halves(self, batch: Batch, value: Tensor, kind: LossKind, found: LossFinding) -> None:
+        """Refuse a loss that is not made of those of its rows; every rank calls this."""
+        if self.strategy.splits_loss or moe_layers(self.strategy.unwrapped):
+            return  # the parts are combined elsewhere; experts with a capacity see all tokens at once
+        whole, together = float(value), self._of_halves(batch, kind)
+        if not self._any(_differ(whole, together, self.precision)):
+            return
+        again, _, _ = self._watched(batch)
+        if self._any(_differ(whole, float(again), self.precision)):
+            return  # it draws random numbers
+        raise ConfigurationError(
+            f"the loss is not made of the losses of its samples: {whole:.6g} for a batch and {together:.6g} for its two"
+            f" halves together, taken as {kind}",
+            hint="if samples are compared with each other, as in contrastive losses, set training.gather_for_loss ="
+            " true; if it is a mean over something else, let loss_fn return (sum, count); to train on each rank's own"
+            ' mean anyway, set training.loss_is = "mean"',
+            key="training.loss_is",
+            losses_seen=", ".join(found.names) or "none of torch's",
+        )
+
+    def _of_halves(self, batch: Batch, kind: LossKind) -> float:
+        """The loss of the two halves, combined; NaN if there are none."""
+        rows = count_samples(batch)
+        middle = max(1, rows // 2)
+        halves = [(0, middle), (middle, rows) if rows > 1 else (0, 1)]
+        total, count = 0.0, 0.0
+        self.loss.watches = True
+        try:
+            for start, stop in halves:
+                part = take_rows(batch, start, stop)
+                with self._looking():
+                    value = float(self.compute(kind.guarded(part)))
+                if isinstance(kind, MeanOfComputed):
+                    weight = float(self.loss.take_count().count)
+                else:
+                    weight = float(kind.count(part))
+                total += value * weight if weight else 0.0
+                count += weight
+        finally:
+            self.loss.watches = False
+        if rows < 2 or not count:
+            return math.nan
+        return total if isinstance(kind, SumOfSamples) else total / count
+
+    def _any(self, here: bool) -> bool:
+        if not self.asks_others or not torch.distributed.is_initialized():
+            return here
+        return any(all_gather_object(here))
+
+
+def _differ(one: float, other: float, precision: Precision) -> bool:
+    """Whether two losses are not the same up to rounding; one that is not a number says nothing."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return False
+    tolerance = 1e-3 if precision.is_full else 3e-2
+    return abs(one - other) > tolerance * max(abs(one), abs(other)) + 1e-6
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, models that the user compiled run as they were written."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}"

@@ -1,0 +1,141 @@
+"""What the loss of each microbatch of a step is multiplied by, so the step is that of one process on the whole batch.
+
+Gradients are averaged over the ranks. A rank's microbatch that counts c of the C labels, samples or values of the step,
+on D ranks, weighs c * D / C. Counts known from the batch are added over the ranks before forward and read after it; on
+a GPU the host does not wait for them. Counts that come with the loss are added between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.strategy import Strategy
+from torsh_distributed.train.batches import Batch
+from torsh_distributed.train.losses.loss_kind import (
+    LossKind,
+    MeanOfComputed,
+    MeanOfSamples,
+    SumOfSamples,
+    WholeBatch,
+    as_tensor,
+)
+from torsh_distributed.train.losses.watched_loss import ComputedCount
+
+Weight = Tensor | float
+
+
+@dataclass
+class StepWeights:
+    """The weights of one step's microbatches on this rank."""
+
+    strategy: Strategy
+    known: Sequence[Weight] | None
+    """By microbatch; None where counts come with the losses."""
+    num_pieces: int
+    total: Tensor | None = None
+    """C, once the ranks have added their counts; None where weights follow from the number of samples."""
+    is_counted: bool = False
+    """A batch of which nothing counts weighs 0: its loss must be a number all the same."""
+    is_borrowed: bool = False
+    """This rank has no samples of its own: it computes with another's, and nothing counts."""
+    is_exact: bool = True
+    """Every rank has one microbatch: the counts are added before its backward. Otherwise the step is computed with
+    `assumed` and corrected at its end, because backward of the first does not wait for forward of the last."""
+    assumed: Tensor | None = None
+    """An earlier step's C, equal on all ranks."""
+    has_several: bool = False
+    correction: Tensor | None = None
+    """What gradients and loss are multiplied by at the end of the step; None: nothing."""
+    _counts: list[ComputedCount] = field(default_factory=list)
+
+    @property
+    def usable_total(self) -> Tensor | None:
+        """C, or what was assumed if nothing counted."""
+        if self.total is None or self.assumed is None:
+            return self.total
+        return torch.where(self.total > 0, self.total, self.assumed)
+
+    def before(self, number: int) -> Weight:
+        """The weight of microbatch `number`, as far as it is known before its loss."""
+        return 1.0 if self.known is None else self.known[number]
+
+    def after(self, number: int, computed: ComputedCount | None) -> Weight:
+        """The weight of microbatch `number`, whose loss is known; every rank calls this for each of its microbatches."""
+        if self.known is not None:
+            return self.known[number]
+        assert computed is not None, "the loss was watched"
+        if self.is_borrowed:
+            computed = ComputedCount(torch.zeros_like(computed.count), torch.zeros_like(computed.ratio))
+        self._counts.append(computed)
+        if self.assumed is None:
+            self.assumed = self._added() * (1 if self.is_exact else self.num_pieces)
+        if self.is_exact:
+            self.total = self.assumed
+        elif number == self.num_pieces - 1:
+            self.total = self._added()
+            self.correction = self.assumed / self.total
+        return computed.count * self.strategy.num_sample_ranks / self.assumed
+
+    def _added(self) -> Tensor:
+        """The sum of counts over microbatches and ranks; ConfigurationError on every rank if one weight does not fit
+        all means of the loss."""
+        counts = torch.stack([one.count for one in self._counts])
+        if not self.has_several:
+            return self.strategy.sum_over_samples(counts.sum())
+        ratios, is_counted = torch.stack([one.ratio for one in self._counts]), (counts > 0).double()
+        parts = [counts, is_counted, ratios * is_counted, ratios.square() * is_counted]
+        sums = self.strategy.sum_over_samples(torch.stack([part.sum() for part in parts]))
+        number, ratio, square = (float(value) for value in sums[1:])
+        if number * square - ratio**2 > 1e-6 * ratio**2:
+            raise ConfigurationError(
+                "the loss has several means, and they count different things in the parts of this batch: no weight of"
+                " the parts gives the loss of the whole",
+                hint="divide by the counts of all ranks with td.global_mean(sum, count) in the loss and set"
+                ' training.loss_is = "global_mean", or set training.loss_is = "mean" to weigh samples alike',
+                key="training.loss_is",
+            )
+        return sums[0]
+
+
+def begin_step(
+    strategy: Strategy,
+    kind: LossKind,
+    pieces: Sequence[tuple[Batch, float]],
+    *,
+    evenness: float | None,
+    device: torch.device,
+    is_exact: bool = True,
+    before: StepWeights | None = None,
+    is_again: bool = False,
+) -> StepWeights:
+    """The weights of `pieces`, this rank's microbatches with their shares of its samples; every rank calls this.
+
+    `evenness`: this rank's share of the samples over an equal share; None where only the ranks together know.
+    `is_exact`: every rank has one piece. `before`: the weights of the last step, or, where this rank alone begins the
+    same step again with smaller pieces, those: `is_again`.
+    """
+    ranks, is_borrowed = strategy.num_sample_ranks, evenness == 0.0
+    made = StepWeights(strategy, None, len(pieces), is_borrowed=is_borrowed, is_exact=is_exact)
+    if isinstance(kind, MeanOfComputed):
+        made.has_several = kind.has_several
+        if before is not None and not is_exact:
+            made.assumed = before.assumed if is_again or before.total is None else before.usable_total
+        return made
+    if isinstance(kind, WholeBatch):
+        made.known = [1.0 / len(pieces)] * len(pieces)
+    elif isinstance(kind, SumOfSamples):
+        made.known = [0.0 if is_borrowed else float(strategy.data_degree)] * len(pieces)
+    elif isinstance(kind, MeanOfSamples) and (evenness is not None or strategy.data_degree == 1):
+        made.known = [share * (1.0 if evenness is None else evenness) for _, share in pieces]
+    else:
+        counts = [as_tensor(0.0 if is_borrowed else kind.count(piece), device) for piece, _ in pieces]
+        known_total = before.total if before is not None and is_again else None
+        made.total = strategy.sum_over_samples(torch.stack(counts).sum()) if known_total is None else known_total
+        made.known = [count * ranks / made.total for count in counts]
+        made.is_counted = True
+    return made

@@ -1,0 +1,162 @@
+"""Losses that are not means over samples: on two and three ranks they are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.bed.world import World
+from torsh_distributed.errors import ConfigurationError, NonFiniteLoss
+from torsh_distributed.plan import Plan
+from torsh_distributed.train import parallelize
+
+STEPS, ROWS, LENGTH, CLASSES = 4, 12, 5, 7
+WEIGHTS = torch.tensor([0.1, 2.0, 0.0, 1.0, 3.0, 0.5, 1.0])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(CLASSES, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def make_batches(*, lonely: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Labels of -100 at the end of rows, very unevenly; the first rank's rows of the last batch have none that count."""
+    torch.manual_seed(4)
+    batches = []
+    for step in range(STEPS):
+        tokens = torch.randint(CLASSES, (ROWS, LENGTH))
+        labels = (tokens * 3 + 1) % CLASSES
+        for row in range(ROWS):
+            labels[row, 1 + (row * (step + 1)) % LENGTH :] = -100
+        if step == STEPS - 1 and lonely:
+            labels[: ROWS // 2] = -100
+        batches.append((tokens, labels))
+    return batches
+
+
+def flat(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def selected(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels != -100
+    return functional.cross_entropy(logits[mask], labels[mask]) if mask.any() else 0.0 * logits.sum()
+
+
+def of_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return each.sum(), (labels != -100).sum()
+
+
+def with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+    return 0.5 * flat(logits, labels) + 0.25
+
+
+def two_means(logits: Tensor, labels: Tensor) -> Tensor:
+    """As question answering has it: two means over the same rows."""
+    both = [functional.cross_entropy(logits[:, place], labels[:, 0]) for place in (0, 1)]
+    return (both[0] + both[1]) / 2
+
+
+def transposed(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> Tensor:
+    return loss(logits.transpose(1, 2), labels)
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    features = functional.normalize(outputs.mean(dim=1), dim=-1)
+    return functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "flat": flat,
+    "selected": selected,
+    "sum and count": of_sum,
+    "penalty": with_penalty,
+    "two means": two_means,
+    "module": partial(transposed, nn.CrossEntropyLoss()),
+    "class weights": partial(transposed, nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "sum": partial(transposed, nn.CrossEntropyLoss(reduction="sum")),
+    "contrastive": contrast,
+    "other index": lambda logits, labels: functional.cross_entropy(
+        logits.transpose(1, 2), labels.masked_fill(labels == -100, 6), ignore_index=6
+    ),
+}
+
+
+def plain(loss_fn: Callable[[Tensor, Tensor], Any], batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """One process and torch alone."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for tokens, labels in batches:
+        optimizer.zero_grad()
+        value = loss_fn(model(tokens), labels)
+        loss = value[0] / value[1] if isinstance(value, tuple) else value
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(name: str, plan: dict[str, Any], by_loader: bool = True) -> list[float]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    training = {"steps": STEPS, "batch_size": ROWS, **plan.pop("training", {})}
+    engine = parallelize(model, optimizer, Plan(training=training, **plan), loss_fn=LOSSES[name])
+    batches = make_batches()
+    if by_loader:
+        return [engine.step(batch) for batch in engine.batches(batches)]
+    # The user's own shares: uneven, and not known to the Engine.
+    rank, cut = engine.strategy.data_rank, 3
+    rows = slice(0, cut) if rank == 0 else slice(cut, ROWS)
+    return [engine.step((tokens[rows], labels[rows])) for tokens, labels in batches]
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "contrastive"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_have_the_losses_of_one_process(world: World, name: str, accumulation: int) -> None:
+    expected = plain(LOSSES[name], make_batches())
+    plan = {"training": {"gradient_accumulation": accumulation}}
+    for losses in world.run(train, name, plan):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flat", "selected", "sum and count", "class weights", "sum"])
+def test_shards_have_the_losses_of_one_process(world: World, name: str) -> None:
+    for losses in world.run(train, name, {"mesh": {"shard": 2}}):
+        assert losses == pytest.approx(plain(LOSSES[name], make_batches()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flat", "selected", "sum"])
+def test_batches_of_the_users_own_weigh_by_what_they_count(world: World, name: str) -> None:
+    for losses in world.run(train, name, {}, False):
+        assert losses == pytest.approx(plain(LOSSES[name], make_batches()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flat", "class weights", "sum"])
+def test_pipelines_have_the_losses_of_one_process(world: World, name: str) -> None:
+    for losses in world.run(train, name, {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 3}}):
+        assert losses == pytest.approx(plain(LOSSES[name], make_batches()), rel=1e-5)
+
+
+def test_a_loss_that_compares_samples_is_refused(world: World) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)not made of the losses of its samples.*gather_for_loss"):
+        world.run(train, "contrastive", {})
+
+
+def test_a_batch_in_which_nothing_counts_is_not_a_number(world: World) -> None:
+    with pytest.raises(NonFiniteLoss):
+        world.run(train_on_nothing)
+
+
+def train_on_nothing() -> None:
+    model = make_model()
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan(), loss_fn=flat)
+    tokens, labels = make_batches()[0]
+    engine.step((tokens, torch.full_like(labels, -100)))
