@@ -113,7 +113,7 @@ class Strategy(ABC):
     def sum_over_samples(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the ranks that have different samples, on the device; every rank calls this.
 
-        Ranks that have different tokens of the same samples add them too: their number is `num_sample_ranks / data_degree`.
+        Ranks that have different tokens of the same samples add theirs too.
         """
         group = self.samples_group
         return value if group is None or group.size() == 1 else all_reduce(value.clone(), group=group)

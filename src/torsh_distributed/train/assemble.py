@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
-from torsh_distributed.errors import BackendNotInitialized, InvalidArgument
+from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, InvalidArgument
 from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.choose import strategy_for
 from torsh_distributed.parallel.compiling import Compiled
+from torsh_distributed.parallel.data.synced_batch_norm import sync_batch_norms
 from torsh_distributed.parallel.models.example_inputs import keep_no_cache_in_training
 from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
@@ -31,6 +32,7 @@ from torsh_distributed.train.continuing.running_changes import running_changes
 from torsh_distributed.train.engine import Engine
 from torsh_distributed.train.learning_rate import SchedulerFn
 from torsh_distributed.train.loss import LossFn
+from torsh_distributed.train.losses.coupled_samples import check_coupled_samples
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.float8 import use_float8
 from torsh_distributed.train.speed.head_loss import defer_logits
@@ -81,10 +83,21 @@ def parallelize(
             _log.warning("fp8 without compile.enabled is slower than bf16: its conversions are kernels of their own")
     if chosen.training.fused_loss:
         defer_logits(model)
+    if chosen.training.gather_for_loss and loss_fn is None:
+        raise ConfigurationError(
+            "training.gather_for_loss needs a loss_fn: a model that computes its loss itself sees its own samples only",
+            hint="return the outputs from the model, and pass loss_fn(outputs, targets) to parallelize()",
+            key="training.gather_for_loss",
+        )
+    statistics = sync_batch_norms(model) if chosen.training.sync_batch_norm else None
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     strategy.attach(made)
     engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
+    check_coupled_samples(strategy.whole_model, chosen, data_degree=strategy.data_degree)
+    if statistics is not None:
+        statistics.group = lambda: engine.strategy.samples_group
+        statistics.is_borrowed = lambda: engine.loss.is_borrowed
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
     return engine

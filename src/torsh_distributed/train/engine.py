@@ -97,7 +97,7 @@ class Engine:
         """Updates skipped because gradients overflowed fp16."""
         self.ledger = SampleLedger()
         """Which samples are done, and whose those of the step in progress are."""
-        self.loss = EngineLoss(loss_fn, plan)
+        self.loss = EngineLoss(loss_fn, plan, lambda: self.strategy.samples_group)
         self.device = next(strategy.unwrapped.parameters()).device
         self.precision = make_precision(plan.precision, self.device)
         self.learning_rate = LearningRate(

@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def make_batches(*, lonely: bool = True) -> list[tuple[Tensor, Tensor]]:
-    """Labels of -100 at the end of rows, very unevenly; the first rank's rows of the last batch have none that count."""
+    """Labels of -100 at the end of rows, very unevenly; no label of the first rank's rows counts in the last batch."""
     torch.manual_seed(4)
     batches = []
     for step in range(STEPS):
@@ -160,3 +160,31 @@ def train_on_nothing() -> None:
     engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan(), loss_fn=flat)
     tokens, labels = make_batches()[0]
     engine.step((tokens, torch.full_like(labels, -100)))
+
+
+def test_a_contrastive_loss_over_gathered_outputs_is_that_of_one_process(world: World) -> None:
+    expected = plain(contrast, make_batches())
+    for mesh in ({}, {"mesh": {"shard": 2}}):
+        for losses in world.run(train, "contrastive", {"training": {"gather_for_loss": True}, **mesh}):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate(name: str) -> tuple[float, list[bool]]:
+    model = make_model()
+    model[1].eval()  # a layer that stays in evaluation mode while the rest trains
+    engine = parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan(), loss_fn=LOSSES[name])
+    value = engine.evaluate(make_batches())
+    return value, [module.training for module in engine.unwrapped.modules()]
+
+
+@pytest.mark.parametrize("name", ["flat", "selected", "sum and count", "class weights"])
+def test_an_evaluation_is_a_mean_over_all_that_counts(world: World, name: str) -> None:
+    model = make_model().eval()
+    tokens, labels = (torch.cat(parts) for parts in zip(*make_batches(), strict=True))
+    with torch.no_grad():
+        value = LOSSES[name](model(tokens), labels)
+    expected = float(value[0] / value[1] if isinstance(value, tuple) else value)
+    for num_ranks in (1, 2, 3):
+        for found, modes in world.run(evaluate, name, num_ranks=num_ranks):
+            assert found == pytest.approx(expected, rel=1e-5)
+            assert modes == [True, True, False, True, True]

@@ -67,7 +67,7 @@ class LabelRule:
         return (counts / counts.sum()).float()
 
     def share_of(self, part: Any, whole: Any, num_parts: int) -> Tensor | None:
-        """What the loss of one of `num_parts` parts is multiplied by, so the mean over the parts is that of the whole."""
+        """What the loss of one of `num_parts` parts is multiplied by, so the mean over them is that of the whole."""
         if self.is_sum:
             return torch.tensor(float(num_parts))
         if not _has_labels(part):

@@ -12,6 +12,7 @@ from torsh_distributed.plan.compatibility.axis_rules import AXES_RULES
 from torsh_distributed.plan.compatibility.batch_rules import BATCH_RULES
 from torsh_distributed.plan.compatibility.expert_rules import EXPERT_RULES
 from torsh_distributed.plan.compatibility.gradient_rules import GRADIENT_RULES
+from torsh_distributed.plan.compatibility.loss_rules import LOSS_RULES
 from torsh_distributed.plan.compatibility.offload_rules import OFFLOAD_RULES
 from torsh_distributed.plan.compatibility.recovery_rules import RECOVERY_RULES
 from torsh_distributed.plan.compatibility.rule import CompatibilityRule
@@ -25,6 +26,7 @@ RULES: tuple[CompatibilityRule, ...] = (
     *OFFLOAD_RULES,
     *EXPERT_RULES,
     *BATCH_RULES,
+    *LOSS_RULES,
     *SPEED_RULES,
     *RECOVERY_RULES,
 )

@@ -46,10 +46,10 @@ class TrainingConfig(Section):
     too."""
 
     loss_is: Literal["auto", "mean", "mean_of_counted", "sum", "global_mean"] = "auto"
-    """What the loss of a batch is: a mean over samples, a mean over the labels other than -100, a sum, or a mean that the
-    loss computed over all ranks itself (`td.global_mean`). `auto` finds out with the first batch: it watches torch's loss
-    functions, and refuses a loss that is not made of those of its samples. A loss_fn that returns `(sum, count)` needs
-    nothing else."""
+    """What the loss of a batch is: a mean over samples, a mean over the labels other than -100, a sum, or a mean that
+    the loss computed over all ranks itself (`td.global_mean`). `auto` finds out with the first batch: it watches the
+    loss functions of torch, and refuses a loss that is not made of those of its samples. A loss_fn that returns
+    `(sum, count)` needs nothing else."""
 
     gather_for_loss: bool = False
     """Give loss_fn the outputs and targets of all ranks, with gradients to those of this rank: for losses that compare

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_distributed.parallel.strategy import ComputeLoss, Strategy
 from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.train.losses.gathered_loss import GatheredLoss
 from torsh_distributed.train.losses.loss_finding import counted_labels
 from torsh_distributed.train.losses.loss_kind import (
     LossKind,
@@ -34,12 +36,22 @@ Watching = Callable[[LossFn | None], tuple[LossFn | None, ComputeLoss]]
 class EngineLoss:
     """Computes losses for an Engine, and says what those of microbatches and ranks weigh in a step."""
 
-    def __init__(self, loss_fn: LossFn | None, plan: Plan) -> None:
+    def __init__(self, loss_fn: LossFn | None, plan: Plan, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        """`group` has the ranks that work on different samples now."""
         self._plan = plan
+        self.is_borrowed = False
+        """Whether this rank computes with samples of another, which do not count."""
+        if loss_fn is not None and self.is_collective:
+            loss_fn = GatheredLoss(loss_fn, group, lambda: self.is_borrowed)
         self._watched = WatchedLoss(loss_fn)
         self._has_fn = loss_fn is not None
         self._kind: LossKind | None = None
         self._last: StepWeights | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks communicate in the loss, so all must compute it equally often."""
+        return self._plan.training.gather_for_loss
 
     def compute(
         self, strategy: Strategy, model: nn.Module, batch: Batch, *, watching: Watching | None = None
@@ -60,6 +72,8 @@ class EngineLoss:
 
     def _find(self, engine: Engine, batch: Batch) -> LossKind:
         declared = self._plan.training.loss_is
+        if self.is_collective:
+            return WholeBatch()
         if declared == "auto":
             probe = LossProbe(
                 engine.strategy,
@@ -79,6 +93,7 @@ class EngineLoss:
     ) -> StepWeights:
         """The weights of a step's microbatches; every rank calls this, once a step unless `is_again`."""
         strategy, training = engine.strategy, self._plan.training
+        self.is_borrowed = evenness == 0.0
         is_whole = strategy.num_sample_ranks == 1 and training.gradient_accumulation == 1 and len(pieces) == 1
         if is_whole and not strategy.splits_loss:
             return StepWeights(strategy, [1.0], 1)

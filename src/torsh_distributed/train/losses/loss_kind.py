@@ -74,11 +74,11 @@ class SumOfSamples(LossKind):
 
 
 class WholeBatch(LossKind):
-    """The same value on every rank, computed from the batch of all of them."""
+    """A mean over the batch of all ranks, computed by each of them, or by all together."""
 
     @override
     def count(self, batch: Batch) -> float:
-        return 1.0
+        return float(count_samples(batch))
 
     @override
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class MeanOfValues(LossKind):
 
 @dataclass(frozen=True)
 class MeanOfComputed(LossKind):
-    """A mean over something that only the loss knows: it returns `(sum, count)`, or calls a loss of torch that tells."""
+    """A mean over something that only the loss knows: it returns `(sum, count)`, or calls a torch loss that tells."""
 
     has_several: bool = False
     """The loss has several means: what one of them counts must be in proportion to what the others count."""

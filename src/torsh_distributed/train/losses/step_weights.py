@@ -65,7 +65,7 @@ class StepWeights:
         return 1.0 if self.known is None else self.known[number]
 
     def after(self, number: int, computed: ComputedCount | None) -> Weight:
-        """The weight of microbatch `number`, whose loss is known; every rank calls this for each of its microbatches."""
+        """The weight of microbatch `number`, whose loss is known; every rank calls this for each of its own."""
         if self.known is not None:
             return self.known[number]
         assert computed is not None, "the loss was watched"

@@ -40,7 +40,8 @@ def evaluate(
         for piece in pieces:
             batch = to_device(piece.batch, device)
             what = kind(batch)
-            if piece.num_samples == 0 and not strategy.forward_is_collective:
+            loss.is_borrowed = piece.num_samples == 0
+            if loss.is_borrowed and not (strategy.forward_is_collective or loss.is_collective):
                 continue  # other ranks evaluate these samples
             if seen is not None:
                 seen.num_samples = piece.num_samples
@@ -55,6 +56,7 @@ def evaluate(
                 sums[0] += torch.where(count > 0, value.double() * count, 0.0)
                 sums[1] += count
     finally:
+        loss.is_borrowed = False
         strategy.model.train(was_training)
         for module, mode in modes:
             module.training = mode
