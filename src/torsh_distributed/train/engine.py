@@ -62,8 +62,12 @@ class _Update:
     num_samples: int | None = None
     batch: Batch = None
     """What the update began with."""
+    pieces: Sequence[tuple[Batch, float]] = ()
+    """Its microbatches, with their shares of this rank's samples."""
+    is_again: bool = False
+    """This rank alone began it once more, with smaller microbatches."""
     weights: StepWeights | None = None
-    """What the losses of its microbatches are multiplied by."""
+    """What the losses of its microbatches are multiplied by, from the first forward on."""
     number: int = 0
     """The current microbatch."""
     is_last: bool = True
@@ -221,10 +225,9 @@ class Engine:
             # What the last step's recordings returned may be overwritten.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
-        update = self._update = _Update(num_samples=num_samples, batch=batch)
         count = num_pieces or self.plan.training.gradient_accumulation
         pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None)
-        update.weights = self.loss.begin(self, pieces, evenness=self._evenness, is_again=is_again)
+        update = self._update = _Update(num_samples=num_samples, batch=batch, pieces=pieces, is_again=is_again)
         for number, (piece, _) in enumerate(pieces):
             update.number, update.is_last = number, number == len(pieces) - 1
             yield piece
@@ -233,7 +236,8 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
         if update.weights is None:
-            update.weights = self.loss.begin(self, [(batch, 1.0)], evenness=self._evenness, is_again=False)
+            pieces = update.pieces or [(batch, 1.0)]
+            update.weights = self.loss.begin(self, pieces, evenness=self._evenness, is_again=update.is_again)
         self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
         with (
             events.phase("forward"),
@@ -248,9 +252,10 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of `loss`, scaled for the precision; the last microbatch averages them over the ranks."""
         update = self._begun()
-        weight: Tensor | float = 1.0
-        if update.weights is not None:
-            weight = update.weights.after(update.number, self.loss.take_count())
+        if update.weights is None:  # a loss of the user's own, from `engine.model`: a mean over this rank's samples
+            pieces = update.pieces or [(None, 1.0)]
+            update.weights = self.loss.begin_samples(self.strategy, pieces, evenness=self._evenness)
+        weight = update.weights.after(update.number, self.loss.take_count())
         weighted = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         update.losses.append(weighted.detach())
         if update.is_last:

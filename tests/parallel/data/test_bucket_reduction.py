@@ -111,8 +111,8 @@ def counted() -> dict[str, int]:
 
 def test_statistics_fill_up_from_a_plain_training_loop(world: World) -> None:
     gradients = 4 * sum(param.numel() for param in build().parameters()) * NUM_STEPS
-    means = 4 * NUM_STEPS
-    assert [figures["all_reduce"] for figures in world.run(counted)] == [gradients + means] * 2
+    means_and_counts = (4 + 8) * NUM_STEPS
+    assert [figures["all_reduce"] for figures in world.run(counted)] == [gradients + means_and_counts] * 2
 
 
 @pytest.mark.parametrize(

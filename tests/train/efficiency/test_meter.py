@@ -66,7 +66,7 @@ def test_operations_and_bytes_are_those_of_each_layout(world: World) -> None:
     whole = first["gradient_bytes"]
     dp = first["dp"]["mean"]["axes"]
     assert set(dp) == {"dp"}
-    assert dp["dp"]["num_bytes"] == whole + 4, "every gradient once, and the loss"
+    assert dp["dp"]["num_bytes"] == whole + 4 + 8, "every gradient once, the loss, and what it counts"
     shard = first["shard"]["mean"]["axes"]
     assert set(shard) == {"dp", "shard", "dp×shard"}
     # Shards lie in memory that the ranks share, but for uneven ones, which are gathered for forward and for backward.

@@ -165,8 +165,12 @@ def _takes_shifted_labels(model: nn.Module) -> bool:
     """Whether the model's own loss is the mean over the labels of this rank's positions, if they are shifted before."""
     if not takes(model, "labels"):
         return False
-    ids = example_inputs(model)["input_ids"]
-    inputs = {**example_inputs(model), "labels": ids}
+    example = example_inputs(model)
+    ids = example["input_ids"]
+    if not shifts_labels(model):  # classes of tokens may be fewer than tokens
+        logits = getattr(model(**example), "logits", None)
+        ids = ids.clamp(max=logits.shape[-1] - 1) if isinstance(logits, Tensor) and logits.dim() == 3 else ids
+    inputs = {**example, "labels": ids}
     if shifts_labels(model):
         if not takes_any(model):
             return False

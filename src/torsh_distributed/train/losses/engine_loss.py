@@ -111,6 +111,15 @@ class EngineLoss:
         self._last = made
         return made
 
+    def begin_samples(
+        self, strategy: Strategy, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None
+    ) -> StepWeights:
+        """The weights of a step whose losses were not computed here: every sample weighs the same."""
+        self.is_borrowed = evenness == 0.0
+        return StepWeights(
+            strategy, [share * (1.0 if evenness is None else evenness) for _, share in pieces], len(pieces)
+        )
+
     def guarded(self, batch: Batch, *, is_counted: bool) -> Batch:
         """The batch with at least one counted label, where one without would not have a number for its loss."""
         return self._kind.guarded(batch) if is_counted and self._kind is not None else batch

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.models.label_share import LabelRule, shifted, shifts_labels
@@ -41,9 +42,9 @@ class LossFinding:
         names = tuple(term.name for term in terms)
         if returns_count:
             return cls(MeanOfComputed(), names)
-        means = [term for term in terms if term.reduction == "mean"]
+        means = _distinct([term for term in terms if term.reduction == "mean"])
         if not means:
-            is_sum = len(terms) == 1 and terms[0].reduction == "sum" and _equal(terms[0].result, value)
+            is_sum = len(terms) == 1 and terms[0].reduction == "sum" and _equal(_plain(terms[0].result), value.float())
             return cls(SumOfSamples() if is_sum else MeanOfSamples(), names, has_seen=bool(terms))
         if len(means) > 1:
             return cls(MeanOfComputed(has_several=True), names)
@@ -122,6 +123,20 @@ def _labels_path(batch: Batch) -> Path | None:
         if path in found:
             return path
     return None
+
+
+def _distinct(terms: Sequence[LossTerm]) -> list[LossTerm]:
+    """Without those that repeat another: a pipeline may compute the loss twice when it first runs."""
+    kept: list[LossTerm] = []
+    for term in terms:
+        if not any(_equal(_plain(one.result), _plain(term.result)) and one.count == term.count for one in kept):
+            kept.append(term)
+    return kept
+
+
+def _plain(value: Tensor) -> Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().float()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

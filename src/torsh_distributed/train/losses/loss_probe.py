@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ _log = logging.getLogger(__name__)
 
 ComputeLoss = Callable[[Batch], Tensor]
 
+T = TypeVar("T")
+
+_MOST_ROWS = 8
+"""Enough to see what a loss does; a whole batch may not fit where the plan asks for smaller passes."""
+
 
 @dataclass(frozen=True)
 class LossProbe:
@@ -48,17 +54,22 @@ class LossProbe:
 
     def find_kind(self, batch: Batch) -> LossKind:
         """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
+        part = take_rows(batch, 0, _MOST_ROWS)
+        problem = ""
         try:
-            value, terms, returns_count = self._watched(batch)
+            value, terms, returns_count = self._watched(part)
+            found = LossFinding.of(self.strategy, part, value, terms, returns_count=returns_count)
         except Exception as error:
+            problem = _first_line(error)
+        problems = [one for one in self._everyones(problem) if one]
+        if problems:
             # Nothing is known to be wrong: the step itself raises what is.
             _log.warning(
                 "the loss could not be computed in evaluation mode (%s), so it is taken for a mean over samples; if it"
                 ' is not, set training.loss_is to "sum" or "mean_of_counted", or return (sum, count) from loss_fn',
-                _first_line(error),
+                problems[0],
             )
             return MeanOfSamples()
-        found = LossFinding.of(self.strategy, batch, value, terms, returns_count=returns_count)
         found = self._agreed(found)
         kind = found.kind
         if self.strategy.splits_loss and isinstance(kind, MeanOfComputed):
@@ -68,7 +79,7 @@ class LossProbe:
                 ' not count, "sum"; or set mesh.pp and mesh.cp to 1',
                 key="training.loss_is",
             )
-        self._compare_halves(batch, value, kind, found)
+        self._compare_halves(part, value, kind, found)
         return kind
 
     def _watched(self, batch: Batch) -> tuple[Tensor, list[LossTerm], bool]:
@@ -96,9 +107,7 @@ class LossProbe:
 
     def _agreed(self, found: LossFinding) -> LossFinding:
         """What the first rank that saw a loss found: in a pipeline only the last stage sees it."""
-        if not self.asks_others or not torch.distributed.is_initialized():
-            return found
-        everyone = [LossFinding.unpacked(one) for one in all_gather_object(found.packed())]
+        everyone = [LossFinding.unpacked(one) for one in self._everyones(found.packed())]
         seen = [one for one in everyone if one.has_seen]
         return seen[0] if seen else found
 
@@ -149,9 +158,12 @@ class LossProbe:
         return total if isinstance(kind, SumOfSamples) else total / count
 
     def _any(self, here: bool) -> bool:
+        return any(self._everyones(here))
+
+    def _everyones(self, value: T) -> list[T]:
         if not self.asks_others or not torch.distributed.is_initialized():
-            return here
-        return any(all_gather_object(here))
+            return [value]
+        return all_gather_object(value)
 
 
 def _differ(one: float, other: float, precision: Precision) -> bool:
