@@ -32,7 +32,7 @@ from torsh_distributed.train.finite_guard import decides_on_device, only_if_fini
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
-from torsh_distributed.train.losses.engine_loss import EngineLoss
+from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
 from torsh_distributed.train.losses.step_weights import StepWeights
 from torsh_distributed.train.precision import make_precision
 from torsh_distributed.train.random_state import gather_random_states, restore_random_states
@@ -237,7 +237,7 @@ class Engine:
         update = self._begun()
         if update.weights is None:
             pieces = update.pieces or [(batch, 1.0)]
-            update.weights = self.loss.begin(self, pieces, evenness=self._evenness, is_again=update.is_again)
+            update.weights = self.loss.begin(self._setting, pieces, evenness=self._evenness, is_again=update.is_again)
         self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
         with (
             events.phase("forward"),
@@ -405,7 +405,7 @@ class Engine:
                     self.strategy,
                     self._sharded(loader, DataOrder(seed=self.plan.training.seed)),
                     loss=self.loss,
-                    kind=lambda batch: self.loss.kind(self, batch),
+                    kind=lambda batch: self.loss.kind(self._setting, batch),
                     precision=self.precision,
                     device=self.device,
                     metrics=metrics,
@@ -575,6 +575,10 @@ class Engine:
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together, outside of steps."""
         return call() if self.elastic is None else self.elastic.protected(call)
+
+    @property
+    def _setting(self) -> StepSetting:
+        return StepSetting(self.strategy, self.precision, self.device, self.elastic is not None)
 
     def _begun(self) -> _Update:
         if self._update is None:

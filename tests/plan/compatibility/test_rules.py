@@ -152,6 +152,26 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"pipeline": {"num_microbatches": 8}},
         2,
     ),
+    "gathered-loss-in-passes": (
+        {"training": {"gather_for_loss": True, "gradient_accumulation": 2}},
+        {"training": {"gradient_accumulation": 1}},
+        2,
+    ),
+    "gathered-loss-of-parts": (
+        {"training": {"gather_for_loss": True}, "mesh": {"pp": 2}},
+        {"mesh": {"pp": 1, "shard": 2}},
+        2,
+    ),
+    "gathered-loss-declared": (
+        {"training": {"gather_for_loss": True, "loss_is": "sum"}},
+        {"training": {"loss_is": "auto"}},
+        2,
+    ),
+    "shared-statistics-in-changing-world": (
+        {"training": {"sync_batch_norm": True}, "elastic": {"enabled": True, "mode": "in_place"}},
+        {"elastic": {"mode": "restart"}},
+        2,
+    ),
     "compiled-model-in-parts": (
         {"mesh": {"shard": 2}, "compile": {"enabled": True, "scope": "model"}},
         {"compile": {"scope": "layers"}},

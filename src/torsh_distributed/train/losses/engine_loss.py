@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -24,13 +25,21 @@ from torsh_distributed.train.losses.loss_kind import (
 from torsh_distributed.train.losses.loss_probe import LossProbe
 from torsh_distributed.train.losses.step_weights import StepWeights, begin_step
 from torsh_distributed.train.losses.watched_loss import ComputedCount, WatchedLoss
-
-if TYPE_CHECKING:
-    from torsh_distributed.train.engine import Engine
-
+from torsh_distributed.train.precision import Precision
 
 Watching = Callable[[LossFn | None], tuple[LossFn | None, ComputeLoss]]
 """Makes a loss_fn and a way to compute the loss that show outputs and targets to somebody."""
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """In what a step is computed now."""
+
+    strategy: Strategy
+    precision: Precision
+    device: torch.device
+    is_elastic: bool
+    """Ranks come and go: one that joins cannot ask the others what the loss is a mean of."""
 
 
 class EngineLoss:
@@ -62,37 +71,38 @@ class EngineLoss:
         with self._watched.watching():
             return strategy.loss(model, batch, fn, compute)
 
-    def kind(self, engine: Engine, batch: Batch) -> LossKind:
+    def kind(self, setting: StepSetting, batch: Batch) -> LossKind:
         """What the loss is a mean of; found with the first batch, by every rank together."""
         if self._kind is None:
-            self._kind = self._find(engine, batch)
-            engine.strategy.count_labels(self._kind.labels)
+            self._kind = self._find(setting, batch)
+            setting.strategy.count_labels(self._kind.labels)
             self._watched.watches = isinstance(self._kind, MeanOfComputed) and not self._watched.returns_count
         return self._kind
 
-    def _find(self, engine: Engine, batch: Batch) -> LossKind:
+    def _find(self, setting: StepSetting, batch: Batch) -> LossKind:
         declared = self._plan.training.loss_is
         if self.is_collective:
             return WholeBatch()
         if declared == "auto":
             probe = LossProbe(
-                engine.strategy,
+                setting.strategy,
                 self._watched,
-                lambda part: self.compute(engine.strategy, engine.strategy.unwrapped, part),
-                engine.precision,
-                asks_others=engine.elastic is None,
+                lambda part: self.compute(setting.strategy, setting.strategy.unwrapped, part),
+                setting.precision,
+                asks_others=not setting.is_elastic,
+                num_rows=2 if self._plan.recovery.out_of_memory != "raise" else 8,
             )
             return probe.find_kind(batch)
         if declared == "mean_of_counted":
-            return counted_labels(engine.strategy, batch)
+            return counted_labels(setting.strategy, batch)
         kinds: dict[str, LossKind] = {"mean": MeanOfSamples(), "sum": SumOfSamples(), "global_mean": WholeBatch()}
         return kinds[declared]
 
     def begin(
-        self, engine: Engine, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None, is_again: bool
+        self, setting: StepSetting, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None, is_again: bool
     ) -> StepWeights:
         """The weights of a step's microbatches; every rank calls this, once a step unless `is_again`."""
-        strategy, training = engine.strategy, self._plan.training
+        strategy, training = setting.strategy, self._plan.training
         self.is_borrowed = evenness == 0.0
         is_whole = strategy.num_sample_ranks == 1 and training.gradient_accumulation == 1 and len(pieces) == 1
         if is_whole and not strategy.splits_loss:
@@ -100,10 +110,10 @@ class EngineLoss:
         is_exact = training.gradient_accumulation == 1 and self._plan.recovery.out_of_memory == "raise"
         made = begin_step(
             strategy,
-            self.kind(engine, pieces[0][0]),
+            self.kind(setting, pieces[0][0]),
             pieces,
             evenness=evenness,
-            device=engine.device,
+            device=setting.device,
             is_exact=is_exact,
             before=self._last,
             is_again=is_again,

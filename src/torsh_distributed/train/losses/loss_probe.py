@@ -36,9 +36,6 @@ ComputeLoss = Callable[[Batch], Tensor]
 
 T = TypeVar("T")
 
-_MOST_ROWS = 8
-"""Enough to see what a loss does; a whole batch may not fit where the plan asks for smaller passes."""
-
 
 @dataclass(frozen=True)
 class LossProbe:
@@ -52,9 +49,12 @@ class LossProbe:
     asks_others: bool = True
     """Compare what is found with the other ranks; not where ranks come and go."""
 
+    num_rows: int = 8
+    """Enough to see what a loss does; a whole batch may not fit where the plan asks for smaller passes."""
+
     def find_kind(self, batch: Batch) -> LossKind:
         """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
-        part = take_rows(batch, 0, _MOST_ROWS)
+        part = take_rows(batch, 0, self.num_rows)
         problem = ""
         try:
             value, terms, returns_count = self._watched(part)
