@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -372,7 +372,7 @@ def _agree(
 
 def refuse_what_cannot_be_compressed(module: nn.Module, reduce_dtype: str) -> None:
     """Refuse sparse gradients, and compression together with a `reduce_dtype`."""
-    sparse = [name for name, part in _sparse_modules(module.named_modules())]
+    sparse = sparse_modules(module)
     if sparse:
         raise InvalidArgument(
             f"sparse gradients cannot be compressed: {', '.join(sparse)}",
@@ -395,8 +395,10 @@ def can_divide_last(module: nn.Module, device: torch.device, reduce_dtype: Reduc
     is_wide = reduce_dtype == "fp32" or (
         reduce_dtype == "same" and all(param.dtype.itemsize >= 4 for param in module.parameters())
     )
-    return device.type == "cpu" and is_wide and not _sparse_modules(module.named_modules())
+    return device.type == "cpu" and is_wide and not sparse_modules(module)
 
 
-def _sparse_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    return [(name, part) for name, part in modules if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
+def sparse_modules(module: nn.Module) -> list[str]:
+    """Names of the embeddings whose gradients are sparse."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return [name for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
