@@ -73,7 +73,7 @@ class ForeignLoop:
     def attach(self, optimizers: list[Optimizer]) -> None:
         """Hook into the optimizers' steps, where the strategy needs it."""
         for optimizer in optimizers:
-            self.strategy.attach(optimizer)
+            self.strategy.bind(optimizer)
 
     @property
     def strategy(self) -> Strategy:

@@ -68,7 +68,8 @@ class TorshFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is op
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer_state(self._loop.strategy.unwrapped, optimizer)
+        strategy = self._loop.strategy
+        return optimizer_state(strategy.unwrapped, optimizer, strategy.optimizer_parts(optimizer))
 
 
 class _SyncControl(_BackwardSyncControl):  # type: ignore[misc]  # Lightning is optional and not checked

@@ -21,11 +21,15 @@ from torsh_distributed.parallel.state import whole_state
 from torsh_distributed.parallel.state.held_state import (
     HeldState,
     SavedState,
+    StoredOptimizer,
     held_state,
     load_model,
     load_optimizer,
 )
-from torsh_distributed.parallel.state.whole_state import StateParts
+from torsh_distributed.parallel.state.whole_state import StateParts, named_params
+from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, owner_update
+from torsh_distributed.parallel.whole_tensors.owned_state import OwnedState
+from torsh_distributed.parallel.whole_tensors.owner_update import OwnerUpdate
 from torsh_distributed.plan import CompressConfig
 
 _log = logging.getLogger(__name__)
@@ -43,6 +47,9 @@ class Strategy(ABC):
     The optimizer is built, or given its final parameters, after the strategy: a strategy may replace the model's
     parameters by shards of them, but keeps their names.
     """
+
+    _owner_updates: Mapping[Optimizer, OwnerUpdate] = {}
+    """For optimizers that look at whole tensors, of which this rank holds parts."""
 
     @property
     @abstractmethod
@@ -89,8 +96,36 @@ class Strategy(ABC):
         """Whether ranks communicate in forward: then all must call it equally often, also in evaluation."""
         return False
 
+    def bind(self, optimizer: Optimizer) -> None:
+        """Called once with the optimizer over the final parameters, on every rank, before its first step.
+
+        An optimizer that looks at whole tensors gets them; one that cannot work under this strategy is refused.
+        """
+        pieces = self.pieces()
+        if pieces is not None:
+            found = owner_update(optimizer, self.unwrapped, pieces, self.state_parts())
+            if found is not None:
+                self._owner_updates = {**self._owner_updates, optimizer: found}
+            self._cut_state(optimizer)
+        self.attach(optimizer)
+
     def attach(self, optimizer: Optimizer) -> None:  # noqa: B027 (most strategies leave the optimizer alone)
-        """Called once with the optimizer over the final parameters; a strategy may hook into its steps."""
+        """A strategy may hook into the steps of the optimizer that was bound."""
+
+    def pieces(self) -> ModelPieces | None:
+        """How parameters are spread, for an optimizer; None where every rank has all of them whole."""
+        return None
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Cut state that an optimizer has from before the model was split to what this rank holds."""
+        if isinstance(optimizer, StoredOptimizer):  # it took the state over in pieces
+            return
+        parts = self.optimizer_parts(optimizer)
+        for name, param in named_params(self.unwrapped).items():
+            shape = parts.runs(parts.first_name(name), param.shape)[0]
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape != param.shape and list(value.shape) == shape:
+                    optimizer.state[param][key] = parts.part(parts.first_name(name), value, param)
 
     def loss(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, compute: ComputeLoss) -> Tensor:
         """The loss of this rank's microbatch: `compute`, unless the strategy runs forward differently.
@@ -187,7 +222,7 @@ class Strategy(ABC):
         parts = self.state_parts()
         return {
             "model": whole_state.model_state(self.whole_model, parts),
-            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer, parts),
+            "optimizer": whole_state.optimizer_state(self.unwrapped, optimizer, self.optimizer_parts(optimizer)),
         }
 
     def whole_tensors(self) -> Iterator[tuple[str, Any]]:
@@ -208,23 +243,29 @@ class Strategy(ABC):
         self.reshard()
         parts = self.state_parts()
         whole_state.load_model_state(self.whole_model, state["model"], parts)
-        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"], parts)
+        whole_state.load_optimizer_state(self.unwrapped, optimizer, state["optimizer"], self.optimizer_parts(optimizer))
 
     def state_parts(self) -> StateParts:
         """How this rank's tensors lie in the whole ones."""
         return StateParts()
 
+    def optimizer_parts(self, optimizer: Optimizer) -> StateParts:
+        """How this rank's part of the optimizer's state lies in the whole."""
+        update = self._owner_updates.get(optimizer)
+        return self.state_parts() if update is None else OwnedState(self.state_parts(), update)
+
     def held_state(self, optimizer: Optimizer) -> HeldState:
         """This rank's part of model and optimizer, nothing gathered; every rank calls this."""
         self.reshard()
-        return held_state(self.whole_model, self.unwrapped, optimizer, self.state_parts())
+        parts = self.optimizer_parts(optimizer)
+        return held_state(self.whole_model, self.unwrapped, optimizer, self.state_parts(), parts)
 
     def load_held_state(self, optimizer: Optimizer, saved: SavedState, *, with_optimizer: bool = True) -> None:
         """Load this rank's part of what `held_state` of any plan and world size described; every rank calls this."""
         self.reshard()
         load_model(self.whole_model, saved, self.state_parts())
         if with_optimizer:
-            load_optimizer(self.unwrapped, optimizer, saved, self.state_parts())
+            load_optimizer(self.unwrapped, optimizer, saved, self.optimizer_parts(optimizer))
 
 
 class PendingNumber(ABC):

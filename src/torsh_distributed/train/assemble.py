@@ -24,6 +24,7 @@ from torsh_distributed.parallel.models.materialize import ParamInit, is_on_meta
 from torsh_distributed.parallel.models.same_model import check_same_model
 from torsh_distributed.parallel.offload.choose import offloaded_optimizer
 from torsh_distributed.parallel.weights.stored_weights import StoredWeights
+from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
 from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
@@ -92,7 +93,8 @@ def parallelize(
     statistics = sync_batch_norms(model) if chosen.training.sync_batch_norm else None
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
-    strategy.attach(made)
+    refuse_closures(made)
+    strategy.bind(made)
     engine = Engine(strategy, made, chosen, loss_fn=_compiled(loss_fn, chosen), scheduler_fn=scheduler_fn)
     check_coupled_samples(strategy.whole_model, chosen, data_degree=strategy.data_degree)
     if statistics is not None:

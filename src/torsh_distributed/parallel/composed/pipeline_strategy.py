@@ -133,7 +133,7 @@ class PipelineStages(SplitModel):
 
     @override
     def attach(self, optimizer: Optimizer) -> None:
-        balance_load(self.model, optimizer)
+        balance_load(self.model, optimizer, has_owners=optimizer in self._owner_updates)
         if self._shards is not None:
             self._shards.attach(optimizer)
 

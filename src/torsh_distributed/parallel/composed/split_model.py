@@ -25,6 +25,8 @@ from torsh_distributed.parallel.sharded.sharded_strategy import Sharded
 from torsh_distributed.parallel.state.whole_state import StateParts, named_params, plain_name
 from torsh_distributed.parallel.strategy import ComputeLoss, LossFn, PendingNumber, Strategy
 from torsh_distributed.parallel.tensor import cut_lengths, param_cuts
+from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, cut_form, shard_form
+from torsh_distributed.parallel.whole_tensors.optimizer_needs import PieceForm
 
 Context = Callable[[], AbstractContextManager[None]]
 """Entered around forward and backward."""
@@ -115,6 +117,19 @@ class SplitModel(MeshStrategy):
     def state_parts(self) -> StateParts:
         return self._split
 
+    @override
+    def pieces(self) -> ModelPieces | None:
+        mesh, tp, ep = self._mesh, self._mesh.group("tp"), self._mesh.group("ep")
+        if mesh.layout.degree("shard", "tp", "ep", "pp") == 1:
+            return None
+        forms: list[PieceForm] = []
+        sharded = next((param for param in self.unwrapped.parameters() if isinstance(param, DTensor)), None)
+        if sharded is not None:
+            forms.append(shard_form(sharded.device_mesh))
+        forms += [cut_form(dim, tp) for dim in (0, 1) if tp.size() > 1]
+        forms += [cut_form(0, ep)] if ep.size() > 1 and self._split.experts else []
+        return ModelPieces(mesh.group("shard", "tp", "ep"), forms, has_all_params=mesh.layout.degree("pp") == 1)
+
 
 class Composed(SplitModel):
     """A model split over tp or cp, replicated or sharded by an inner strategy over the other axes."""
@@ -149,6 +164,7 @@ class Composed(SplitModel):
     @override
     def attach(self, optimizer: Optimizer) -> None:
         if self._inner is not None:
+            self._inner._owner_updates = self._owner_updates
             self._inner.attach(optimizer)
 
     @override

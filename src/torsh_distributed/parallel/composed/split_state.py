@@ -24,10 +24,9 @@ from torsh_distributed.parallel.expert.stacked_experts import (
     gather_stack,
 )
 from torsh_distributed.parallel.state.held_tensors import DimRun
+from torsh_distributed.parallel.state.owner_values import sent_by, values_of_owners
 from torsh_distributed.parallel.state.whole_state import StateParts, part_of, plain_name, whole
 from torsh_distributed.parallel.tensor.cut import TensorCut
-
-_DTYPES = {str(one): one for one in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class ModelSplit(StateParts):
     @override
     def from_owner(self, name: str, value: Tensor) -> Tensor:
         owner = self.owner(name)
-        return _from(owner, self.joined(name, value) if owner == self.pp.rank() else None, self.pp)
+        return sent_by(owner, self.joined(name, value) if owner == self.pp.rank() else None, self.pp)
 
     @override
     def part(self, name: str, value: Tensor, like: Tensor) -> Tensor:
@@ -117,26 +116,12 @@ class ModelSplit(StateParts):
     @override
     def all_values(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Each parameter's values on all ranks, sent by the first pipeline rank that has them."""
-        described = {name: {key: _describe(value) for key, value in values.items()} for name, values in mine.items()}
-        found: dict[str, dict[str, Any]] = {}
-        for owner, theirs in enumerate(all_gather_object(described, group=self.pp)):
-            for name, kinds in theirs.items():
-                if name not in found:
-                    held = mine[name] if owner == self.pp.rank() else {}
-                    found[name] = {
-                        key: _from(owner, held.get(key), self.pp) if isinstance(kind, list) else kind
-                        for key, kind in kinds.items()
-                    }
-        return found
+        return values_of_owners(mine, self.pp)
 
     @override
     def fits(self, mine: list[list[str]], saved: list[list[str]]) -> bool:
         """A rank's groups hold a part of the saved ones: the parameters of its stages."""
         return len(mine) == len(saved) and all(set(one) <= set(other) for one, other in zip(mine, saved, strict=True))
-
-
-def _describe(value: Any) -> Any:
-    return ["tensor"] if isinstance(value, Tensor) else value
 
 
 def _gather(held: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> Tensor:
@@ -149,15 +134,3 @@ def _gather(held: Tensor, cut: TensorCut, group: dist.ProcessGroup) -> Tensor:
     dist.all_gather(received, padded, group=group)
     parts = [one.narrow(cut.dim, 0, shape[cut.dim]) for one, shape in zip(received, shapes, strict=True)]
     return cut.join(parts)
-
-
-def _from(owner: int, value: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """The owner's tensor on every rank of the group."""
-    if group.size() == 1:
-        assert value is not None, "the only rank has everything"
-        return value
-    header = None if value is None else [list(value.shape), str(value.dtype), str(value.device.type)]
-    shape, dtype, device = all_gather_object(header, group=group)[owner]
-    held = torch.empty(shape, dtype=_DTYPES[dtype], device=device) if value is None else value.contiguous()
-    dist.broadcast(held, group=group, group_src=owner)
-    return held

@@ -36,6 +36,7 @@ from torsh_distributed.parallel.mesh.layout import GRADIENT_AXES, REPLICA_AXES
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.state.whole_state import StateParts
 from torsh_distributed.parallel.strategy import check_one_device
+from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, cut_form
 from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
@@ -56,8 +57,9 @@ class ExpertDataParallel(DataParallel):
         data = mesh.group(*GRADIENT_AXES)
         _spread(model, ep=self._ep, replicas=replicas, data=data)
         spread = spread_params(model)
-        self._experts = [param for _, param in spread.values()]
-        names = [name for name, param in model.named_parameters() if any(param is one for one in self._experts)]
+        self._experts = [param for _, param in spread.values() if param.requires_grad]
+        ids = {id(param) for _, param in spread.values()}
+        names = [name for name, param in model.named_parameters() if id(param) in ids]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
         super().__init__(model, config, distributed, group=data)
         self._reduce = bucket_reducer(distributed or DistributedConfig(), replicas, check_one_device(model))
@@ -77,11 +79,21 @@ class ExpertDataParallel(DataParallel):
     @override
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
-        for layer, param in spread_params(self.unwrapped).values():
+        whole = self._whole_names(optimizer)
+        for name, (layer, param) in spread_params(self.unwrapped).items():
             for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor) and value.dim() and len(value) != len(param):
+                if name not in whole and isinstance(value, Tensor) and value.dim() and len(value) != len(param):
                     optimizer.state[param][key] = cut_stack(value, layer).clone()
-        self._balancer = balance_load(self.unwrapped, optimizer)
+        self._balancer = balance_load(self.unwrapped, optimizer, has_owners=bool(whole))
+
+    def _whole_names(self, optimizer: Optimizer) -> set[str]:
+        """The parameters whose state the optimizer keeps whole, on one rank each."""
+        update = self._owner_updates.get(optimizer)
+        return set() if update is None else update.spread_names
+
+    @override
+    def pieces(self) -> ModelPieces:
+        return ModelPieces(self._ep, (cut_form(0, self._ep),))
 
     @override
     @contextmanager
@@ -117,7 +129,8 @@ class ExpertDataParallel(DataParallel):
 
     @override
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer))
+        whole = self._whole_names(optimizer)
+        return gather_state(self.unwrapped, optimizer, super().whole_state(optimizer), whole=whole)
 
     @override
     def whole_tensors(self) -> Iterator[tuple[str, Any]]:
@@ -127,7 +140,8 @@ class ExpertDataParallel(DataParallel):
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        super().load_whole_state(optimizer, cut_state(self.unwrapped, state))
+        whole = self._whole_names(optimizer)
+        super().load_whole_state(optimizer, cut_state(self.unwrapped, state, whole=whole))
 
     def _on_gradient(self, param: Tensor) -> None:
         """Runs in backward, when the gradient of an expert stack is complete: on every rank, in the same order."""
@@ -151,11 +165,19 @@ class ExpertDataParallel(DataParallel):
             self._intervals.append((started, time.monotonic()))
 
 
-def balance_load(model: nn.Module, optimizer: Optimizer) -> LoadBalancer | None:
-    """Move or lend experts after optimizer steps if the layers' config asks for it; every rank calls this."""
+def balance_load(model: nn.Module, optimizer: Optimizer, *, has_owners: bool) -> LoadBalancer | None:
+    """Move or lend experts after optimizer steps if the layers' config asks for it; every rank calls this.
+
+    `has_owners`: the optimizer needs whole tensors, whose state is on one rank each.
+    """
     layers = moe_layers(model)
     if not any(layer.config.watches_load for layer in layers.values()):
         return None
+    if has_owners:
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} needs whole stacks of experts, which cannot move between ranks then",
+            hint="leave expert.rebalance_threshold and expert.hot_copies out, or use AdamW",
+        )
     return LoadBalancer(layers, optimizer)
 
 

@@ -6,7 +6,7 @@ placement, and is what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,24 +130,29 @@ def check_stacked(param: Tensor, optimizer: Optimizer) -> None:
             )
 
 
-def gather_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` of model and optimizer by name, with whole stacks instead of this rank's; every rank calls this."""
+def gather_state(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, whole: Container[str] = ()
+) -> dict[str, Any]:
+    """`state` of model and optimizer by name, with whole stacks instead of this rank's; every rank calls this.
+
+    The optimizer's state of the parameters in `whole` is whole already.
+    """
     tensors, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for name, (layer, param) in spread_params(model).items():
         tensors[name] = gather_stack(param, layer)
-        if name in kept:
+        if name in kept and name not in whole:
             stacked = {key: gather_stack(value, layer) for key, value in stacked_state(layer, param, optimizer)}
             kept[name] = {**kept[name], **stacked}
     return {**state, "model": tensors, "optimizer": {**state["optimizer"], "state": kept}}
 
 
-def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def cut_state(model: nn.Module, state: Mapping[str, Any], *, whole: Container[str] = ()) -> dict[str, Any]:
     """The result of `gather_state` with each stack cut to this rank's experts."""
     tensors, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for name, (layer, _) in spread_params(model).items():
         if name in tensors:
             tensors[name] = cut_stack(tensors[name], layer)
-        if name in kept:
+        if name in kept and name not in whole:
             kept[name] = {
                 key: cut_stack(value, layer) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in kept[name].items()

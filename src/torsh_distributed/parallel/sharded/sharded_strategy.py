@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -14,6 +15,7 @@ from torsh_distributed.parallel.mesh.mean import mean_over
 from torsh_distributed.parallel.mesh.mesh_strategy import MeshStrategy
 from torsh_distributed.parallel.sharded.module import FullyShardedDataParallel
 from torsh_distributed.parallel.strategy import PendingNumber
+from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, shard_form
 
 
 class Sharded(MeshStrategy):
@@ -29,6 +31,13 @@ class Sharded(MeshStrategy):
     @override
     def model(self) -> nn.Module:
         return self.wrapped
+
+    @override
+    def pieces(self) -> ModelPieces | None:
+        sharded = next((param for param in self.unwrapped.parameters() if isinstance(param, DTensor)), None)
+        if sharded is None:
+            return None
+        return ModelPieces(self._mesh.group("shard"), (shard_form(sharded.device_mesh),))
 
     @override
     def attach(self, optimizer: Optimizer) -> None:

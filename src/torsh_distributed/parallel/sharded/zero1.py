@@ -8,7 +8,7 @@ see what they expect, while its state stays sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torsh_distributed.parallel.data.replicated_params import batches
 from torsh_distributed.parallel.mesh.mesh import Mesh
 from torsh_distributed.parallel.sharded.communication import gather
 from torsh_distributed.parallel.state.whole_state import StateParts, carried
+from torsh_distributed.parallel.whole_tensors.model_pieces import ModelPieces, shard_form
 from torsh_distributed.plan import DdpConfig
 from torsh_distributed.plan.sections.distributed import DistributedConfig
 
@@ -33,15 +34,18 @@ class ShardedOptimizerState:
     """Makes an optimizer over whole parameters keep only the state of this rank's rows; every rank constructs one.
 
     Correct for optimizers that are element-wise, or compute with DTensors: the same ones that work under FSDP2.
+    Parameters for which `is_left` are left alone.
     """
 
-    def __init__(self, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, optimizer: Optimizer, mesh: DeviceMesh, *, is_left: Callable[[Tensor], bool] = lambda _: False
+    ) -> None:
         self._optimizer = optimizer
         self._mesh = mesh
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         self._grads: dict[nn.Parameter, DTensor] = {}
         for param in _params(optimizer):
-            if param.dim() > 0:  # a scalar cannot be sharded: every rank updates it equally
+            if param.dim() > 0 and not is_left(param):  # a scalar cannot be sharded: every rank updates it equally
                 self._shards[param] = nn.Parameter(_rows(param.data, mesh), requires_grad=param.requires_grad)
         self.cut_state()
         optimizer.register_step_pre_hook(self._before_step)
@@ -147,13 +151,19 @@ class ShardedOptimizer(DataParallel):
         self._state: ShardedOptimizerState | None = None
 
     @override
+    def pieces(self) -> ModelPieces:
+        form = shard_form(self._mesh.slice("shard"))
+        return ModelPieces(self._mesh.group("shard"), (form,), divides_replicas=True)
+
+    @override
     def attach(self, optimizer: Optimizer) -> None:
-        self._state = ShardedOptimizerState(optimizer, self._mesh.slice("shard"))
+        update = self._owner_updates.get(optimizer)
+        is_left = (lambda _: False) if update is None else (lambda param: update.whole_shape(param) is not None)
+        self._state = ShardedOptimizerState(optimizer, self._mesh.slice("shard"), is_left=is_left)
 
     @override
     def state_parts(self) -> StateParts:
-        assert self._state is not None, "parallelize() attaches the optimizer"
-        return _ShardedStateParts(self._state)
+        return StateParts() if self._state is None else _ShardedStateParts(self._state)
 
     @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

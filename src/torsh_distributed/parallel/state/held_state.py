@@ -77,13 +77,13 @@ class StoredParams(StateParts):
         return None
 
 
-def held_state(model: nn.Module, trained: nn.Module, optimizer: Optimizer | None, parts: StateParts) -> HeldState:
+def held_state(
+    model: nn.Module, trained: nn.Module, optimizer: Optimizer, parts: StateParts, optimizer_parts: StateParts
+) -> HeldState:
     """This rank's part of a model, and of the optimizer over the parameters of `trained`; every rank calls this."""
     tensors, values = model_tensors(model, parts), {MODEL: extra_states(model)}
-    if optimizer is not None:
-        held, values[OPTIMIZER] = optimizer_state(trained, optimizer, parts)
-        tensors += held
-    return HeldState(tensors, values)
+    held, values[OPTIMIZER] = optimizer_state(trained, optimizer, optimizer_parts)
+    return HeldState(tensors + held, values)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -218,6 +218,8 @@ def load_optimizer(
     values: dict[int, dict[str, Any]] = {}
     stored_by = optimizer if isinstance(optimizer, StoredOptimizer) else None
     for number, param in enumerate(params):
+        if not parts.keeps(param):
+            continue
         name = names[id(param)]
         found = by_param.get(name, {})
         now = {} if stored_by is not None else optimizer.state.get(param, {})

@@ -44,6 +44,13 @@ class HeldBox(NamedTuple):
                 local = local.narrow(dim, start, size)
         return local
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """This box of the whole tensor: a view."""
+        for dim, (start, size) in enumerate(zip(self.whole, self.sizes, strict=True)):
+            if size != whole.shape[dim]:
+                whole = whole.narrow(dim, start, size)
+        return whole
+
 
 @dataclass(frozen=True)
 class WholeLayout:

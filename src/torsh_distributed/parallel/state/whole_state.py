@@ -111,6 +111,10 @@ class StateParts:
         """The tensor as which the optimizer keeps its state of a parameter."""
         return param
 
+    def keeps(self, param: Tensor) -> bool:
+        """Whether this rank keeps the optimizer's state of a parameter it holds, or a part of it."""
+        return True
+
     def all_plain(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Values that are not tensors by parameter name, also those that only other ranks hold."""
         return mine
@@ -206,7 +210,7 @@ def load_optimizer_state(
             for key, value in state["state"][names[id(param)]].items()
         }
         for param in params
-        if names[id(param)] in state["state"]
+        if names[id(param)] in state["state"] and parts.keeps(param)
     }
     groups = [
         {**_settings(given), "params": [index[id(param)] for param in group["params"]]}

@@ -36,6 +36,8 @@ class OffloadedOptimizer(Optimizer):
     It shares its parameter groups with the optimizer it was made from, so that one's scheduler keeps working.
     """
 
+    torsh_needs = "elements"
+
     def __init__(
         self, optimizer: Optimizer, targets: Sequence[UpdateTarget], *, storage: TieredStorage, mover: Mover
     ) -> None:
