@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from tests.bed.world import World
 from tests.parallel.reference import BATCH, batches, build
 from tests.parallel.whole_tensors.optimizer_cases import AXES, Lamb, Lars, SignSgd, squashed, steps_of
+from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.migrate.deepspeed.ops.muon_optimizer import MuonWithAuxAdam
 from torsh_distributed.plan import Plan
 from torsh_distributed.train import Engine, parallelize
@@ -253,3 +254,14 @@ def test_an_optimizer_that_cannot_be_tried_gets_whole_tensors_and_says_so(world:
     assert first == pytest.approx(losses, rel=1e-5)
     assert second == pytest.approx(losses, rel=1e-5)
     assert any('torsh_needs = "elements"' in message for message in seen)
+
+
+def add_later() -> None:
+    engine = engine_of("tp", "Lamb")
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    steps_of(engine, 0, 1)
+
+
+def test_parameters_that_nobody_owns_are_refused(world: World) -> None:
+    with pytest.raises(InvalidArgument, match="were added to an optimizer"):
+        world.run(add_later, backend="torsh", timeout_s=60)

@@ -72,6 +72,8 @@ def owner_update(optimizer: Optimizer, model: nn.Module, pieces: ModelPieces, pa
     Every rank of the world calls this, once, with the optimizer over its final parameters. An optimizer that couples
     parameters which no rank has together is refused, on every rank.
     """
+    if pieces.group.size() == 1 and pieces.has_all_params:
+        return None
     needs = _needs_of_groups(optimizer, pieces)
     name = type(inner_optimizer(optimizer) or optimizer).__name__
     if "model" in needs:

@@ -49,6 +49,7 @@ class OwnerUpdate:
         self._names = {param: name for name, param in params.items()}
         self._tensors = self._spread(params, parts, divides_replicas)
         self._wholes = {param: _placeholder(param) for param, one in self._tensors.items() if one.owner == group.rank()}
+        self._num_params = _num_params(optimizer)
         self._before: list[list[nn.Parameter]] | None = None
         self._active: list[nn.Parameter] = []
         if self._tensors:
@@ -117,6 +118,11 @@ class OwnerUpdate:
                 hint="compute the loss and call backward before step()",
             )
         self._restore(optimizer)  # after a step that raised
+        if self._num_params != _num_params(optimizer):
+            raise InvalidArgument(
+                "parameters were added to an optimizer that is given whole tensors, and nobody owns them",
+                hint="add all groups before parallelize(); freeze what shall learn later with requires_grad_(False)",
+            )
         self._active = self._with_gradient()
         for params in self._messages():
             tensors = [self._tensors[param] for param in params]
@@ -188,6 +194,10 @@ def _placeholder(param: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(local_part_of(param).new_empty(0))
     made.__dict__.update({key: value for key, value in vars(param).items() if key not in _OF_DTENSOR})
     return made
+
+
+def _num_params(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
