@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -101,3 +102,18 @@ def test_a_type_name_means_one_thing() -> None:
 def test_every_package_says_what_lives_in_it() -> None:
     silent = [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
     assert silent == []
+
+
+NO_MODULES = {"torsh", "parallelize", "horovodrun", "with", "_", "_async", "_async_"}
+"""Words in backticks in the docstrings of folders that are no modules: commands, functions, endings of names."""
+
+
+def test_the_modules_that_a_folders_docstring_names_are_there() -> None:
+    lost = []
+    for path in PACKAGE.rglob("__init__.py"):
+        for name in re.findall(r"`([a-z_]+)(?:\.py|/)?`", ast.get_docstring(tree_of(path)) or ""):
+            places = (path.parent, path.parent.parent, PACKAGE)
+            is_there = any((place / name).is_dir() or (place / f"{name}.py").is_file() for place in places)
+            if not is_there and name not in NO_MODULES:
+                lost.append(f"{path.parent.relative_to(PACKAGE)}: {name}")
+    assert lost == []

@@ -21,7 +21,7 @@ VARIABLES = {
     "TORSH_EVENTS_DIR": "directory for each process's events as JSON lines",
     "TORSH_EVENTS_MAX_MB": "most megabytes of events per process; the oldest are dropped",
     "TORSH_DEBUG": "1 compares every collective between the ranks before it runs, to find a bug",
-    "TORSH_PLAN": "plan file, read by Plan.from_env()",
+    "TORSH_PLAN": "plan file, read by Plan.from_env(os.environ)",
     "TORSH_JOB_TOKEN": "the job's secret, the same on every node; a file (`--token-file`) is safer",
     "TORSH_SECRET_FILE": "file with the job's secret; `torsh run` sets it for its workers",
     "TORSH_STORE": "address of the store that `torsh run` serves to its workers",

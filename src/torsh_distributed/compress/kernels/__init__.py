@@ -1,1 +1,1 @@
-"""The arithmetic of the codecs: `base` is the interface, `choice` picks an implementation: C, torch or Triton."""
+"""The arithmetic of the codecs: `base` is the interface, `kernel_choice` picks C, torch or Triton."""

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes with the header's length, a JSON header, then the tensors' bytes.
 
-Read and written here because the format's own library reads whole tensors and writes whole files, while a rank needs
-rows of a tensor, and a model that no process can hold is written one tensor at a time.
+Written here because the format's own library writes whole files, while a model that no process can hold is written one
+tensor at a time. Read here too, by the same table of dtypes: that library reads rows of a tensor as well (`get_slice`).
 """
 
 from __future__ import annotations

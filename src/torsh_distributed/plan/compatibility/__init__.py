@@ -1,1 +1,1 @@
-"""What does not go together in a plan, one rule each: read `rule.py`, then `table.py`, which collects the others."""
+"""What does not go together in a plan, one rule each: read `rule.py`, then `rules.py`, which collects the others."""

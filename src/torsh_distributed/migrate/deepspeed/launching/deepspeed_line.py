@@ -141,7 +141,7 @@ OPTIONS: dict[str, LauncherOption] = {
     "--no_ssh": LauncherOption(False, _no_ssh),
     "--no_ssh_check": _unneeded(False, "a host that cannot be entered is named when the job starts"),
     "--force_multi": _unneeded(False, "one host of the list is entered if it is not this machine"),
-    "--save_pid": _unneeded(False, "`torsh ps` has the process ids"),
+    "--save_pid": _unneeded(False, "`torsh doctor --job all` finds the job without a file"),
     "--bind_cores_to_rank": _unneeded(False, "threads are not pinned: use taskset or numactl"),
     "--bind_core_list": _refusal(True, "threads are not pinned", "use taskset or numactl"),
     "--min_elastic_nodes": _unneeded(True, _RANGE),

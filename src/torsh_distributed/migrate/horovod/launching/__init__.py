@@ -1,1 +1,1 @@
-"""Starting Horovod jobs: `function_run` is `horovod.run`, `command_line` reads the arguments of `horovodrun`."""
+"""Starting Horovod jobs: `function_run` is `horovod.run`, `horovodrun_line` reads the arguments of `horovodrun`."""
