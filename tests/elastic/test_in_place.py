@@ -50,7 +50,15 @@ def check_as_undisturbed(outcome: ElasticOutcome, *, num_steps: int = NUM_STEPS,
             assert torch.equal(value, next(iter(ended.values()))[name]), "replicas differ"
 
 
-def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Path) -> None:
+def check_checkpoints(folder: Path) -> None:
+    """The last step is kept, and nothing that is kept is damaged."""
+    kept = CheckpointDirectory(folder)
+    assert NUM_STEPS in kept.complete_steps()
+    for step in kept.complete_steps():
+        assert not find_damage(kept.step_path(step), read_manifest(kept.step_path(step)))
+
+
+def test_survivors_go_on_after_kills_in_every_pass_of_a_step_rank_0_included(tmp_path: Path) -> None:
     faults = (
         "kill rank 1 at step 6 in gradient",
         "kill rank 0 at step 11 in layer",
@@ -71,6 +79,22 @@ def test_survivors_go_on_after_kills_in_every_phase_rank_0_included(tmp_path: Pa
         survivors = [samples for member, samples in enumerate(steps[step]) if member != lost and samples]
         together = [sample for samples in survivors for sample in samples]
         assert len(together) == len(set(together)) == BATCH, f"step {step}: {steps[step]}"
+
+
+@pytest.mark.timeout(240)  # five interpreters, on a busy machine
+def test_survivors_go_on_after_kills_in_an_update_in_a_save_and_in_a_recovery(tmp_path: Path) -> None:
+    """The phases that the test above does not have; the matrix has each alone, on every backend."""
+    faults = (
+        "kill rank 0 at step 7 in forward",
+        "kill rank 4 at step 7 in regroup",
+        "kill rank 3 at step 11 in update",
+        "kill rank 2 at step 14 in save",
+    )
+    job = run_job(tmp_path, "--on-loss", "shrink", num_workers=5, faults=faults, checkpoints=True, timeout_s=200)
+    check_as_undisturbed(job)
+    assert len({record["pid"] for record in job.steps(1)}) == 1
+    assert job.output.count("is lost: signal 9") == 4, job.output
+    check_checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.matrix
@@ -203,10 +227,7 @@ def test_a_worker_that_dies_in_a_save_spoils_neither_training_nor_the_checkpoint
     )
     check_as_undisturbed(outcome)
     assert "is lost: signal 9" in outcome.output
-    kept = CheckpointDirectory(tmp_path / "checkpoints")
-    assert NUM_STEPS in kept.complete_steps()
-    for step in kept.complete_steps():
-        assert not find_damage(kept.step_path(step), read_manifest(kept.step_path(step)))
+    check_checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.matrix
