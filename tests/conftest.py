@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 heed_interrupts()
 
-pytest_plugins = ["tests.bed.needs", "tests.bed.leaks"]
+pytest_plugins = ["tests.bed.needs", "tests.bed.leaks", "tests.bed.gates"]
 
 # The same examples in every run, however long one takes: what fails, fails for all, and a busy machine fails nothing.
 settings.register_profile("suite", deadline=None, derandomize=True)
