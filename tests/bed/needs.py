@@ -19,6 +19,7 @@ import pytest
 
 from tests.bed import real_deepspeed
 from tests.lab.network import Lab, LabError
+from torsh_distributed.native import SHM_CORE
 
 REQUIRE_ALL = "TORSH_REQUIRE_ALL"
 _PROBE_TIMEOUT_S = 20.0
@@ -125,6 +126,12 @@ def torchvision() -> str | None:
     return None if reason is None else "torchvision cannot be imported; its wheels on PyPI need a torch built with CUDA"
 
 
+@functools.cache
+def core() -> str | None:
+    """The compiled core of the shm backend; installing finds no C compiler on some machines, and goes on."""
+    return None if SHM_CORE.target.exists() else "the compiled core is not built; python -m torsh_distributed.native"
+
+
 FAIRSCALE = Path(__file__).parents[2] / "build" / "fairscale"
 """Where the real FairScale is, apart from the environment: benchmarks/fairscale.txt says how it gets there."""
 
@@ -164,6 +171,7 @@ NEEDS: dict[str, Callable[..., str | None]] = {
     "needs_mpi": mpi,
     "needs_library": library,
     "needs_command": command,
+    "needs_core": core,
     "needs_torchvision": torchvision,
     "needs_fairscale": fairscale,
     "needs_deepspeed": deepspeed,
@@ -194,11 +202,13 @@ def _may_be_absent(unmet: dict[str, str]) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the markers implied by a test's fixtures, so no test has to state them."""
+    """Add the markers implied by a test's fixtures and parameters, so no test has to state them."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "lab" in fixtures:
             item.add_marker(pytest.mark.needs_netns)
+        if getattr(item, "callspec", None) is not None and item.callspec.params.get("core") == "native":
+            item.add_marker(pytest.mark.needs_core)
         compares = any(item.get_closest_marker(name) for name in ("needs_deepspeed", "needs_fairscale"))
         if fixtures & _STARTS_RANKS or compares:  # the other library runs in an interpreter of its own
             item.add_marker(pytest.mark.ranks)

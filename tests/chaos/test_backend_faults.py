@@ -82,6 +82,7 @@ def die_in_backward() -> str:
     return str(caught.value)
 
 
+@pytest.mark.needs_core
 def test_a_rank_that_dies_during_backward_is_named(world: World, tmp_path: Path) -> None:
     outcomes = world.outcomes(on_shm, tmp_path, "native", die_in_backward, backend=None)
     assert "ProcessFailure: the process of rank 1 ended" in outcomes[0].value

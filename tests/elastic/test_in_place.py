@@ -58,6 +58,7 @@ def check_checkpoints(folder: Path) -> None:
         assert not find_damage(kept.step_path(step), read_manifest(kept.step_path(step)))
 
 
+@pytest.mark.needs_core  # without it gradients are not kept, and the step is done again
 def test_survivors_go_on_after_kills_in_every_pass_of_a_step_rank_0_included(tmp_path: Path) -> None:
     faults = (
         "kill rank 1 at step 6 in gradient",

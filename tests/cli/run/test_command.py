@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -174,7 +175,8 @@ def test_a_dry_run_starts_nothing_and_shows_every_worker(specs: list[JobSpec], t
     args = ["--dry-run", "--nproc-per-node", "2", str(script), "--lr", "1"]
     result = CliRunner().invoke(app, args, env={"TORSH_JOB_TOKEN": "very-secret"}, catch_exceptions=False)
     assert result.exit_code == 0
-    assert f"rank 1: {sys.executable} -u {worker_start.__file__} {script} --lr 1" in result.output
+    line = shlex.join([sys.executable, "-u", str(worker_start.__file__), str(script), "--lr", "1"])
+    assert f"rank 1: {line}" in result.output
     assert "MASTER_PORT='a free port'" in result.output
     assert "very-secret" not in result.output
     assert specs == []

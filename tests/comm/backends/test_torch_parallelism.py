@@ -198,7 +198,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 def test_shm_gives_what_gloo_gives(world: World, tmp_path: Path, num_ranks: int, case: Callable[[], Any]) -> None:
     # Two worlds, not one after the other in the same processes: DTensor of torch 2.11 remembers the first one's groups.
     on_gloo = world.run(case, num_ranks=num_ranks, timeout_s=60)
-    ours = world.run(on_shm, tmp_path, "native", case, num_ranks=num_ranks, backend=None, timeout_s=60)
+    ours = world.run(on_shm, tmp_path, "auto", case, num_ranks=num_ranks, backend=None, timeout_s=60)
     for expected, actual in zip(on_gloo, ours, strict=True):
         assert_equal(actual, expected)
 
@@ -221,5 +221,5 @@ def save_and_load(folder: Path) -> list[Tensor]:
 
 def test_checkpoints_are_saved_and_loaded(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    kept = world.run(on_shm, tmp_path, "native", save_and_load, folder, backend=None, timeout_s=60)
+    kept = world.run(on_shm, tmp_path, "auto", save_and_load, folder, backend=None, timeout_s=60)
     assert_equal(kept[0], kept[1])

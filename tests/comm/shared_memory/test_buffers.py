@@ -82,6 +82,7 @@ def _is_as_gathered(one: tuple[int, Tensor], expected: list[Tensor]) -> bool:
     return torch.equal(output, expected[turn])
 
 
+@pytest.mark.needs_core
 @pytest.mark.parametrize("backend", ["shm", "torsh"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_ranks_share_is_what_they_would_have_got(world: World, num_ranks: int, backend: str) -> None:
@@ -94,6 +95,7 @@ def test_a_rank_that_holds_on_for_some_turns_never_sees_what_comes_later(world: 
         assert all(is_right for is_right, _ in seen)
 
 
+@pytest.mark.needs_core
 def test_what_one_rank_holds_on_to_stays_as_it_is_and_stops_nobody(world: World) -> None:
     for seen in world.run(gathers, "held by one", num_ranks=2, backend="shm"):
         assert all(is_right for is_right, _ in seen)
@@ -128,6 +130,7 @@ def odd_requests() -> list[str]:
     return [*found, str(kept.sum().item())]  # its memory outlives the group
 
 
+@pytest.mark.needs_core
 def test_nothing_and_too_much_are_refused_and_a_tensor_outlives_its_group(world: World) -> None:
     for found in world.run(odd_requests, backend="shm"):
         assert found == ["True"] * 4 + ["28.0"]

@@ -47,6 +47,7 @@ def exchange_both_ways() -> None:
             torch.testing.assert_close(home, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.needs_core
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_come_as_if_sorted_sent_and_added_up_apart(world: World, num_ranks: int) -> None:
     world.run(exchange_both_ways, num_ranks=num_ranks, backend="shm", timeout_s=60)
@@ -91,6 +92,7 @@ def _is_common(tensor: torch.Tensor) -> bool:
     return not tensor.untyped_storage().resizable()
 
 
+@pytest.mark.needs_core
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_common_memory_is_used_where_all_have_it_and_changes_nothing(world: World, num_ranks: int) -> None:
     for outputs, sources in world.run(hold_and_overwrite, num_ranks=num_ranks, backend="shm", timeout_s=60):
@@ -118,6 +120,7 @@ def refuse() -> None:
     assert torch.equal(gather_to_all(source, index % 4, [2, 2], [2, 2], group=group), torch.ones(4, 8))
 
 
+@pytest.mark.needs_core
 def test_rows_outside_their_tensor_are_refused_before_anything_is_sent(world: World) -> None:
     world.run(refuse, num_ranks=2, backend="shm")
 
@@ -129,6 +132,7 @@ def differ() -> None:
     gather_to_all(torch.ones(2, width), torch.tensor([0, 1]), [1, 1], [1, 1], group=group)
 
 
+@pytest.mark.needs_core
 def test_ranks_with_rows_of_other_widths_are_told(world: World) -> None:
     outcomes = world.outcomes(differ, num_ranks=2, backend="shm")
     assert all("all_to_all" in str(outcome.error) for outcome in outcomes), [outcome.error for outcome in outcomes]

@@ -169,6 +169,7 @@ def test_the_variables_for_events_and_checks_are_followed(
     assert world.run(record, str(tmp_path), initialize, backend=None) == [True, True]
     for rank in (0, 1):
         lines = [json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if line.get("subject") != "shm core"]  # told where it is not compiled
         assert [line["type"] for line in lines] == ["decision", "membership", "log", "membership"]
         assert {line["rank"] for line in lines} == {rank}
 

@@ -19,11 +19,10 @@ from tests.comm.backends.hierarchical.test_wire import start, stop
 from torsh_distributed import events
 from torsh_distributed.comm.backends.hierarchical import packing
 from torsh_distributed.comm.backends.hierarchical.packing import Packing
-from torsh_distributed.comm.backends.shm.core import load_native
 from torsh_distributed.comm.groups.abort import abort
 from torsh_distributed.errors import CommunicationError, TorshError
 
-needs_core = pytest.mark.skipif(load_native() is None, reason="the compiled core is not built")
+needs_core = pytest.mark.needs_core
 NUMEL = 700_001  # several pieces, none of them a whole number of blocks
 
 
@@ -151,6 +150,7 @@ def reduce_unpacked() -> list[tuple[str, str]]:
     return decisions
 
 
+@needs_core
 def test_three_nodes_do_not_pack(world: World) -> None:
     assert world.run(reduce_unpacked, num_ranks=3, backend=None) == [[], [], []]
 
