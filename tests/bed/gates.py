@@ -1,7 +1,7 @@
 """Which tests a run takes: one shard of a long table, and not again what another run has already passed.
 
-`make matrix` runs all of the matrix, `.ci/run` one shard of it. Its second run of `make test`, with everything
-installed, leaves out what the first has passed on the bare machine; what was skipped there runs.
+`make matrix` runs all of the matrix, `.ci/run` one shard of it. A run with everything installed may leave out
+what one on a bare machine has passed (`--passed` there, `--leave-out` here); what was skipped there runs.
 """
 
 from __future__ import annotations
