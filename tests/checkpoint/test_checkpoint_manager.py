@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torsh_distributed import events
 from torsh_distributed.checkpoint import CheckpointManager
 from torsh_distributed.checkpoint.files.block_hashes import record_of
+from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, DirectoryLock
 from torsh_distributed.checkpoint.files.manifest import DCP_INDEX, MARKER, data_file, marker_for
 from torsh_distributed.errors import CheckpointError, InvalidArgument, SerializationError, TorshError
 from torsh_distributed.plan import CheckpointConfig
@@ -237,6 +238,39 @@ def test_a_second_job_is_refused(tmp_path: Path) -> None:
         first.save(2, {"x": torch.zeros(1)})
     with CheckpointManager(tmp_path) as third:
         third.save(3, {"x": torch.zeros(1)})
+
+
+def test_a_second_job_is_refused_when_it_begins(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(1)}
+    with CheckpointManager(tmp_path) as first:
+        assert first.resume(state) is None
+        with CheckpointManager(tmp_path) as second, pytest.raises(CheckpointError, match="another job writes to"):
+            second.resume(state)
+        first.save(1, state)
+        with CheckpointManager(tmp_path) as reader:
+            assert reader.load(state).metadata.step == 1, "reading needs no lock"
+    with CheckpointManager(tmp_path) as third:
+        assert third.resume(state) is not None
+
+
+def test_a_child_that_outlives_its_job_does_not_keep_the_directory(tmp_path: Path) -> None:
+    """As a loader's worker does for some seconds after its rank was killed."""
+    lock = DirectoryLock(CheckpointDirectory(tmp_path))
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.read(read_end, 1)  # until the test ends
+        os._exit(0)
+    try:
+        with pytest.raises(CheckpointError, match="another job writes to"):
+            DirectoryLock(CheckpointDirectory(tmp_path))
+        lock.release()
+        DirectoryLock(CheckpointDirectory(tmp_path)).release()
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+        os.waitpid(child, 0)
 
 
 def test_a_full_disk_in_the_middle_leaves_older_ones_and_nothing_else(tmp_path: Path) -> None:

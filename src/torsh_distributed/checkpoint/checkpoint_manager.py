@@ -136,13 +136,10 @@ class CheckpointManager:
     def decide(self, step: int, *, raises_failures: bool = True) -> SaveDecision | None:
         """Whether to save now, on all ranks alike; every rank calls this after every step.
 
-        From the first call on the directory is this job's: a second one is refused at once, not hours later. A save
-        that has failed in the background is raised about a second later, on all ranks, unless `raises_failures` is
-        false: then it is the next save that raises it.
+        A save that has failed in the background is raised about a second later, on all ranks, unless `raises_failures`
+        is false: then it is the next save that raises it.
         """
-        if not self._is_training:
-            self._writer.hold_directory()
-            self._is_training = True
+        self.hold()
         decision = self._triggers.after_step(step, has_failed=raises_failures and self._writer.has_failed)
         if decision is not None and decision.reason == FAILURE:
             self.wait()
@@ -152,6 +149,15 @@ class CheckpointManager:
             if failure is not None:
                 _log.warning("%s; the job ends, so its state is saved once more", failure.message)
         return decision
+
+    def hold(self) -> None:
+        """Training begins: until `close` the directory is this job's, and a second job is refused here.
+
+        Every rank calls this. `resume` does it, and the first step at the latest.
+        """
+        if not self._is_training:
+            self._writer.hold_directory()
+            self._is_training = True
 
     def end_if_told(self, decision: SaveDecision) -> None:
         """After the save of a `decision`: end this process if a signal asked for it."""
@@ -225,7 +231,8 @@ class CheckpointManager:
         return self._writer.wait_for_commit()
 
     def resume(self, state: Mapping[str, Any], **options: Any) -> LoadedCheckpoint | None:
-        """`load` the newest checkpoint if there is one; None if the directory has none."""
+        """Begin training: `hold` the directory, `load` its newest checkpoint if there is one; None if it has none."""
+        self.hold()
         return self.load(state, **options) if self.newest_step() is not None else None
 
     def newest_step(self) -> int | None:

@@ -67,6 +67,11 @@ class EngineCheckpoints:
         if section.enabled and section.replica_every_steps is not None:
             self.replicas = self._neighbours()
 
+    def hold(self) -> None:
+        """Training begins: if the plan saves, no other job may write to its directory from here on."""
+        if self._engine.plan.checkpoint.enabled:
+            self._manager(None).hold()
+
     def after_step(self, loss: float) -> None:
         """Save if the plan's section says so."""
         section = self._engine.plan.checkpoint
@@ -154,8 +159,10 @@ class EngineCheckpoints:
     def resume(self) -> CheckpointMetadata | None:
         """Load the newest state, of the plan's directory or what workers before these left in memory; None without any.
 
-        The latter needs `checkpoint.replica_every_steps` and a launcher that has started the workers again.
+        The latter needs `checkpoint.replica_every_steps` and a launcher that has started the workers again. If the plan
+        saves, the directory is this job's from here on.
         """
+        self.hold()
         on_disk = self._manager(None).newest_step()
         in_memory = self._left_in_memory()
         if in_memory is not None:

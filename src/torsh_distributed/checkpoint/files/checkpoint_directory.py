@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -126,20 +127,32 @@ class DirectoryLock:
             raise cannot_write(path, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = _holder(self._file)
             os.close(self._file)
             raise CheckpointError(
                 f"another job writes to {directory.path}: {holder}",
                 hint="give each job its own checkpoint.dir, or end the other one",
             ) from error
+        except OSError as error:
+            os.close(self._file)
+            raise cannot_write(path, error) from error
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         self._release = weakref.finalize(self, os.close, self._file)
+        # A forked child shares the lock: a loader's worker that outlives this process would keep it.
+        os.register_at_fork(after_in_child=functools.partial(_close_in_child, weakref.ref(self)))
 
     def release(self) -> None:
         """Let others write."""
         self._release()
+
+
+def _close_in_child(held: weakref.ref[DirectoryLock]) -> None:
+    """Close a forked process's copy of the lock's file; its parent holds the lock as before."""
+    lock = held()
+    if lock is not None:
+        lock.release()
 
 
 def is_written_to(directory: CheckpointDirectory) -> bool:
@@ -169,7 +182,7 @@ def sync_directory(path: Path) -> None:
 def _holder(file: int) -> str:
     try:
         value = json.loads(os.pread(file, 4096, 0))
-        return f"process {value['pid']} on {value['host']}"
+        return f"process {int(value['pid'])} on {value['host']}"
     except (ValueError, KeyError, TypeError):
         return "its process is not known"
 
