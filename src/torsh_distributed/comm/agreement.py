@@ -20,25 +20,29 @@ def require_same(
     what: str = "the ranks' settings",
     hint: str = "give every rank the same plan",
     except_for: Sequence[str] = (),
+    part: str = "",
 ) -> list[dict[str, Any]]:
     """Raise ConfigurationError on every rank unless `settings` are equal on all, naming both sides; returns them all.
 
     Every rank of `group` calls it, with the same keys and plain values. Keys in `except_for` travel without being
-    compared. If a setting is a mapping, only the entries that differ are shown.
+    compared. If a setting is a mapping, only the entries that differ are shown. Where ranks hold different parts of
+    something, those that name the same `part` are compared.
     """
-    everyone: list[dict[str, Any]] = all_gather_object(dict(settings), group=group)
+    told: list[Any] = all_gather_object([part, dict(settings)], group=group)
     ranks = dist.get_process_group_ranks(group)
     for key in settings:
         if key in except_for:
             continue
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            first, other = everyone[0][key], theirs[key]
+        firsts: dict[str, tuple[int, Any]] = {}
+        for rank, (theirs_part, theirs) in zip(ranks, told, strict=True):
+            first_rank, first = firsts.setdefault(theirs_part, (rank, theirs[key]))
+            other = theirs[key]
             if first != other:
                 first, other = _only_differing(first, other)
                 raise ConfigurationError(
-                    f"{what} differ: rank {ranks[0]} has {key} {first}, rank {rank} has {other}", hint=hint, key=key
+                    f"{what} differ: rank {first_rank} has {key} {first}, rank {rank} has {other}", hint=hint, key=key
                 )
-    return everyone
+    return [theirs for _, theirs in told]
 
 
 def _only_differing(first: Any, other: Any) -> tuple[Any, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
+from torsh_distributed.comm.meeting.software_versions import comparable, own_software
 from torsh_distributed.errors import BackendNotInitialized, ConfigurationError, InvalidArgument
 from torsh_distributed.observe.metrics.process_metrics import note_fact
 from torsh_distributed.parallel.choose import strategy_for
@@ -27,7 +30,7 @@ from torsh_distributed.parallel.weights.stored_weights import StoredWeights
 from torsh_distributed.parallel.whole_tensors.optimizer_needs import refuse_closures
 from torsh_distributed.plan import Plan
 from torsh_distributed.plan.compatibility.axis_rules import splits_model
-from torsh_distributed.train.binding import OptimizerFn, prepare_optimizer
+from torsh_distributed.train.binding import OptimizerFn, describe_optimizer, prepare_optimizer
 from torsh_distributed.train.continuing.elastic_steps import elastic_steps_for, with_elastic
 from torsh_distributed.train.continuing.running_changes import running_changes
 from torsh_distributed.train.engine import Engine
@@ -67,6 +70,7 @@ def parallelize(
     chosen = with_elastic(plan or Plan())
     if not process_group.is_initialized():
         raise BackendNotInitialized("parallelize() needs the process group")
+    _agree_on_settings(chosen, optimizer, has_weights=weights is not None)
     chosen.validate(process_group.world_size())
     if process_group.rank() == 0:
         for notice in chosen.notices():
@@ -100,9 +104,51 @@ def parallelize(
     if statistics is not None:
         statistics.group = lambda: engine.strategy.samples_group
         statistics.is_borrowed = lambda: engine.loss.is_borrowed
+    _agree_on_optimizer(engine)
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
     return engine
+
+
+def _agree_on_settings(plan: Plan, optimizer: Optimizer | OptimizerFn, *, has_weights: bool) -> None:
+    """Refuse ranks that were started with other settings, before any of them acts on its own; every rank calls this."""
+    software = own_software()
+    require_same(
+        {
+            "software": {name: comparable(name, value) for name, value in asdict(software).items()},
+            "plan": _flat(plan.model_dump(mode="json")),
+            "optimizer": describe_optimizer(optimizer),
+            "weights": has_weights,
+        },
+        group=resolve_group(None),
+        hint="start every rank from the same script and environment, with the same plan and arguments",
+    )
+
+
+def _agree_on_optimizer(engine: Engine) -> None:
+    """Compare what a function has made of the optimizer and of its schedule; every rank calls this.
+
+    A function may make other groups for the parameters of another pipeline stage.
+    """
+    names = [name for name, _ in engine.unwrapped.named_parameters()]
+    has_groups = len(engine.optimizer.param_groups) > 1
+    require_same(
+        {
+            "optimizer": describe_optimizer(engine.optimizer),
+            "scheduler": engine.learning_rate.describe_scheduler(),
+        },
+        group=resolve_group(None),
+        hint="build optimizer and scheduler from the same values on every rank",
+        part=hashlib.sha256(repr(names).encode()).hexdigest() if has_groups else "",
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted names, so that a difference can be named."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -119,8 +165,7 @@ def _compiled(loss_fn: LossFn | None, plan: Plan) -> LossFn | None:
 
 
 def _stored_weights(model: nn.Module, path: str | Path | None, init_fn: ParamInit | None) -> StoredWeights | None:
-    """The weights at `path`, checked against the model; ranks must all give a path, or none."""
-    require_same({"weights": path is not None}, group=resolve_group(None), hint="pass weights on every rank")
+    """The weights at `path`, checked against the model."""
     if path is None:
         return None
     if not all(param.is_meta for param in model.parameters()):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_distributed.errors import InvalidArgument
@@ -44,6 +45,40 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer | OptimizerFn) -> C
             num_foreign=foreign,
         )
     return lambda spread: _rebind(optimizer, held, spread)
+
+
+def describe_optimizer(optimizer: Optimizer | OptimizerFn) -> dict[str, Any]:
+    """The optimizer's class and the hyperparameters of its groups as plain values, to compare between ranks.
+
+    Of a function that makes one: its name, and the arguments that `functools.partial` gives it.
+    """
+    if isinstance(optimizer, functools.partial):
+        named = {name: plain_value(value) for name, value in optimizer.keywords.items()}
+        return {"class": _name(optimizer.func), **named}
+    if not isinstance(optimizer, Optimizer):
+        return {"class": _name(optimizer)}
+    found: dict[str, Any] = {"class": _name(type(optimizer)), "groups": len(optimizer.param_groups)}
+    for number, group in enumerate(optimizer.param_groups):
+        prefix = f"groups[{number}]." if len(optimizer.param_groups) > 1 else ""
+        found |= {f"{prefix}{name}": plain_value(value) for name, value in group.items() if name != "params"}
+    return found
+
+
+def plain_value(value: Any) -> Any:
+    """A value of an optimizer or scheduler as it can be sent and compared; objects by their names."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else f"tensor of {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return {str(name): plain_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(inner) for inner in value]
+    return _name(value) if callable(value) else _name(type(value))
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
 def _call(optimizer_fn: OptimizerFn, spread: nn.Module) -> Optimizer:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torsh_distributed.plan import TrainingConfig
+from torsh_distributed.train.binding import plain_value
 
 LrScaling = Literal["none", "linear", "square_root", "adaptive"]
 SchedulerFn = Callable[[Optimizer], LRScheduler]
@@ -105,6 +106,13 @@ class LearningRate:
         self._set(_value(group["lr"]) * change for group in self._optimizer.param_groups)
         if self._scheduler is not None and hasattr(self._scheduler, "base_lrs"):
             self._scheduler.base_lrs = [rate * change for rate in self._scheduler.base_lrs]
+
+    def describe_scheduler(self) -> dict[str, Any] | None:
+        """The scheduler's class and where it stands, to compare between ranks; None without one."""
+        if self._scheduler is None:
+            return None
+        state = plain_value(self._scheduler.state_dict())
+        return {"class": type(self._scheduler).__qualname__, **state}
 
     def state_dict(self) -> dict[str, Any]:
         """The current scale and the scheduler's state; the optimizer's state holds the rates themselves."""
