@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,14 +41,20 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self):
-        return iter([torch.tensor(i) for i in range(23)])
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(i) for i in range(self.size)])
 
 
-def epoch_of(loader: object, num_parts: int, epoch: int = 0, skip: int = 0) -> list[list[int]]:
+def epoch_of(
+    loader: object, num_parts: int, epoch: int = 0, skip: int = 0, num_done: int | None = None
+) -> list[list[int]]:
     """The global batches, put together again from all parts."""
+    order = DataOrder(seed=5, epoch=epoch, skip=skip, num_done=num_done)
     parts = [
-        list(sharded(loader, DataOrder(seed=5, epoch=epoch, skip=skip), part=part, num_parts=num_parts))  # type: ignore[arg-type]
+        list(sharded(loader, order, part=part, num_parts=num_parts))  # type: ignore[arg-type]
         for part in range(num_parts)
     ]
     whole = []
@@ -100,6 +107,63 @@ def test_streams_and_plain_lists_are_cut_batch_by_batch(loader: object) -> None:
     assert epoch_of(loader, 2, skip=4) == [[20, 21, 22]]
 
 
+@given(
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 9),
+    other_size=st.integers(1, 9),
+    done=st.integers(0, 5),
+    kind=st.sampled_from(["shuffled", "in order", "list", "stream"]),
+)
+def test_the_rest_of_an_epoch_can_be_read_in_batches_of_another_size(
+    size: int, batch_size: int, other_size: int, done: int, kind: str
+) -> None:
+    def loader(batch_size: int) -> object:
+        if kind == "list":
+            return list(torch.arange(size).split(batch_size))
+        data = Stream(size) if kind == "stream" else Numbers(size)
+        return DataLoader(data, batch_size=batch_size, shuffle=kind == "shuffled")
+
+    whole = epoch_of(loader(batch_size), 1)
+    before = [row for batch in whole[:done] for row in batch]
+    order = [row for batch in whole for row in batch]
+    same = epoch_of(loader(batch_size), 2, skip=done, num_done=len(before))
+    assert same == whole[done:], "the same size gives the same batches"
+    other = epoch_of(loader(other_size), 2, skip=done, num_done=len(before))
+    assert before + [row for batch in other for row in batch] == order
+    assert max(map(len, other), default=0) <= other_size
+
+
+def test_what_a_last_batch_of_another_size_would_drop_is_read() -> None:
+    """Of 20 samples a loader with drop_last read 16 in batches of 8; the rest is a batch of 4."""
+    loader = DataLoader(Numbers(20), batch_size=4, drop_last=True)
+    assert epoch_of(loader, 1, skip=2, num_done=16) == [[16, 17, 18, 19]]
+
+
+class Pairs:
+    """A batch sampler of its own: even samples, then odd ones."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in (0, 1):
+            yield from (part.tolist() for part in torch.arange(first, 20, 2).split(self.batch_size))
+
+
+def test_batches_that_a_sampler_of_batches_makes_keep_their_size() -> None:
+    def loader(batch_size: int) -> DataLoader[torch.Tensor]:
+        return DataLoader(Numbers(20), batch_sampler=Pairs(batch_size))  # type: ignore[arg-type]
+
+    assert epoch_of(loader(4), 1, skip=3, num_done=10) == epoch_of(loader(4), 1)[3:]
+    with pytest.raises(InvalidArgument, match="after 3 batches of 10 samples, but Pairs now gives 6 in as many"):
+        epoch_of(loader(2), 1, skip=3, num_done=10)
+
+
+def test_a_stream_that_ends_before_what_is_done_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="interrupted after 30 samples, but the data end after 23"):
+        epoch_of(DataLoader(Stream(), batch_size=5), 1, skip=6, num_done=30)
+
+
 def test_rows_are_taken_from_every_tensor_of_a_nested_batch() -> None:
     rows = torch.arange(6)
     batch = {"a": rows, "b": (rows * 2, [rows * 3]), "pair": Pair(rows, rows), "name": "kept"}
@@ -117,6 +181,13 @@ def test_the_first_piece_can_be_the_largest(num_samples: int, num_pieces: int) -
     assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(num_samples))
     assert len(pieces[0][0]) == max(len(piece) for piece, _ in pieces)
     assert sum(share for _, share in pieces) == pytest.approx(1)
+
+
+def test_ranks_with_fewer_samples_can_make_as_many_passes() -> None:
+    pieces = split_rows(torch.arange(2), 2, 4, at_least=3)
+    assert [(piece.tolist(), share) for piece, share in pieces] == [([0], 0.5), ([1], 0.5), ([0], 0.0)]
+    assert [share for _, share in split_rows(torch.arange(1), 1, 4, at_least=2)] == [1.0, 0.0]
+    assert [share for _, share in split_rows(torch.arange(4), 4, 2, at_least=2)] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("batch", [3, "text", torch.tensor(1.0), [], {}])

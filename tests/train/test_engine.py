@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -337,37 +338,52 @@ def test_every_step_is_an_event_with_measured_numbers(world: World) -> None:
             assert event.grad_norm > 0
 
 
-def short_batches() -> list[events.LogEvent]:
-    seen: list[events.LogEvent] = []
-    events.subscribe(seen.append, events.LogEvent)  # type: ignore[arg-type]
-    engine, loader = make_engine(num_samples=13)
-    for batch in engine.batches(loader, epochs=1):
-        engine.step(batch)
-    return seen
+SHORT_LAST_BATCHES: dict[str, dict[str, Any]] = {
+    "replicas": {"mesh": {"dp": -1}},
+    "shards": {"mesh": {"shard": -1}},
+    "shards of the optimizer": {"mesh": {"shard": -1}, "fsdp": {"strategy": "shard_optimizer"}},
+    "shards, more passes than rows": {"mesh": {"shard": -1}, "training": {"gradient_accumulation": 3}},
+    "replicas, more passes than rows": {"mesh": {"dp": -1}, "training": {"gradient_accumulation": 3}},
+    "exactly once": {"mesh": {"dp": -1}, "training": {"exactly_once": True}},
+}
 
 
-def test_a_batch_too_small_for_all_ranks_is_reported_as_an_event(world: World) -> None:
-    for seen in world.run(short_batches):
-        assert [(event.level, event.step) for event in seen] == [("warning", 1)]
-        assert seen[0].message.startswith("skipped a batch of 1 samples")
-
-
-def every_sample_of_short_batches() -> list[tuple[int, ...]]:
-    """13 samples in batches of 12: the second has fewer samples than there are ranks."""
+def short_last_batch(
+    values: dict[str, dict[str, object]], kind: str
+) -> tuple[list[float], float, list[tuple[int, ...]]]:
+    """9 samples in batches of 8: the second batch has fewer samples than there are ranks."""
     seen: list[events.SamplesEvent] = []
     events.subscribe(seen.append, events.SamplesEvent)  # type: ignore[arg-type]
-    engine, loader = make_engine(num_samples=13, exactly_once=True)
-    losses = [engine.step(batch) for batch in engine.batches(loader, epochs=2)]
-    assert losses == pytest.approx(reference(num_samples=13)[:4], rel=1e-5)
-    return [event.ids for event in seen]
+    model, optimizer, loader = build(8, 9)
+    plan = Plan.from_dict({**values, "training": {"steps": STEPS, **values.get("training", {})}})
+    engine = parallelize(model, optimizer, plan, loss_fn=functional.cross_entropy)
+    batches = list(loader) if kind == "list" else loader
+    losses = [engine.step(batch) for batch in engine.batches(batches)]
+    return losses, engine.evaluate(batches), [event.ids for event in seen]
 
 
-def test_exactly_once_trains_on_batches_with_fewer_samples_than_ranks(world: World) -> None:
-    found = world.run(every_sample_of_short_batches, num_ranks=3)
-    for number in (0, 2):
-        assert sorted(sample for ids in found for sample in ids[number]) == list(range(12))
-    for number in (1, 3):
-        assert sorted(sample for ids in found for sample in ids[number]) == [12]
+def loss_at_the_end(batch_size: int, num_samples: int) -> float:
+    """Of plain torch, over all samples, after `reference`'s steps."""
+    model, optimizer, loader = build(batch_size, num_samples)
+    for _ in range(STEPS // len(loader)):
+        for points, labels in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(points), labels).backward()
+            optimizer.step()
+    points, labels = (torch.stack(values) for values in zip(*loader.dataset, strict=True))
+    return functional.cross_entropy(model(points), labels).item()
+
+
+@pytest.mark.parametrize("plan", SHORT_LAST_BATCHES)
+def test_a_batch_with_fewer_samples_than_ranks_trains_as_in_one_process(world: World, plan: str) -> None:
+    for kind, num_ranks in [("loader", 3), *([("loader", 2), ("list", 3)] if plan == "replicas" else [])]:
+        results = world.run(short_last_batch, SHORT_LAST_BATCHES[plan], kind, num_ranks=num_ranks)
+        for losses, evaluated, _ in results:
+            assert losses == pytest.approx(reference(8, 9), rel=1e-5)
+            assert evaluated == pytest.approx(loss_at_the_end(8, 9), rel=1e-5)
+        for number in range(0, STEPS, 2):
+            assert sorted(sample for *_, ids in results for sample in ids[number]) == list(range(8))
+            assert len([sample for *_, ids in results for sample in ids[number + 1]]) == 1
 
 
 def state_between_batch_and_update() -> tuple[int, int, list[float]]:
@@ -415,7 +431,7 @@ def refused(case: str) -> str:
             parallelize(nn.Linear(3, 2 + torch.distributed.get_rank()), torch.optim.SGD)
         elif case == "no batch":
             engine = parallelize(model, optimizer, loss_fn=functional.cross_entropy)
-            next(engine.batches([(torch.zeros(1, 6), torch.zeros(1, dtype=torch.long))]))
+            next(engine.batches([]))
     except (ConfigurationError, InvalidArgument, TensorShapeMismatch) as error:
         return str(error)
     return "accepted"
@@ -433,7 +449,7 @@ def refused(case: str) -> str:
         ("empty", "the batch is empty"),
         ("dtype", "batch=['torch.float64'], parameters=['torch.float32']"),
         ("other model", "weight is (2, 3) float32 on rank 0; (3, 3) float32 on rank 1"),
-        ("no batch", "no batch that every rank can have a share of"),
+        ("no batch", "the loader gave no batch"),
     ],
 )
 def test_mistakes_are_refused_on_every_rank_before_they_cost(world: World, case: str, message: str) -> None:

@@ -202,6 +202,8 @@ class SamplesEvent(Event):
     epoch: int
     batch: int
     """The batch's number in the epoch."""
+    start: int | None = None
+    """Samples of the epoch before it; None in an epoch that a state of an earlier version began."""
     total: int
     """Samples of the batch, over all ranks."""
     members: tuple[int, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.ledger.data_position import (
+    OTHER_DATA_HINT,
     begin_epoch,
     positioned,
     require_exactly_once,
@@ -62,6 +63,8 @@ class DataOrder:
     epoch: int = 0
     skip: int = 0
     """Batches at its start that are done."""
+    num_done: int | None = None
+    """Their samples; None if only the batches were counted, as checkpoints of earlier versions did."""
     position: Any = None
     """Where a stream stood after them."""
     is_exactly_once: bool = False
@@ -119,17 +122,22 @@ def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def split_rows(
-    batch: Batch, num_samples: int, num_pieces: int, *, is_largest_first: bool = False
+    batch: Batch, num_samples: int, num_pieces: int, *, is_largest_first: bool = False, at_least: int = 1
 ) -> list[tuple[Batch, float]]:
-    """The batch in `num_pieces` parts, or one per sample if it has fewer, each with its share of the samples."""
+    """The batch in `num_pieces` parts, or one per sample if it has fewer, each with its share of the samples.
+
+    If these are fewer than `at_least`, parts with a share of 0 follow: the first sample again.
+    """
     count = min(num_pieces, num_samples)
     if count == 0:
         raise InvalidArgument("the batch is empty", hint="every rank needs at least one sample: use a larger batch")
+    weightless = [(take_rows(batch, 0, 1), 0.0)] * (at_least - count)
     if count == 1:
-        return [(batch, 1.0)]
+        return [(batch, 1.0), *weightless]
     rest = count - 1 if is_largest_first else 0
     edges = [(number * num_samples + rest) // count for number in range(count + 1)]
-    return [(take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in itertools.pairwise(edges)]
+    rows = [(start, stop) for start, stop in itertools.pairwise(edges)]
+    return [(take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in rows] + weightless
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -146,7 +154,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: int) -> Iterator[RankBatch]:
-    """This rank's batches of one epoch, without those that are done; the order depends on seed and epoch only."""
+    """This rank's batches of one epoch, without what is done; the order depends on seed and epoch only.
+
+    What is done is a number of samples: the rest of the epoch may be read in batches of another size.
+    """
     if order.is_exactly_once:
         require_exactly_once(loader)
     begin_epoch(loader, order.epoch)
@@ -158,31 +169,79 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
                 is_ours = isinstance(loader.sampler, SequentialSampler | RandomSampler)
                 again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
                 require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
-            yield from _fetched(loader, planned[order.skip :], order, part=part, num_parts=num_parts)
+            rest = _not_done(batches, planned, order)
+            yield from _fetched(loader, rest, order, part=part, num_parts=num_parts)
             return
-    stream, skip = positioned(loader) if order.is_exactly_once else None, order.skip
+    stream = positioned(loader) if order.is_exactly_once else None
     if stream is not None and order.position is not None:
         stream.load_state_dict(order.position)
-        skip = 0
-    for batch in itertools.islice(loader, skip, None):
+        order = replace(order, skip=0, num_done=0)
+    for batch in _read_on(loader, order):
         total = count_samples(batch)
         share = rows_of(total, part=part, num_parts=num_parts)
         rows = take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1)
         yield RankBatch(rows, len(share), total, position=None if stream is None else stream.state_dict())
 
 
+def _read_on(loader: Iterable[Batch], order: DataOrder) -> Iterator[Batch]:
+    """The batches after what is done; one that is done in part, because batches had another size, gives its rest."""
+    if order.num_done is None:
+        yield from itertools.islice(loader, order.skip, None)
+        return
+    left = order.num_done
+    for batch in loader:
+        if left == 0:
+            yield batch
+            continue
+        total = count_samples(batch)
+        if total > left:
+            yield take_rows(batch, left, total)
+        left = max(0, left - total)
+    if left:
+        raise InvalidArgument(
+            f"epoch {order.epoch} was interrupted after {order.num_done} samples, but the data end after"
+            f" {order.num_done - left}: they are not those that it began with",
+            hint=OTHER_DATA_HINT,
+            done=order.num_done,
+            found=order.num_done - left,
+        )
+
+
 def _batches_of(loader: DataLoader[Any], order: DataOrder) -> Iterable[list[int]] | None:
     """The indices of the loader's global batches; a shuffling loader's are redrawn, equally on every rank."""
     batches = loader.batch_sampler
-    if isinstance(loader.sampler, RandomSampler) and isinstance(batches, BatchSampler):
-        shuffled = RandomSampler(
+    sampler: Iterable[int] = loader.sampler
+    if isinstance(sampler, RandomSampler) and isinstance(batches, BatchSampler):
+        sampler = RandomSampler(
             loader.dataset,  # type: ignore[arg-type]  # a map-style dataset with a sampler has a length
-            replacement=loader.sampler.replacement,
-            num_samples=loader.sampler.num_samples,
+            replacement=sampler.replacement,
+            num_samples=sampler.num_samples,
             generator=_generator(order.seed, order.epoch),
         )
-        return BatchSampler(shuffled, batches.batch_size, batches.drop_last)
-    return batches
+    elif type(batches) is not BatchSampler:
+        return batches
+    # Drawn once: asked again, a sampler may give another order.
+    return BatchSampler(list(sampler), batches.batch_size, batches.drop_last)
+
+
+def _not_done(batches: Iterable[list[int]], planned: list[list[int]], order: DataOrder) -> list[list[int]]:
+    """The batches after what is done. Those of a sampler are cut again, from the first sample that is not."""
+    if order.num_done is None:
+        return planned[order.skip :]
+    if type(batches) is BatchSampler:
+        rest = list(batches.sampler)[order.num_done :]
+        return [list(indices) for indices in BatchSampler(rest, batches.batch_size, batches.drop_last)]
+    # What another sampler of batches puts into one depends on how large they are.
+    done = sum(len(indices) for indices in planned[: order.skip])
+    if done != order.num_done:
+        raise InvalidArgument(
+            f"epoch {order.epoch} was interrupted after {order.skip} batches of {order.num_done} samples, but"
+            f" {type(batches).__name__} now gives {done} in as many",
+            hint="give it the batch size that it had; batches of a plain sampler may change their size",
+            done=order.num_done,
+            found=done,
+        )
+    return planned[order.skip :]
 
 
 def _generator(*numbers: int) -> torch.Generator:

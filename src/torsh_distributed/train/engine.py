@@ -30,6 +30,7 @@ from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.continuing.running_changes import RunningChanges
 from torsh_distributed.train.finite_guard import decides_on_device, only_if_finite
 from torsh_distributed.train.learning_rate import LearningRate, SchedulerFn
+from torsh_distributed.train.ledger.data_position import describe_data, require_same_data
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 from torsh_distributed.train.loss import LossFn
 from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
@@ -159,16 +160,15 @@ class Engine:
         ledger, training = self.ledger, self.plan.training
         last = None if epochs is None else ledger.epoch + epochs
         is_epoch_known = False
+        self._agree_on(loader)
+        if self.plan.checkpoint.enabled and self.elastic is None:  # one that joins later would wait for the others
+            self.checkpoints.hold()
         while (last is None or ledger.epoch < last) and self.num_steps < training.steps:
             version, was_whole_epoch, found = ledger.version, ledger.num_batches == 0, is_epoch_known
+            ledger.use_data(describe_data(loader, seed=training.seed))
             pieces = self._sharded(loader, self._order())
             self._pieces = pieces if isinstance(pieces, DividedBatches) else None
             for piece in events.each_in_phase("data", pieces):
-                if piece.total < self.strategy.data_degree and not training.exactly_once:
-                    ledger.open(piece.total, ids=piece.ids, position=piece.position)
-                    self._warn_left_out(piece.total)
-                    ledger.pass_over()
-                    continue
                 found = True
                 yield self._take(piece)
                 self._evenness, self._total = None, None
@@ -181,9 +181,8 @@ class Engine:
             else:
                 if not found and was_whole_epoch:
                     raise InvalidArgument(
-                        "the loader gave no batch that every rank can have a share of",
-                        hint="give it more samples, or a larger batch_size: a batch needs a sample for each rank",
-                        num_ranks=self.strategy.data_degree,
+                        "the loader gave no batch",
+                        hint="does it have samples? drop_last leaves out a batch that is not full",
                     )
                 ledger.next_epoch()
                 is_epoch_known = False
@@ -226,7 +225,8 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
         count = num_pieces or self.plan.training.gradient_accumulation
-        pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None)
+        passes = 1 if num_pieces is not None else self._least_passes(count)
+        pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None, at_least=passes)
         update = self._update = _Update(num_samples=num_samples, batch=batch, pieces=pieces, is_again=is_again)
         for number, (piece, _) in enumerate(pieces):
             update.number, update.is_last = number, number == len(pieces) - 1
@@ -399,6 +399,7 @@ class Engine:
         loss_fn they see the model's `logits` and the batch's `labels`.
         """
         self.settle()
+        self._agree_on(loader)
         with attending_with(self.plan.training.attention):
             return self._together(
                 lambda: evaluate(
@@ -569,8 +570,21 @@ class Engine:
         degree = self.strategy.data_degree
         self.ledger.open(piece.total, ids=piece.ids, position=piece.position)
         self.ledger.assign(self.num_steps, range(degree), me=self.strategy.data_rank)
+        if piece.total == 0:
+            raise InvalidArgument("the batch is empty", hint="the loader gave a batch without samples")
         self._evenness, self._total = piece.num_samples * degree / piece.total, piece.total
         return to_device(piece.batch, self.device)
+
+    def _least_passes(self, count: int) -> int:
+        """Passes that every rank makes where ranks communicate in forward: those of the rank with the most samples."""
+        if self._total is None or not self.strategy.forward_is_collective:
+            return 1
+        return min(count, -(-self._total // self.strategy.data_degree))
+
+    def _agree_on(self, loader: Iterable[Batch]) -> None:
+        """Refuse data that differ between ranks. Not in an elastic job: one that joins later would compare alone."""
+        if self.elastic is None:
+            require_same_data(loader, describe_data(loader, seed=self.plan.training.seed))
 
     def _together(self, call: Callable[[], T]) -> T:
         """What all ranks do together, outside of steps."""
@@ -597,16 +611,12 @@ class Engine:
             seed=self.plan.training.seed,
             epoch=self.ledger.epoch,
             skip=self.ledger.num_batches,
+            num_done=self.ledger.num_samples,
             position=self.ledger.position,
             is_exactly_once=self.plan.training.exactly_once,
             compares_ranks=self.elastic is None,  # one that joins later would compare alone
             is_deterministic=self.plan.distributed.deterministic,
         )
-
-    def _warn_left_out(self, num_samples: int) -> None:
-        message = f"skipped a batch of {num_samples} samples: it has fewer samples than there are ranks"
-        _log.warning("%s", message)
-        events.emit(events.LogEvent(level="warning", message=message, step=self.num_steps))
 
     def _global(self, num_samples: int | None) -> int | None:
         """Samples of the whole batch; where it does not come from `batches`, all ranks are taken to have as many."""

@@ -18,11 +18,11 @@ from torsh_distributed.train.ledger.audit import audit
 from torsh_distributed.train.ledger.sample_ledger import SampleLedger
 
 
-def order_of(seed: int, epoch: int, size: int, batch_size: int) -> list[list[int]]:
+def order_of(seed: int, epoch: int, size: int) -> list[int]:
     """A pure function of seed and epoch, as the Engine's."""
     order = list(range(size))
     random.Random(seed * 1000 + epoch).shuffle(order)
-    return [order[start : start + batch_size] for start in range(0, size, batch_size)]
+    return order
 
 
 @dataclass
@@ -55,12 +55,12 @@ class Training(RuleBasedStateMachine):
     @rule()
     def begin_step(self) -> None:
         ledger = self.any_ledger()
-        batches = order_of(7, ledger.epoch, self.size, self.batch_size)
-        if ledger.num_batches == len(batches):
+        if ledger.num_samples == self.size:
             for member in self.alive.values():
                 member.ledger.next_epoch()
-            batches = order_of(7, ledger.epoch, self.size, self.batch_size)
-        batch = batches[ledger.num_batches]
+        assert ledger.num_samples is not None
+        start = ledger.num_samples
+        batch = order_of(7, ledger.epoch, self.size)[start : start + self.batch_size]
         for number, member in self.alive.items():
             member.ledger.open(len(batch), ids=batch)
             member.gradients = list(member.ledger.assign(self.step, list(self.alive), me=number))
@@ -111,10 +111,11 @@ class Training(RuleBasedStateMachine):
         """At any time: what is in progress is not in it."""
         self.saved = (self.step, self.any_ledger().state_dict())
 
-    @rule(num_members=st.integers(1, 5))
-    def restart(self, num_members: int) -> None:
-        """Everybody dies; another number of workers starts from the checkpoint."""
+    @rule(num_members=st.integers(1, 5), batch_size=st.integers(1, 8))
+    def restart(self, num_members: int, batch_size: int) -> None:
+        """Everybody dies; another number of workers starts from the checkpoint, with batches of another size."""
         self.step, state = self.saved
+        self.batch_size = batch_size
         self.alive = {number: Member() for number in range(num_members)}
         for member in self.alive.values():
             member.ledger.load_state_dict(state)
@@ -182,9 +183,10 @@ def test_a_member_that_was_lost_cannot_return_within_the_step() -> None:
 def test_only_a_commit_moves_the_position() -> None:
     ledger = SampleLedger()
     ledger.open(4, position={"at": 4})
-    assert ledger.state_dict() == {"epoch": 0, "num_batches": 0, "position": None}
+    nothing = {"epoch": 0, "num_batches": 0, "num_samples": 0, "position": None, "data": {}}
+    assert ledger.state_dict() == nothing
     ledger.commit(0)
-    assert ledger.state_dict() == {"epoch": 0, "num_batches": 1, "position": {"at": 4}}
+    assert ledger.state_dict() == {**nothing, "num_batches": 1, "num_samples": 4, "position": {"at": 4}}
     ledger.commit(1)  # a step on a batch of the user's own
     assert ledger.num_batches == 1
     with pytest.raises(InvalidArgument, match="no batch is in progress"):
@@ -233,3 +235,56 @@ def test_the_audit_counts_what_was_not_undone() -> None:
     assert found.doubled == [12]
     assert found.lost(range(10, 17)) == [15, 16]
     assert found.torn_batches == (1,)
+
+
+def test_the_audit_knows_batches_that_were_done_again_in_another_size() -> None:
+    """Batches of 4 up to sample 12; then from a checkpoint at 4 on in batches of 6."""
+    seen: list[events.SamplesEvent] = []
+    end = events.subscribe(seen.append, events.SamplesEvent)  # type: ignore[arg-type]
+    try:
+        ledger, state = SampleLedger(), {}
+        for step, (start, stop) in enumerate([(0, 4), (4, 8), (8, 12), (4, 10), (10, 16)]):
+            if step == 3:
+                ledger.load_state_dict(state)
+            ledger.open(stop - start, ids=range(start, stop))
+            ledger.assign(step, [0])
+            ledger.commit(step)
+            if step == 0:
+                state = ledger.state_dict()
+    finally:
+        end()
+    (found,) = audit(seen)
+    assert found.doubled == found.lost(range(16)) == []
+    assert found.torn_batches == ()
+
+
+def test_a_state_that_counted_batches_alone_is_loaded() -> None:
+    ledger = SampleLedger()
+    ledger.load_state_dict({"epoch": 2, "num_batches": 3})
+    assert (ledger.num_batches, ledger.num_samples) == (3, None)
+    ledger.use_data({"samples": 40})
+    ledger.open(4)
+    ledger.commit(0)
+    assert (ledger.num_batches, ledger.num_samples) == (4, None)
+    ledger.next_epoch()
+    assert ledger.num_samples == 0
+    ledger.load_state_dict({"epoch": 2, "num_batches": 0})
+    assert ledger.num_samples == 0
+
+
+def test_other_data_are_refused_in_mid_epoch_alone() -> None:
+    ledger = SampleLedger()
+    facts = {"samples": 40, "order": "SequentialSampler", "fingerprint": None}
+    ledger.use_data({**facts, "samples": 30})
+    ledger.use_data(facts)  # nothing was done
+    ledger.open(4)
+    ledger.commit(0)
+    restarted = SampleLedger()
+    restarted.load_state_dict(ledger.state_dict())
+    restarted.use_data({**facts, "fingerprint": "a7"})  # there was none before
+    with pytest.raises(InvalidArgument, match=r"after 4 samples, and these are other data: samples was 40 and is 41"):
+        ledger.use_data({**facts, "samples": 41})
+    with pytest.raises(InvalidArgument, match=r"fingerprint was a7 and is b3"):
+        restarted.use_data({**facts, "fingerprint": "b3"})
+    restarted.next_epoch()
+    restarted.use_data({**facts, "samples": 41})

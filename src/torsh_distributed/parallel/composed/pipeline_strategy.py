@@ -200,6 +200,6 @@ class _DeferredBackward(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
-        # The announced scale is in the gradients already.
-        ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale)
+        # The announced scale is in the gradients already; at 0, of a row that weighs nothing, they are 0.
+        ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale if ctx.scale else 1.0)
         return None, None, None, None, None

@@ -104,9 +104,10 @@ class PipelineParallel:
 
         Every rank of the group passes the same batch (tensors that its stages do not use may be empty ones of the same
         length).
-        Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16. The loss, also the one
-        returned, is `weight` times that of the batch: what this rank's part of split sequences stands for. It is in the
-        loss from the start because backward through attention sends gradients to ranks with other weights.
+        Gradients are `scale` times those of the loss, which keeps small ones above zero in fp16; at 0 the loss is 0
+        too. The loss, also the one returned, is `weight` times that of the batch: what this rank's part of split
+        sequences stands for. It is in the loss from the start because backward through attention sends gradients to
+        ranks with other weights.
         """
         self._require_loss(inputs)
         arguments = self._load(inputs, targets, self.config.num_microbatches)
@@ -129,7 +130,7 @@ class PipelineParallel:
                 )
             self._measured = None
             # A rank that finishes early waits here: this is the last part of the bubble.
-            loss = self._share_loss(torch.stack(losses).detach().sum() / scale if self.is_last else None)
+            loss = self._share_loss(torch.stack(losses).detach().sum() / (scale or 1.0) if self.is_last else None)
         self.tied.sum()
         return loss
 

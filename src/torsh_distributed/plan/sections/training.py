@@ -42,8 +42,7 @@ class TrainingConfig(Section):
 
     exactly_once: bool = False
     """Promise that an epoch has every sample once, after any restart and at any number of ranks: data that cannot say
-    where they are, and orders that cannot be repeated, are refused. A batch with fewer samples than ranks is trained on
-    too."""
+    where they are, and orders that cannot be repeated, are refused."""
 
     loss_is: Literal["auto", "mean", "mean_of_counted", "sum", "global_mean"] = "auto"
     """What the loss of a batch is: a mean over samples, a mean over the labels other than -100, a sum, or a mean that

@@ -21,8 +21,9 @@ class DividedBatches(Iterator[RankBatch]):
     def __init__(self, loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: int) -> None:
         self._loader = loader
         self._share = (part, num_parts)
-        self._order = order
-        self._taken = order.skip
+        self._done = order
+        """With what was done when the current batch was taken."""
+        self._num_samples = 0
         self._whole: RankBatch | None = None
         is_mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self._pieces = self._open() if is_mapped else None
@@ -30,13 +31,14 @@ class DividedBatches(Iterator[RankBatch]):
 
     @override
     def __next__(self) -> RankBatch:
+        self._pass_current()
         if self._pieces is not None:
             piece = next(self._pieces)
         else:
             assert self._source is not None, "the loader is one or the other"
             self._whole = next(self._source)
             piece = self._cut(self._whole)
-        self._taken += 1
+        self._num_samples = piece.total
         return piece
 
     def divide(self, part: int, num_parts: int) -> RankBatch:
@@ -45,7 +47,7 @@ class DividedBatches(Iterator[RankBatch]):
         if self._pieces is None:
             assert self._whole is not None, "a batch is divided again after it was taken"
             return self._cut(self._whole)
-        self._taken -= 1
+        self._num_samples = 0
         self._pieces = self._open()
         return next(self)
 
@@ -53,6 +55,7 @@ class DividedBatches(Iterator[RankBatch]):
         """Divide the batches after the current one like that."""
         self._share = (part, num_parts)
         if self._pieces is not None:
+            self._pass_current()
             self._pieces = self._open()
 
     def rows(self, wanted: Sequence[int]) -> Batch:
@@ -67,7 +70,14 @@ class DividedBatches(Iterator[RankBatch]):
 
     def _open(self) -> Iterator[RankBatch]:
         part, num_parts = self._share
-        return sharded(self._loader, replace(self._order, skip=self._taken), part=part, num_parts=num_parts)
+        return sharded(self._loader, self._done, part=part, num_parts=num_parts)
+
+    def _pass_current(self) -> None:
+        """Count the current batch as done; nothing if there is none."""
+        if self._num_samples:
+            done = None if self._done.num_done is None else self._done.num_done + self._num_samples
+            self._done = replace(self._done, skip=self._done.skip + 1, num_done=done)
+            self._num_samples = 0
 
     def _cut(self, whole: RankBatch) -> RankBatch:
         part, num_parts = self._share

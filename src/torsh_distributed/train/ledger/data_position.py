@@ -7,12 +7,18 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from torsh_distributed.comm.agreement import require_same
 from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
+
+OTHER_DATA_HINT = (
+    "resume with the data that the checkpoint was saved with; to leave the epoch and go on with other data, call"
+    " engine.ledger.next_epoch() after the load, or load with model_only=True"
+)
+"""What to do if the epoch in progress cannot be continued."""
 
 
 @runtime_checkable
@@ -35,6 +41,54 @@ def positioned(loader: Iterable[Any]) -> Positioned | None:
     # In workers copies of the dataset read ahead; the one here does not move.
     is_here = loader.num_workers == 0
     return loader.dataset if is_here and isinstance(loader.dataset, Positioned) else None
+
+
+def describe_data(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
+    """What tells data from others: an epoch that began with some is not continued with others.
+
+    Plain values; None where it is not known. The batch size is among them only where a position depends on it.
+    """
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    facts: dict[str, Any] = {"fingerprint": _fingerprint(data)}
+    if isinstance(loader, DataLoader) and not isinstance(data, IterableDataset):
+        sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+        shuffled = f", training.seed {seed}" if isinstance(sampler, RandomSampler) else ""
+        facts |= {"samples": _length(data), "order": type(sampler).__name__ + shuffled}
+    elif positioned(loader) is loader:
+        facts["batch size"] = getattr(loader, "batch_size", None)
+    return facts
+
+
+def require_same_data(loader: Iterable[Any], facts: Mapping[str, Any]) -> None:
+    """Refuse data that differ between ranks: their shares would not be of the same batches. Every rank calls this."""
+    if not process_group.is_initialized() or process_group.world_size() == 1:
+        return
+    form: dict[str, Any] = {"loader": type(loader).__name__}
+    if isinstance(loader, DataLoader):
+        form |= {"batch size": loader.batch_size, "drop_last": loader.drop_last}
+    elif isinstance(loader, Sequence):
+        form["batches"] = len(loader)
+    require_same(
+        {"data": {**facts, **form}},
+        group=resolve_group(None),
+        hint="engine.batches cuts global batches: give every rank the same loader over the same data",
+    )
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _fingerprint(data: Any) -> str | None:
+    """The dataset's own: `fingerprint`, or `_fingerprint` as Hugging Face's datasets have it."""
+    for name in ("fingerprint", "_fingerprint"):
+        found = getattr(data, name, None)
+        if isinstance(found, str | int):
+            return str(found)
+    return None
 
 
 def begin_epoch(loader: Iterable[Any], epoch: int) -> None:

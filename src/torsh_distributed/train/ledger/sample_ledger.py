@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.batches import rows_of
+from torsh_distributed.train.ledger.data_position import OTHER_DATA_HINT
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class _CommittedBatch(NamedTuple):
     step: int
     epoch: int
     number: int
+    start: int | None
     batch: _OpenBatch
 
 
 class SampleLedger:
-    """Which samples are done (`epoch`, `num_batches`), and who works on those of the step in progress.
+    """Which samples are done (`epoch`, `num_samples`), and who works on those of the step in progress.
 
     `open` the next global batch, `assign` it to members, `commit` it with the update. After a member is lost, `assign`
     with those that remain gives what each has to do in addition, and keeps what it has done; or `take_back` voids the
@@ -68,6 +70,10 @@ class SampleLedger:
         self.epoch = 0
         self.num_batches = 0
         """Batches of this epoch whose update is done."""
+        self.num_samples: int | None = 0
+        """Their samples; None after the state of an earlier version, which counted batches alone."""
+        self.data: dict[str, Any] = {}
+        """What is known of the data that this epoch is read from."""
         self.position: Any = None
         """Where a stream stands after the last of them, as its `state_dict` says; None for data with indices."""
         self.version = 0
@@ -85,6 +91,24 @@ class SampleLedger:
     def total(self) -> int:
         """Samples of the global batch in progress."""
         return self._require_open().total
+
+    def use_data(self, facts: Mapping[str, Any]) -> None:
+        """The data to read from, as `describe_data` has them; others in mid-epoch are refused, with what differs."""
+        differing = {
+            name: (self.data[name], value)
+            for name, value in facts.items()
+            if None not in (value, self.data.get(name)) and value != self.data[name]
+        }
+        if self.num_batches and differing:
+            said = "; ".join(f"{name} was {before} and is {now}" for name, (before, now) in differing.items())
+            raise InvalidArgument(
+                f"epoch {self.epoch} was interrupted after {self._how_far()}, and these are other data: {said}",
+                hint=OTHER_DATA_HINT,
+            )
+        self.data = dict(facts)
+
+    def _how_far(self) -> str:
+        return f"{self.num_batches} batches" if self.num_samples is None else f"{self.num_samples} samples"
 
     def open(self, total: int, *, ids: Sequence[int] | None = None, position: Any = None) -> None:
         """The next global batch: `total` samples, with their indices, or with where the stream stands after them."""
@@ -138,7 +162,7 @@ class SampleLedger:
         batch, self._open = self._open, None
         if batch is None:
             return
-        self._last = _CommittedBatch(step, self.epoch, self.num_batches, batch)
+        self._last = _CommittedBatch(step, self.epoch, self.num_batches, self.num_samples, batch)
         self._move_past(batch)
         self._report([self._me])
 
@@ -154,13 +178,14 @@ class SampleLedger:
     def _report(self, members: Sequence[int]) -> None:
         if self._last is None or not events.wanted(events.SamplesEvent):
             return
-        step, epoch, number, batch = self._last
+        step, epoch, number, start, batch = self._last
         rows = [row for member in members if member not in batch.lost for row in batch.rows_of_member(member)]
         events.emit(
             events.SamplesEvent(
                 step=step,
                 epoch=epoch,
                 batch=number,
+                start=start,
                 total=batch.total,
                 members=tuple(members),
                 ids=batch.ids_of(rows),
@@ -175,6 +200,8 @@ class SampleLedger:
 
     def _move_past(self, batch: _OpenBatch) -> None:
         self.num_batches += 1
+        if self.num_samples is not None:
+            self.num_samples += batch.total
         self.position = batch.position
 
     def take_back(self) -> None:
@@ -189,16 +216,24 @@ class SampleLedger:
     def next_epoch(self) -> None:
         """Every batch of the epoch is done."""
         self.epoch += 1
-        self.num_batches, self.position, self._open = 0, None, None
+        self.num_batches = self.num_samples = 0
+        self.data, self.position, self._open = {}, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """What is done; a batch in progress is not."""
-        return {"epoch": self.epoch, "num_batches": self.num_batches, "position": self.position}
+        return {
+            "epoch": self.epoch,
+            "num_batches": self.num_batches,
+            "num_samples": self.num_samples,
+            "position": self.position,
+            "data": dict(self.data),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()` of any member, with any members."""
         self.epoch, self.num_batches = state["epoch"], state["num_batches"]
-        self.position = state.get("position")
+        self.num_samples = state.get("num_samples", None if self.num_batches else 0)
+        self.position, self.data = state.get("position"), dict(state.get("data", {}))
         self.take_back()
 
     def _require_open(self) -> _OpenBatch:
