@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torsh_distributed.errors import InvalidArgument
-from torsh_distributed.train.batches import DataOrder, count_samples, rows_of, sharded, split_rows, take_rows
+from torsh_distributed.train.batches import (
+    DataOrder,
+    count_pieces,
+    count_samples,
+    rows_of,
+    sharded,
+    split_rows,
+    take_rows,
+)
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -180,6 +188,16 @@ def test_the_first_piece_can_be_the_largest(num_samples: int, num_pieces: int) -
     pieces = split_rows(torch.arange(num_samples), num_samples, num_pieces, is_largest_first=True)
     assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(num_samples))
     assert len(pieces[0][0]) == max(len(piece) for piece, _ in pieces)
+    assert sum(share for _, share in pieces) == pytest.approx(1)
+
+
+@given(num_samples=st.integers(1, 50), num_pieces=st.integers(1, 9), multiple=st.integers(1, 9))
+def test_pieces_are_multiples_and_a_rest(num_samples: int, num_pieces: int, multiple: int) -> None:
+    pieces = split_rows(torch.arange(num_samples), num_samples, num_pieces, multiple=multiple)
+    assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(num_samples))
+    assert len(pieces) == count_pieces(num_samples, num_pieces, multiple=multiple)
+    rest = [len(piece) for piece, _ in pieces if len(piece) % multiple]
+    assert rest == ([num_samples % multiple] if num_samples % multiple else [])
     assert sum(share for _, share in pieces) == pytest.approx(1)
 
 

@@ -386,6 +386,31 @@ def test_a_batch_with_fewer_samples_than_ranks_trains_as_in_one_process(world: W
             assert len([sample for *_, ids in results for sample in ids[number + 1]]) == 1
 
 
+def in_stages(mesh: dict[str, int], accumulation: int) -> tuple[list[float], float]:
+    """Batches of 11 and of 1 in 4 microbatches."""
+    model, optimizer, loader = build(11, 12)
+    values = {
+        "mesh": mesh,
+        "pipeline": {"num_microbatches": 4},
+        "training": {"steps": STEPS, "gradient_accumulation": accumulation},
+    }
+    engine = parallelize(model, optimizer, Plan.from_dict(values), loss_fn=functional.cross_entropy)
+    losses = [engine.step(batch) for batch in engine.batches(loader)]
+    return losses, engine.evaluate(loader)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation"), [({"pp": 2}, 1), ({"dp": 2, "pp": 2}, 2), ({"dp": 1, "shard": 2, "pp": 2}, 1)]
+)
+def test_stages_train_on_batches_that_their_microbatches_do_not_divide(
+    world: World, mesh: dict[str, int], accumulation: int
+) -> None:
+    num_ranks = 2 * mesh.get("dp", 1) * mesh.get("shard", 1)
+    for losses, evaluated in world.run(in_stages, mesh, accumulation, num_ranks=num_ranks):
+        assert losses == pytest.approx(reference(11, 12), rel=1e-5)
+        assert evaluated == pytest.approx(loss_at_the_end(11, 12), rel=1e-5)
+
+
 def state_between_batch_and_update() -> tuple[int, int, list[float]]:
     """A state that is taken while a batch is out: it is handed out again, and nothing is lost."""
     engine, loader = make_engine()

@@ -96,6 +96,11 @@ class Strategy(ABC):
         """Whether ranks communicate in forward: then all must call it equally often, also in evaluation."""
         return False
 
+    @property
+    def rows_multiple(self) -> int:
+        """A pass of training takes a multiple of so many rows, or fewer than that."""
+        return 1
+
     def bind(self, optimizer: Optimizer) -> None:
         """Called once with the optimizer over the final parameters, on every rank, before its first step.
 

@@ -122,22 +122,37 @@ def pick_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def split_rows(
-    batch: Batch, num_samples: int, num_pieces: int, *, is_largest_first: bool = False, at_least: int = 1
+    batch: Batch,
+    num_samples: int,
+    num_pieces: int,
+    *,
+    is_largest_first: bool = False,
+    multiple: int = 1,
+    at_least: int = 1,
 ) -> list[tuple[Batch, float]]:
     """The batch in `num_pieces` parts, or one per sample if it has fewer, each with its share of the samples.
 
-    If these are fewer than `at_least`, parts with a share of 0 follow: the first sample again.
+    Parts are multiples of `multiple` samples, and what is left over is a further one. If all are fewer than `at_least`,
+    parts with a share of 0 follow: the first sample again.
     """
-    count = min(num_pieces, num_samples)
-    if count == 0:
+    if num_samples == 0:
         raise InvalidArgument("the batch is empty", hint="every rank needs at least one sample: use a larger batch")
-    weightless = [(take_rows(batch, 0, 1), 0.0)] * (at_least - count)
-    if count == 1:
-        return [(batch, 1.0), *weightless]
+    blocks, left = divmod(num_samples, multiple)
+    count = min(num_pieces, blocks)
     rest = count - 1 if is_largest_first else 0
-    edges = [(number * num_samples + rest) // count for number in range(count + 1)]
-    rows = [(start, stop) for start, stop in itertools.pairwise(edges)]
+    edges = [multiple * ((number * blocks + rest) // count) for number in range(count + 1)] if count else [0]
+    edges += [num_samples] if left else []
+    rows = list(itertools.pairwise(edges))
+    weightless = [(take_rows(batch, 0, 1), 0.0)] * (at_least - len(rows))
+    if len(rows) == 1:
+        return [(batch, 1.0), *weightless]
     return [(take_rows(batch, start, stop), (stop - start) / num_samples) for start, stop in rows] + weightless
+
+
+def count_pieces(num_samples: int, num_pieces: int, *, multiple: int = 1) -> int:
+    """How many parts `split_rows` makes."""
+    blocks, left = divmod(num_samples, multiple)
+    return min(num_pieces, blocks) + (left > 0)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -24,7 +24,16 @@ from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.host_value import HostValue
 from torsh_distributed.parallel.strategy import PendingNumber, Strategy
 from torsh_distributed.plan import Plan
-from torsh_distributed.train.batches import Batch, DataOrder, RankBatch, count_samples, sharded, split_rows, to_device
+from torsh_distributed.train.batches import (
+    Batch,
+    DataOrder,
+    RankBatch,
+    count_pieces,
+    count_samples,
+    sharded,
+    split_rows,
+    to_device,
+)
 from torsh_distributed.train.continuing.divided_batches import DividedBatches
 from torsh_distributed.train.continuing.elastic_steps import ElasticSteps
 from torsh_distributed.train.continuing.running_changes import RunningChanges
@@ -225,8 +234,14 @@ class Engine:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
         num_samples = count_samples(batch)
         count = num_pieces or self.plan.training.gradient_accumulation
-        passes = 1 if num_pieces is not None else self._least_passes(count)
-        pieces = split_rows(batch, num_samples, count, is_largest_first=num_pieces is not None, at_least=passes)
+        pieces = split_rows(
+            batch,
+            num_samples,
+            count,
+            is_largest_first=num_pieces is not None,
+            multiple=self.strategy.rows_multiple,
+            at_least=1 if num_pieces is not None else self._least_passes(count),
+        )
         update = self._update = _Update(num_samples=num_samples, batch=batch, pieces=pieces, is_again=is_again)
         for number, (piece, _) in enumerate(pieces):
             update.number, update.is_last = number, number == len(pieces) - 1
@@ -576,10 +591,12 @@ class Engine:
         return to_device(piece.batch, self.device)
 
     def _least_passes(self, count: int) -> int:
-        """Passes that every rank makes where ranks communicate in forward: those of the rank with the most samples."""
-        if self._total is None or not self.strategy.forward_is_collective:
+        """Passes that every rank makes where ranks communicate in forward: those of the rank that needs the most."""
+        total, degree, multiple = self._total, self.strategy.data_degree, self.strategy.rows_multiple
+        if total is None or not self.strategy.forward_is_collective:
             return 1
-        return min(count, -(-self._total // self.strategy.data_degree))
+        shares = (max(1, total // degree), -(-total // degree))
+        return max(count_pieces(share, count, multiple=multiple) for share in shares)
 
     def _agree_on(self, loader: Iterable[Batch]) -> None:
         """Refuse data that differ between ranks. Not in an elastic job: one that joins later would compare alone."""

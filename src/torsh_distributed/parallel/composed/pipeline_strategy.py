@@ -66,6 +66,11 @@ class PipelineStages(SplitModel):
     def unwrapped(self) -> nn.Module:
         return self.pipe.module
 
+    @property
+    @override
+    def rows_multiple(self) -> int:
+        return self.pipe.config.num_microbatches
+
     @override
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         return self._remembering(is_last)

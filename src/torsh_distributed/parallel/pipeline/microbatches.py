@@ -26,6 +26,7 @@ class Microbatches:
         self._weights: Tensor | None = None
         self.labels = LabelRule()
         """Which labels the loss counts."""
+        self._num_real = 1
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -40,18 +41,23 @@ class Microbatches:
     @property
     def weight(self) -> Tensor | float:
         """The current microbatch's share of the loss."""
-        return 1 / len(self._targets) if self._weights is None else self._weights[self.current]
+        if self.current >= self._num_real:
+            return 0.0
+        return 1 / self._num_real if self._weights is None else self._weights[self.current]
 
     def first_row(self, num_rows: int) -> int:
         """The first row of the current microbatch, of `num_rows` rows, in the batch."""
         return self.current * num_rows
 
-    def load(self, inputs: Mapping[str, Any], targets: Any, count: int, *, shifts: bool = False) -> None:
+    def load(
+        self, inputs: Mapping[str, Any], targets: Any, count: int, *, num_real: int | None = None, shifts: bool = False
+    ) -> None:
         """Cut a batch into `count` parts. `shifts`: the loss compares a token with the label of the next one.
 
-        The loss is in the targets, or in `labels` of the inputs if there are none.
+        The loss is in the targets, or in `labels` of the inputs if there are none. Parts after the first `num_real`
+        weigh nothing.
         """
-        num_rows = _rows({"inputs": inputs, "targets": targets})
+        num_rows = rows_in({"inputs": inputs, "targets": targets})
         if num_rows % count:
             raise TensorShapeMismatch(
                 f"pipeline.num_microbatches {count} does not divide the batch of {num_rows}",
@@ -59,6 +65,7 @@ class Microbatches:
                 " pipeline.num_microbatches",
             )
         self.current = 0
+        self._num_real = real = count if num_real is None else num_real
         self._inputs = [_part(inputs, part, num_rows, count) for part in range(count)]
         self._targets = [_part(targets, part, num_rows, count) for part in range(count)]
         # Shifted before, because sequences are split, or by the model.
@@ -66,13 +73,13 @@ class Microbatches:
         if targets is None and name in inputs:
             shifts = shifts and name == "labels"
             rule = self.labels
-            self._weights = rule.weights_of([part[name] for part in self._inputs], is_shifted=shifts)
+            self._weights = rule.weights_of([part[name] for part in self._inputs[:real]], is_shifted=shifts)
             if self._weights is not None and not rule.is_sum:
                 self._inputs = [
                     {**part, name: rule.with_a_label(part[name], is_shifted=shifts)} for part in self._inputs
                 ]
         else:
-            self._weights = self.labels.weights_of(self._targets)
+            self._weights = self.labels.weights_of(self._targets[:real])
             if self._weights is not None and not self.labels.is_sum:
                 self._targets = [self.labels.with_a_label(part) for part in self._targets]
 
@@ -88,14 +95,27 @@ def shapes_of(value: Any) -> Any:
     return None
 
 
-def _rows(value: Any) -> int:
+def padded(value: Any, num_rows: int, count: int) -> Any:
+    """`count` rows where there are `num_rows`: the first one again and again."""
+    if isinstance(value, Tensor):
+        if not value.dim() or value.shape[0] != num_rows:
+            return value
+        return torch.cat([value, value[:1].expand(count - num_rows, *value.shape[1:])])
+    if isinstance(value, Mapping):
+        return {key: padded(one, num_rows, count) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(padded(one, num_rows, count) for one in value)
+    return value
+
+
+def rows_in(value: Any) -> int:
     """The number of samples: the largest dim 0 of the tensors."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else 0
     if isinstance(value, Mapping):
-        return max((_rows(one) for one in value.values()), default=0)
+        return max((rows_in(one) for one in value.values()), default=0)
     if isinstance(value, tuple | list):
-        return max((_rows(one) for one in value), default=0)
+        return max((rows_in(one) for one in value), default=0)
     return 0
 
 

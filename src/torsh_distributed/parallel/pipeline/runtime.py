@@ -22,7 +22,7 @@ from torsh_distributed.parallel.models.label_share import own_loss, require_labe
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.pipeline.forward import run_stages, share_output
 from torsh_distributed.parallel.pipeline.kept.stage_clone import KeptStage
-from torsh_distributed.parallel.pipeline.microbatches import numbers, shapes_of
+from torsh_distributed.parallel.pipeline.microbatches import numbers, padded, rows_in, shapes_of
 from torsh_distributed.parallel.pipeline.schedule import (
     Action,
     Timeline,
@@ -110,7 +110,11 @@ class PipelineParallel:
         ranks with other weights.
         """
         self._require_loss(inputs)
-        arguments = self._load(inputs, targets, self.config.num_microbatches)
+        count, num_rows = self.config.num_microbatches, rows_in((inputs, targets))
+        if num_rows < count:
+            # The schedule has a fixed number of microbatches: those without a row repeat one that weighs nothing.
+            inputs, targets = padded((inputs, targets), num_rows, count)
+        arguments = self._load(inputs, targets, count, num_real=min(num_rows, count))
         shapes = shapes_of((inputs, targets))
         if self._schedule is None or shapes != self._shapes:
             # Torch fixes the shapes of what stages send when a schedule first runs.
@@ -124,7 +128,7 @@ class PipelineParallel:
                 # torch 2.11 accepts only contiguous inputs of the first stage.
                 self._schedule.step(
                     *(map(_packed, arguments) if self.is_first else ()),
-                    target=numbers(self.config.num_microbatches, self.device) if self.is_last else None,
+                    target=numbers(count, self.device) if self.is_last else None,
                     losses=losses if self.is_last else None,
                     return_outputs=False,
                 )
@@ -231,15 +235,17 @@ class PipelineParallel:
         last = self.built[len(self.plan.stages) - 1]
         return last.forward_of_model.restored(output) if isinstance(last, KeptStage) else output
 
-    def _load(self, inputs: Any, targets: Any, count: int) -> tuple[Any, ...]:
+    def _load(self, inputs: Any, targets: Any, count: int, *, num_real: int | None = None) -> tuple[Any, ...]:
         """Cut the batch into microbatches; returns what the first stage takes."""
+        parts = self.plan.microbatches
         if not self.plan.keeps_forward:
             arguments = self._arguments(inputs)
-            self.plan.microbatches.load({str(place): value for place, value in enumerate(arguments)}, targets, count)
+            named = {str(place): value for place, value in enumerate(arguments)}
+            parts.load(named, targets, count, num_real=num_real)
             return arguments
         model = self.plan.model
         named = without_cache(model, named_inputs(model, inputs))
-        self.plan.microbatches.load(named, targets, count, shifts=shifts_labels(model))
+        parts.load(named, targets, count, num_real=num_real, shifts=shifts_labels(model))
         return ()
 
     def _arguments(self, inputs: Any) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ def describe_data(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
         shuffled = f", training.seed {seed}" if isinstance(sampler, RandomSampler) else ""
         facts |= {"samples": _length(data), "order": type(sampler).__name__ + shuffled}
-    elif positioned(loader) is loader:
+    elif isinstance(loader, Positioned):
         facts["batch size"] = getattr(loader, "batch_size", None)
     return facts
 
