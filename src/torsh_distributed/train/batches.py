@@ -18,11 +18,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.ledger.data_position import (
+    END_OF_DATA,
     OTHER_DATA_HINT,
     begin_epoch,
     positioned,
     require_exactly_once,
     require_one_order,
+    with_positions,
 )
 from torsh_distributed.train.ledger.seeded_samples import SeededSamples
 
@@ -177,25 +179,28 @@ def sharded(loader: Iterable[Batch], order: DataOrder, *, part: int, num_parts: 
         require_exactly_once(loader)
     begin_epoch(loader, order.epoch)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        batches = _batches_of(loader, order)
-        if batches is not None:
-            planned = [list(indices) for indices in batches]
+        indexed = _batches_of(loader, order)
+        if indexed is not None:
+            planned = [list(indices) for indices in indexed]
             if order.is_exactly_once:
                 is_ours = isinstance(loader.sampler, SequentialSampler | RandomSampler)
                 again = planned if is_ours else [list(indices) for indices in _batches_of(loader, order) or ()]
                 require_one_order(planned, again, loader, epoch=order.epoch, compares_ranks=order.compares_ranks)
-            rest = _not_done(batches, planned, order)
+            rest = _not_done(indexed, planned, order)
             yield from _fetched(loader, rest, order, part=part, num_parts=num_parts)
             return
     stream = positioned(loader) if order.is_exactly_once else None
     if stream is not None and order.position is not None:
+        if order.position == END_OF_DATA:
+            return
         stream.load_state_dict(order.position)
         order = replace(order, skip=0, num_done=0)
-    for batch in _read_on(loader, order):
+    batches = _read_on(loader, order)
+    for batch, position in ((one, None) for one in batches) if stream is None else with_positions(batches, stream):
         total = count_samples(batch)
         share = rows_of(total, part=part, num_parts=num_parts)
         rows = take_rows(batch, share.start, share.stop) if len(share) else take_rows(batch, 0, 1)
-        yield RankBatch(rows, len(share), total, position=None if stream is None else stream.state_dict())
+        yield RankBatch(rows, len(share), total, position=position)
 
 
 def _read_on(loader: Iterable[Batch], order: DataOrder) -> Iterator[Batch]:

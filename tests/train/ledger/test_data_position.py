@@ -78,6 +78,15 @@ def test_a_stream_resumes_by_its_position_without_reading_what_is_done() -> None
     assert data.num_read == 6
 
 
+@pytest.mark.parametrize("batch_size", [3, 5])
+def test_an_epoch_that_was_read_to_its_end_is_not_read_again(batch_size: int) -> None:
+    """The stream begins again when its end is noticed, with the last batch or after it."""
+    whole = read(DataLoader(Counting(), batch_size=batch_size))
+    data = Counting()
+    assert read(DataLoader(data, batch_size=batch_size), skip=len(whole), position=whole[-1].position) == []
+    assert numbers(read(DataLoader(data, batch_size=batch_size), epoch=1)) == list(range(100, 110))
+
+
 def test_a_loader_that_knows_its_place_is_asked_itself() -> None:
     class Loader(Counting):
         pass

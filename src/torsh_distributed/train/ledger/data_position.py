@@ -3,9 +3,10 @@ they are. Others are refused by name."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -14,11 +15,17 @@ from torsh_distributed.comm.collectives.call import resolve_group
 from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import InvalidArgument
 
+T = TypeVar("T")
+
 OTHER_DATA_HINT = (
     "resume with the data that the checkpoint was saved with; to leave the epoch and go on with other data, call"
     " engine.ledger.next_epoch() after the load, or load with model_only=True"
 )
 """What to do if the epoch in progress cannot be continued."""
+
+
+END_OF_DATA = "end of the data"
+"""The position after the last batch of an epoch: a stream that has begun again says that it is at its beginning."""
 
 
 @runtime_checkable
@@ -41,6 +48,17 @@ def positioned(loader: Iterable[Any]) -> Positioned | None:
     # In workers copies of the dataset read ahead; the one here does not move.
     is_here = loader.num_workers == 0
     return loader.dataset if is_here and isinstance(loader.dataset, Positioned) else None
+
+
+def with_positions(batches: Iterable[T], stream: Positioned) -> Iterator[tuple[T, Any]]:
+    """Each batch with where the stream stands after it. Reads one batch ahead: only then it is known to be the last."""
+    waiting: tuple[T, Any] | None = None
+    for batch in batches:
+        if waiting is not None:
+            yield waiting
+        waiting = batch, copy.deepcopy(dict(stream.state_dict()))
+    if waiting is not None:
+        yield waiting[0], END_OF_DATA
 
 
 def describe_data(loader: Iterable[Any], *, seed: int) -> dict[str, Any]:
