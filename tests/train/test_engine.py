@@ -411,6 +411,32 @@ def test_stages_train_on_batches_that_their_microbatches_do_not_divide(
         assert evaluated == pytest.approx(loss_at_the_end(11, 12), rel=1e-5)
 
 
+def with_ignored_labels(values: dict[str, Any]) -> list[float]:
+    """9 samples in batches of 8, of which every third has a label that does not count."""
+    model, optimizer, loader = build(8, 9)
+    loader.dataset.tensors[1][::3] = -100
+    plan = Plan.from_dict({**values, "training": {"steps": STEPS, "gradient_accumulation": 3}})
+    engine = parallelize(model, optimizer, plan, loss_fn=functional.cross_entropy)
+    return [engine.step(batch) for batch in engine.batches(loader)]
+
+
+@pytest.mark.parametrize(
+    "plan", [{"mesh": {"dp": 1, "shard": 3}}, {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 3}}]
+)
+def test_passes_without_samples_of_their_own_count_no_labels(world: World, plan: dict[str, Any]) -> None:
+    model, optimizer, loader = build(8, 9)
+    loader.dataset.tensors[1][::3] = -100  # type: ignore[attr-defined]
+    expected = []
+    for points, labels in [*loader] * (STEPS // 2):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(points), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in world.run(with_ignored_labels, plan, num_ranks=3 if "shard" in plan["mesh"] else 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def state_between_batch_and_update() -> tuple[int, int, list[float]]:
     """A state that is taken while a batch is out: it is handed out again, and nothing is lost."""
     engine, loader = make_engine()

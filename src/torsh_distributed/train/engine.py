@@ -253,6 +253,7 @@ class Engine:
         if update.weights is None:
             pieces = update.pieces or [(batch, 1.0)]
             update.weights = self.loss.begin(self._setting, pieces, evenness=self._evenness, is_again=update.is_again)
+        self.loss.is_borrowed = update.weights.is_borrowed(update.number)
         self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
         with (
             events.phase("forward"),

@@ -82,8 +82,7 @@ class PipelineStages(SplitModel):
 
     @override
     def expect_scale(self, scale: Tensor | float) -> None:
-        # A batch without a counted label weighs 0; its gradients are multiplied by that in backward.
-        self._scale = float(scale) or 1.0
+        self._scale = float(scale)
 
     @property
     @override
@@ -205,6 +204,6 @@ class _DeferredBackward(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *scales: Tensor) -> Any:
-        # The announced scale is in the gradients already; at 0, of a row that weighs nothing, they are 0.
+        # The announced scale is in the gradients already; at 0, where nothing counts, they are 0.
         ctx.owner.add_gradients(ctx.grads, float(scales[0]) / ctx.scale if ctx.scale else 1.0)
         return None, None, None, None, None

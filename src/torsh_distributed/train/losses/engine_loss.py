@@ -107,7 +107,9 @@ class EngineLoss:
         is_whole = strategy.num_sample_ranks == 1 and training.gradient_accumulation == 1 and len(pieces) == 1
         if is_whole and not strategy.splits_loss:
             return StepWeights(strategy, [1.0], 1)
-        is_exact = training.gradient_accumulation == 1 and self._plan.recovery.out_of_memory == "raise"
+        # A pipeline makes a further pass of what its microbatches do not divide; all ranks make equally many.
+        has_one = training.gradient_accumulation == 1 and len(pieces) == 1
+        is_exact = has_one and self._plan.recovery.out_of_memory == "raise"
         made = begin_step(
             strategy,
             self.kind(setting, pieces[0][0]),

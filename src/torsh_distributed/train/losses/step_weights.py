@@ -41,8 +41,8 @@ class StepWeights:
     """C, once the ranks have added their counts; None where weights follow from the number of samples."""
     is_counted: bool = False
     """A batch of which nothing counts weighs 0: its loss must be a number all the same."""
-    is_borrowed: bool = False
-    """This rank has no samples of its own: it computes with another's, and nothing counts."""
+    borrowed: Sequence[bool] = ()
+    """By microbatch, whether it has no samples of its own: it computes with one that counts elsewhere."""
     is_exact: bool = True
     """Every rank has one microbatch: the counts are added before its backward. Otherwise the step is computed with
     `assumed` and corrected at its end, because backward of the first does not wait for forward of the last."""
@@ -60,6 +60,10 @@ class StepWeights:
             return self.total
         return torch.where(self.total > 0, self.total, self.assumed)
 
+    def is_borrowed(self, number: int) -> bool:
+        """Whether the samples of microbatch `number` count elsewhere."""
+        return number < len(self.borrowed) and self.borrowed[number]
+
     def before(self, number: int) -> Weight:
         """The weight of microbatch `number`, as far as it is known before its loss."""
         return 1.0 if self.known is None else self.known[number]
@@ -69,7 +73,7 @@ class StepWeights:
         if self.known is not None:
             return self.known[number]
         assert computed is not None, "the loss was watched"
-        if self.is_borrowed:
+        if self.is_borrowed(number):
             computed = ComputedCount(torch.zeros_like(computed.count), torch.zeros_like(computed.ratio))
         self._counts.append(computed)
         if self.assumed is None:
@@ -115,12 +119,13 @@ def begin_step(
 ) -> StepWeights:
     """The weights of `pieces`, this rank's microbatches with their shares of its samples; every rank calls this.
 
-    `evenness`: this rank's share of the samples over an equal share; None where only the ranks together know.
+    A share of 0 is a sample that counts elsewhere. `evenness`: this rank's share of the samples over an equal share;
+    None where only the ranks together know.
     `is_exact`: every rank has one piece. `before`: the weights of the last step, or, where this rank alone begins the
     same step again with smaller pieces, those: `is_again`.
     """
-    ranks, is_borrowed = strategy.num_sample_ranks, evenness == 0.0
-    made = StepWeights(strategy, None, len(pieces), is_borrowed=is_borrowed, is_exact=is_exact)
+    ranks, borrowed = strategy.num_sample_ranks, [evenness == 0.0 or share == 0.0 for _, share in pieces]
+    made = StepWeights(strategy, None, len(pieces), borrowed=borrowed, is_exact=is_exact)
     if isinstance(kind, MeanOfComputed):
         made.has_several = kind.has_several
         if before is not None and not is_exact:
@@ -129,11 +134,12 @@ def begin_step(
     if isinstance(kind, WholeBatch):
         made.known = [1.0 / len(pieces)] * len(pieces)
     elif isinstance(kind, SumOfSamples):
-        made.known = [0.0 if is_borrowed else float(strategy.data_degree)] * len(pieces)
+        made.known = [0.0 if one else float(strategy.data_degree) for one in borrowed]
     elif isinstance(kind, MeanOfSamples) and (evenness is not None or strategy.data_degree == 1):
         made.known = [share * (1.0 if evenness is None else evenness) for _, share in pieces]
     else:
-        counts = [as_tensor(0.0 if is_borrowed else kind.count(piece), device) for piece, _ in pieces]
+        counted = zip(pieces, borrowed, strict=True)
+        counts = [as_tensor(0.0 if one else kind.count(piece), device) for (piece, _), one in counted]
         known_total = before.total if before is not None and is_again else None
         made.total = strategy.sum_over_samples(torch.stack(counts).sum()) if known_total is None else known_total
         made.known = [count * ranks / made.total for count in counts]
