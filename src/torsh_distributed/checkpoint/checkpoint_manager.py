@@ -31,6 +31,7 @@ from torsh_distributed.checkpoint.restoring import (
     open_newest,
     refuse,
     refuse_other_optimizer,
+    understood,
     world_group,
 )
 from torsh_distributed.checkpoint.saving.checkpoint_uploads import CheckpointUploads
@@ -253,7 +254,7 @@ class CheckpointManager:
         saved = self.open(step)
         saved.alias(further_names(state))
         self.fit(saved, describe(state), list(state), strict=strict)
-        with fail_together("load the checkpoint", world_group()):
+        with fail_together("load the checkpoint", world_group()), understood(saved):
             values = restore(state, saved)
         self.loaded(saved, with_generators=True)
         return LoadedCheckpoint(saved.metadata, values)
@@ -263,7 +264,7 @@ class CheckpointManager:
         found = differences(state.tensors, saved.tensors, keys)
         if strict:
             refuse(saved.place, found)
-        with fail_together("load the checkpoint", world_group()):
+        with fail_together("load the checkpoint", world_group()), understood(saved):
             refuse_other_optimizer(saved.place, state.values, saved.values, keys)
         for name, text in found.items():
             if world_group() is None or dist.get_rank() == 0:
@@ -276,7 +277,8 @@ class CheckpointManager:
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own = saved.own_values(rank) if metadata.world_size == size else None
         if with_generators and own is not None:
-            restore_random_state(own["random"])
+            with understood(saved):
+                restore_random_state(own["random"])
         elif with_generators:
             reseed(seed + metadata.step + rank)
         self._triggers.resumed(saved.values.get("_best"))

@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from torsh_distributed.checkpoint.saving.file_exchange import FileExchange
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
+from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.errors import CheckpointError, TorshError
 from torsh_distributed.parallel.state.held_state import SavedTensor
 from torsh_distributed.parallel.state.held_tensors import HeldTensor
+from torsh_distributed.unreadable_data import unreadable_as
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ def open_newest(
     """
     place, group = Path(path), world_group()
     if step is None and first_ranks((place / MARKER).exists(), group):
-        found = _verified(place, group)
+        found = _verified(place, group, is_step=False)
         if isinstance(found, SavedCheckpoint):
             return found
         raise CheckpointError(found, hint="copy the files again from where they were stored", path=str(path))
@@ -131,14 +134,21 @@ def _from_any_tier(
     return _verified(path, group, tiers.nodes) if problem is None else problem
 
 
-def _verified(path: Path, group: dist.ProcessGroup | None, nodes: NodeRanks | None = None) -> SavedCheckpoint | str:
-    """The checkpoint, or what is wrong with it; the same on every rank. A newer format raises."""
+def _verified(
+    path: Path, group: dist.ProcessGroup | None, nodes: NodeRanks | None = None, *, is_step: bool = True
+) -> SavedCheckpoint | str:
+    """The checkpoint, or what is wrong with it; the same on every rank. A newer format raises.
+
+    `is_step`: the path is a directory's own step, which may not be a link; one that the user named may.
+    """
     part, num_parts = (0, 1) if group is None else (group.rank(), group.size())
     if nodes is not None:
         part, num_parts = nodes.position, len(nodes.members)
     problem: str | None = None
     is_newer, saved = False, None
     try:
+        if is_step and path.is_symlink():
+            raise CheckpointError(f"{path.name} is a symbolic link, which is not followed: name its target instead")
         manifest = read_manifest(path)
         opened: dict[str, MappedFile] = {}
         damage = find_damage(path, manifest, part=part, num_parts=num_parts, opened=opened)
@@ -217,6 +227,16 @@ def refuse_other_optimizer(place: str, held: Mapping[str, Any], saved: Mapping[s
             path=place,
             num_differing=len(differing) or None,
         )
+
+
+def understood(saved: SavedSnapshot) -> AbstractContextManager[None]:
+    """Around what puts saved values in their places: one that does not belong there is a CheckpointError."""
+    return unreadable_as(
+        CheckpointError,
+        f"{Path(saved.place).name} holds values that cannot be loaded",
+        hint="load another step; if one cannot be loaded, the program may not be the one that saved it",
+        path=saved.place,
+    )
 
 
 def _groups(value: Any) -> list[set[str]] | None:

@@ -23,6 +23,7 @@ from torsh_distributed.parallel.weights.reading import RowRead, read_rows
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 from torsh_distributed.parallel.weights.weight_files import stored_tensors
+from torsh_distributed.unreadable_data import unreadable_as
 
 
 def export(
@@ -37,7 +38,7 @@ def export(
         raise CheckpointError(f"{saved.place} has nothing under {key!r}", hint="name another one with --key")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} is not empty: nothing is overwritten", hint="name a new directory")
-    facts = saved.values.get(PRETRAINED, {}).get(key)
+    facts = _pretrained(saved, key)
     shared = {} if facts is None else facts["shared"]
     written = directory / ".export"
     try:
@@ -45,7 +46,7 @@ def export(
         files = TensorFiles(written, list(tensors), max_bytes=shard_bytes)
         for name, kind in tensors.items():
             if name not in shared:
-                files.write(name, _whole(saved, f"{key}.{name}", kind))
+                files.write(name, saved.whole(f"{key}.{name}"))
                 if progress is not None:
                     progress(torch.Size(kind.shape).numel() * kind.dtype.itemsize)
         files.finish(directory)
@@ -59,6 +60,20 @@ def export(
         shutil.rmtree(written, ignore_errors=True)
         raise
     return sorted(directory.glob("*.safetensors"))
+
+
+def _pretrained(saved: SavedSnapshot, key: str) -> Mapping[str, Any] | None:
+    """What was saved for `from_pretrained`, of the types that it is saved with; None if nothing was."""
+    with unreadable_as(CheckpointError, f"{saved.place}: the model's config cannot be understood"):
+        facts = saved.values.get(PRETRAINED, {}).get(key)
+        if facts is None:
+            return None
+        texts = [facts["config"], facts["architecture"], *facts["shared"], *facts["shared"].values()]
+        if not all(isinstance(one, str) for one in texts) or not isinstance(facts["generation"], str | None):
+            raise TypeError("it is not text")
+        if not isinstance(json.loads(facts["config"]), dict):
+            raise TypeError("it is not a config")
+        return {**facts}
 
 
 def _write_config(directory: Path, facts: Mapping[str, Any], tensors: Mapping[str, SavedTensor]) -> None:
@@ -89,10 +104,4 @@ def _read(stored: FileTensor, progress: Progress | None) -> Tensor:
     read_rows([RowRead(stored, 0, stored.shape[0] if stored.shape else 1, whole)])
     if progress is not None:
         progress(whole.nbytes)
-    return whole
-
-
-def _whole(saved: SavedSnapshot, name: str, kind: SavedTensor) -> Tensor:
-    whole = torch.empty(kind.shape, dtype=kind.dtype)
-    saved.fill(name, layout_of(kind.shape, whole_runs(kind.shape), kind.shape), whole)
     return whole

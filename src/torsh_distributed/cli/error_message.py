@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torsh_distributed.errors import TorshError
+from torsh_distributed.terminal_text import neutral
 
 
 def print_error(error: TorshError) -> None:
@@ -12,7 +13,7 @@ def print_error(error: TorshError) -> None:
     from rich.markup import escape
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    first, *rest = str(error).splitlines()
+    first, *rest = neutral(str(error)).split("\n")
     console.print(f"[bold red]error[/] [bold]{escape(error.code)}[/]: {escape(first)}")
     for line in rest:
         console.print(escape(line))

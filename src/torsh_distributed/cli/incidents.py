@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from torsh_distributed.terminal_text import neutral
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 EventsDir = Annotated[Path, typer.Argument(help="Directory of the run's events (TORSH_EVENTS_DIR).")]
@@ -38,7 +40,7 @@ def incidents(directory: EventsDir, json: Json = False) -> None:
         typer.echo(json_format.dumps(record, indent=1))
         return
     for risk in risks:
-        typer.echo(f"{_clock(risk.time)} rank {risk.rank}: risk {risk.score:.2f}, {risk.detail}")
+        typer.echo(neutral(f"{_clock(risk.time)} rank {risk.rank}: risk {risk.score:.2f}, {risk.detail}"))
     if not found:
         typer.echo("no incidents")
         return
@@ -51,23 +53,23 @@ def incidents(directory: EventsDir, json: Json = False) -> None:
         ranks = ", ".join(map(str, one.ranks))
         table.add_row(
             _clock(one.opened_at),
-            one.failure,
+            neutral(one.failure),
             ranks,
             "" if one.step is None else str(one.step),
-            one.action,
-            one.status,
+            neutral(one.action),
+            neutral(one.status),
             took,
         )
     summary = Table("failure", "incidents", "resolved", "mean time to failure", "mean time to recovery")
     for kind, stats in numbers.items():
         summary.add_row(
-            kind,
+            neutral(kind),
             str(stats.num_incidents),
             str(stats.num_resolved),
             _seconds(stats.mean_time_to_failure_s),
             _seconds(stats.mean_time_to_recovery_s),
         )
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(summary)
 

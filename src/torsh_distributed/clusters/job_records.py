@@ -19,7 +19,9 @@ from typing import Any
 
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.errors import InvalidArgument, IoError, ProcessGroupNotFound
+from torsh_distributed.events.recorded import is_time
 from torsh_distributed.private_files import make_private_directories, open_private
+from torsh_distributed.unreadable_data import unreadable_as
 
 STATE_VARIABLE = "TORSH_STATE_DIR"
 _RECORD = "job.json"
@@ -151,13 +153,14 @@ def find_record(name: str) -> JobRecord:
 
 
 def _read(path: Path) -> JobRecord:
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-        return JobRecord(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        raise IoError(
-            "the record of a job cannot be read",
-            hint=f"remove the directory {path.parent} if the job is over",
-            path=str(path),
-            reason=str(error),
-        ) from error
+    hint = f"remove the directory {path.parent} if the job is over"
+    with unreadable_as(IoError, "the record of a job cannot be read", hint=hint, path=str(path)):
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+        record = JobRecord(**fields)
+        texts = (record.name, record.engine, record.job_id, record.command, record.directory)
+        pairs = (*record.options, *record.options.values())
+        if not all(isinstance(one, str) for one in (*texts, *pairs)) or record.name != path.parent.name:
+            raise ValueError("its texts are not a job's")
+        if not is_time(record.submitted_at_s) or not all(type(one) is int for one in (record.nodes, record.workers)):
+            raise ValueError("its numbers are not a job's")
+        return record

@@ -21,7 +21,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = read_limited(path).decode("utf-8-sig")
         document = json.loads(text) if path.suffix == ".json" else yaml_format.parse(text)
-    except (MalformedError, ValueError) as error:
+    except (MalformedError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}", path=str(path)) from error
     if not isinstance(document, dict):
         raise ConfigurationError(f"{path} is no table of settings", path=str(path))

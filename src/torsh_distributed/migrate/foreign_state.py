@@ -29,11 +29,13 @@ from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER, HeldSt
 from torsh_distributed.parallel.state.held_tensors import HeldTensor, layout_of, whole_runs
 from torsh_distributed.parallel.weights.tensor_files import TensorFiles
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.unreadable_data import unreadable_as
 
 _log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats that weights are written in."""
+_COPY_AGAIN = "copy the checkpoint again from where it was stored"
 SHARD_BYTES = 5 * 10**9
 """How large a file of weights becomes."""
 
@@ -68,9 +70,10 @@ class ForeignState(SavedSnapshot):
         num_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values())
         super().__init__(str(place), metadata, index, values, num_bytes=num_bytes)
 
+    @override
     def whole(self, name: str) -> Tensor:
-        """A whole tensor, such as `model.head.weight`."""
-        return self._pieced[name].read()
+        with unreadable_as(CheckpointError, f"{name} in {self.place} cannot be read", hint=_COPY_AGAIN):
+            return self._pieced[name].read()
 
     @property
     def weights(self) -> list[str]:
@@ -84,7 +87,7 @@ class ForeignState(SavedSnapshot):
     @override
     def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
         one = self._pieced[stored.file]
-        plain = one.read().detach().to(one.dtype).contiguous().flatten().view(torch.uint8)
+        plain = self.whole(stored.file).detach().to(one.dtype).contiguous().flatten().view(torch.uint8)
         into[:] = memoryview(plain[begin : begin + len(into)].numpy().data)
 
 

@@ -17,7 +17,7 @@ from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.random_generators import random_state
 from torsh_distributed.checkpoint.replicas.neighbour_replicas import NeighbourReplicas
 from torsh_distributed.checkpoint.replicas.recovery import RecoveredState, recover_kept
-from torsh_distributed.checkpoint.restoring import world_group
+from torsh_distributed.checkpoint.restoring import understood, world_group
 from torsh_distributed.checkpoint.saving.checkpoint_writer import SAVING
 from torsh_distributed.checkpoint.saving.saved_snapshot import SavedSnapshot
 from torsh_distributed.comm.agreement import fail_together
@@ -218,18 +218,22 @@ class EngineCheckpoints:
         further = engine.strategy.shared_names()
         saved.alias({f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in further.items()})
         manager.fit(saved, engine.strategy.held_state(engine.optimizer), keys, strict=strict)
-        with fail_together("load the checkpoint", world_group()):
+        with fail_together("load the checkpoint", world_group()), understood(saved):
             engine.strategy.load_held_state(engine.optimizer, saved, with_optimizer=not model_only)
-        if not model_only:
-            values = saved.values["engine"]
-            engine.precision.load_state_dict(values["precision"])
-            engine.learning_rate.load_state_dict(values["learning_rate"], data_degree=engine.strategy.data_degree)
-            engine.num_steps, engine.num_skipped = values["num_steps"], values["num_skipped"]
-            engine.ledger.load_state_dict(values)
-        own = manager.loaded(saved, with_generators=not model_only, seed=engine.plan.training.seed)
-        if own is not None and not model_only and _place(engine.plan) == own["place"]:
-            engine.strategy.load_state_dict(own["strategy"])
+        with understood(saved):
+            if not model_only:
+                self._take_values(saved.values["engine"])
+            own = manager.loaded(saved, with_generators=not model_only, seed=engine.plan.training.seed)
+            if own is not None and not model_only and _place(engine.plan) == own["place"]:
+                engine.strategy.load_state_dict(own["strategy"])
         return saved.metadata
+
+    def _take_values(self, values: dict[str, Any]) -> None:
+        engine = self._engine
+        engine.precision.load_state_dict(values["precision"])
+        engine.learning_rate.load_state_dict(values["learning_rate"], data_degree=engine.strategy.data_degree)
+        engine.num_steps, engine.num_skipped = values["num_steps"], values["num_skipped"]
+        engine.ledger.load_state_dict(values)
 
     def _save(self, manager: CheckpointManager, reason: str, loss: float | None) -> None:
         manager.save_held(self._engine.num_steps, self._state(), reason, own=self._own(), **self._facts(loss))

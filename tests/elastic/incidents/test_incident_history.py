@@ -12,12 +12,16 @@ from torsh_distributed import events
 from torsh_distributed.cli.app import app
 from torsh_distributed.elastic.incidents.incident_history import failure_statistics, incidents_of, read_incidents
 from torsh_distributed.errors import IoError
+from torsh_distributed.events.recorded import event_of
 from torsh_distributed.train.recovery.open_incidents import OpenIncidents
 
 
-def record(name: str, at: float, rank: int, status: str, **fields: object) -> dict[str, object]:
+def report(name: str, at: float, rank: int, status: str, **fields: object) -> events.IncidentEvent:
     base = {"failure": "divergence", "action": "roll back", "step": 5, "detail": None, "duration_s": None}
-    return {"time": at, "rank": rank, "type": "incident", "incident": name, "status": status, **base, **fields}
+    record = {"time": at, "rank": rank, "type": "incident", "incident": name, "status": status, **base, **fields}
+    event = event_of(record)
+    assert isinstance(event, events.IncidentEvent)
+    return event
 
 
 def test_an_incident_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -40,13 +44,13 @@ def test_an_incident_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_reports_of_several_ranks_are_one_incident() -> None:
     found = incidents_of(
         [
-            record("a", 100.0, 0, "open"),
-            record("b", 100.2, 1, "open"),
-            record("a", 101.0, 0, "resolved", duration_s=1.0),
-            record("b", 101.5, 1, "resolved", duration_s=1.3),
-            record("c", 200.0, 0, "open"),
-            record("d", 210.0, 0, "open", failure="storage", step=9),
-            record("d", 212.0, 0, "failed", failure="storage", duration_s=2.0),
+            report("a", 100.0, 0, "open"),
+            report("b", 100.2, 1, "open"),
+            report("a", 101.0, 0, "resolved", duration_s=1.0),
+            report("b", 101.5, 1, "resolved", duration_s=1.3),
+            report("c", 200.0, 0, "open"),
+            report("d", 210.0, 0, "open", failure="storage", step=9),
+            report("d", 212.0, 0, "failed", failure="storage", duration_s=2.0),
         ]
     )
     assert [(one.failure, one.ranks, one.status, one.duration_s) for one in found] == [
@@ -62,7 +66,8 @@ def test_reports_of_several_ranks_are_one_incident() -> None:
 
 
 def test_the_command_shows_them(tmp_path: Path) -> None:
-    lines = [record("a", 100.0, 0, "open"), record("a", 101.0, 0, "resolved", duration_s=1.0)]
+    reports = [report("a", 100.0, 0, "open"), report("a", 101.0, 0, "resolved", duration_s=1.0)]
+    lines = map(events.to_record, reports)
     (tmp_path / "incidents.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     shown = CliRunner().invoke(app, ["incidents", str(tmp_path)])
     assert "divergence" in shown.output
@@ -72,3 +77,13 @@ def test_the_command_shows_them(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["incidents", str(tmp_path / "empty")]).output == "no incidents\n"
     with pytest.raises(IoError, match="no such directory"):
         read_incidents(tmp_path / "nowhere")
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    sound = json.dumps(events.to_record(report("a", 100.0, 0, "open")))
+    absurd = sound.replace("100.0", "1e400")
+    (tmp_path / "incidents.jsonl").write_text(f'{{"broken": \n{sound}\n[]\n{absurd}\n{{"incident": 1}}\n')
+    (tmp_path / "rank-0.jsonl").write_text('{"type": "step"}\nnot json\n{"type": "memory", "time": "now"}\n')
+    shown = CliRunner().invoke(app, ["incidents", str(tmp_path)])
+    assert shown.exception is None
+    assert shown.output.count("divergence") == 2  # the incident, and its line in the sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.parallel.weights.checkpoints import write_file
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.parallel.weights.safetensors_format import header_bytes, read_header, room_for
+from torsh_distributed.parallel.weights.weight_files import stored_tensors
 
 
 def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:
@@ -33,6 +35,8 @@ def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:
         (lambda data: b"PK" + data[2:], "does not begin with a header"),
         (lambda data: data[:8] + b"?" + data[9:], "not JSON"),
         (lambda data: data.replace(b'"F32"', b'"F31"'), "unknown dtype F31"),
+        (lambda data: data.replace(b'"shape":[4]', b'"shape":-4 '), "not one of tensors"),
+        (lambda data: data.replace(b'"shape":[4]', b'"shape":[""]')[:-1], "does not begin|cannot have the shape"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage, said: str) -> None:
@@ -50,3 +54,14 @@ def test_the_room_for_a_header_is_enough_and_aligned() -> None:
     longest = {"dtype": "F8_E4M3", "shape": [10**11] * 8, "data_offsets": [10**18, 10**18 + 1]}
     assert len(header_bytes(dict.fromkeys(names, longest), length=room)) == room + 8
     assert (room + 8) % 64 == 0
+
+
+@pytest.mark.parametrize("name", ["../private.safetensors", "/private.safetensors", "..", "notes.txt", 7])
+def test_an_index_that_names_other_files_is_refused(tmp_path: Path, name: object) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_file(tmp_path / "private.safetensors", {"a": torch.ones(4)})
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"beside it|not an index"):
+        stored_tensors(folder)

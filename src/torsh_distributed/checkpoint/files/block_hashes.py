@@ -44,7 +44,7 @@ class FileRecord:
     def from_json(cls, value: dict[str, object]) -> Self:
         """From the manifest; raises ValueError, KeyError or TypeError for anything else."""
         num_bytes, hashes = value["bytes"], value["hashes"]
-        if not isinstance(num_bytes, int) or not isinstance(hashes, list):
+        if type(num_bytes) is not int or not 0 <= num_bytes < 2**63 or not isinstance(hashes, list):
             raise TypeError("a file has bytes and hashes")
         if len(hashes) != -(-num_bytes // BLOCK_BYTES) or not all(isinstance(one, str) for one in hashes):
             raise ValueError("a file has one hash for each block")

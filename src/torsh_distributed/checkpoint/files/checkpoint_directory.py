@@ -17,7 +17,7 @@ from pathlib import Path
 from torsh_distributed.checkpoint.files.manifest import MARKER, is_checkpoint
 from torsh_distributed.errors import CheckpointError
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,18})")
 _OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\..*|\.lock|\.save-now")
 LOCK, REQUEST = ".lock", ".save-now"
 
@@ -34,8 +34,7 @@ class CheckpointDirectory:
             names = [path.name for path in self.path.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = (_STEP.fullmatch(name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return sorted((step for step in map(step_called, names) if step is not None), reverse=True)
 
     def step_path(self, step: int) -> Path:
         """Where a step's checkpoint is, or would be."""
@@ -113,6 +112,12 @@ class CheckpointDirectory:
             shutil.rmtree(path)
             removed.append(name)
         return removed
+
+
+def step_called(name: str) -> int | None:
+    """The step whose directory has this name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 class DirectoryLock:

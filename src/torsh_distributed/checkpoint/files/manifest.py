@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from torsh_distributed.checkpoint.files.block_hashes import BLOCK_BYTES, FileDamage, FileRecord, damaged, hash_of
+from torsh_distributed.checkpoint.files.mapped_file import open_plain
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.unreadable_data import reason_of
 
 FORMAT = 1
 MANIFEST, MARKER, TENSORS, DCP_INDEX, SHARED = "manifest.json", "COMMITTED", "tensors.json", ".metadata", "shared.state"
@@ -89,12 +93,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """As read; raises ValueError, KeyError or TypeError for anything that `to_bytes` did not make."""
+        """As read; raises ValueError, KeyError, TypeError or RecursionError for what `to_bytes` did not make."""
         value = json.loads(data)
-        known = CheckpointMetadata.__dataclass_fields__
-        metadata = {key: entry for key, entry in value["metadata"].items() if key in known}
+        if value["compression"] not in (None, "zstd"):
+            raise ValueError(f"the compression {value['compression']!r} is not known")
         return cls(
-            metadata=CheckpointMetadata(**metadata),
+            metadata=_metadata_of(value["metadata"]),
             files={_plain(name): FileRecord.from_json(record) for name, record in value["files"].items()},
             compression=value["compression"],
         )
@@ -111,16 +115,16 @@ def read_manifest(directory: Path) -> Manifest:
 
     The other files are not read. A checkpoint of a newer version is refused by its number.
     """
-    marker = _read(directory, MARKER)
+    marker = read_plain(directory, MARKER)
     _refuse_newer(directory, marker)
-    text = _read(directory, MANIFEST)
+    text = read_plain(directory, MANIFEST)
     if marker != marker_for(text):
         name = MARKER if _names_other_bytes(marker) else MANIFEST
         raise damaged(directory, [FileDamage(name, "manifest and marker do not belong together", 0, len(text))])
     try:
         return Manifest.from_bytes(text)
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(directory, [FileDamage(MANIFEST, f"it is not a manifest: {error}")]) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(directory, [FileDamage(MANIFEST, f"it is not a manifest: {reason_of(error)}")]) from error
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -131,7 +135,7 @@ def is_checkpoint(directory: Path) -> bool:
 def _refuse_newer(directory: Path, marker: bytes) -> None:
     try:
         number = json.loads(marker)["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(directory, [FileDamage(MARKER, "it is not a marker", 0, len(marker))]) from error
     if isinstance(number, int) and number > FORMAT and marker == json.dumps(json.loads(marker)).encode():
         raise CheckpointError(
@@ -148,23 +152,62 @@ def _names_other_bytes(marker: bytes) -> bool:
         value = json.loads(marker)
         again = {"format": FORMAT, "manifest": {key: value["manifest"][key] for key in ("bytes", "xxh3_128")}}
         return marker != json.dumps(again).encode()
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return True
 
 
-def _read(directory: Path, name: str) -> bytes:
+def read_plain(directory: Path, name: str) -> bytes:
+    """The contents of a small file of a checkpoint; CheckpointError if it is a link, no file, or cannot be read."""
     path = directory / name
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(open_plain(path), "rb") as stream:
+            return stream.read(_MOST_MANIFEST_BYTES)
     except OSError as error:
         reason = "it is a symbolic link" if path.is_symlink() else (error.strerror or str(error)).lower()
         raise damaged(directory, [FileDamage(name, f"cannot be read: {reason}")]) from error
-    with os.fdopen(file, "rb") as stream:
-        return stream.read(_MOST_MANIFEST_BYTES)
+
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_MOST = 2**63 - 1
+_LAST_TIME = 253_402_300_799.0
+"""The last second of the year 9999: what Python can show as a date."""
 
 
 def _plain(name: str) -> str:
-    """A file's name, refused if it leads out of the directory."""
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"{name!r} is not a file of a checkpoint")
+    """A file's name, refused if it leads out of the directory or is none that is written there."""
+    if not _FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST, MARKER):
+        raise ValueError(f"{name[:200]!r} is not a file of a checkpoint")
     return name
+
+
+def _metadata_of(given: dict[str, Any]) -> CheckpointMetadata:
+    """The metadata with every value of the type and in the range that its field has."""
+    known = CheckpointMetadata.__dataclass_fields__
+    found = {key: entry for key, entry in given.items() if key in known}
+    is_right: dict[str, Callable[[Any], bool]] = {
+        "step": is_count,
+        "epoch": is_count,
+        "loss": lambda one: one is None or _is_number(one),
+        "learning_rate": lambda one: one is None or _is_number(one),
+        "time": lambda one: _is_number(one) and 0 <= one <= _LAST_TIME,
+        "world_size": lambda one: is_count(one) and one > 0,
+        "mesh": lambda one: isinstance(one, dict) and all(is_count(degree) for degree in one.values()),
+        "plan": lambda one: one is None or isinstance(one, dict),
+        "plan_hash": lambda one: one is None or isinstance(one, str),
+        "git_commit": lambda one: one is None or isinstance(one, str),
+        "versions": lambda one: isinstance(one, dict) and all(isinstance(text, str) for text in one.values()),
+        "reason": lambda one: isinstance(one, str),
+    }
+    for key, value in found.items():
+        if not is_right[key](value):
+            raise ValueError(f"{key} is {str(value)[:60]!r}")
+    return CheckpointMetadata(**found)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value of a file is a whole number that a size, an offset or a step can be."""
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) <= _MOST)

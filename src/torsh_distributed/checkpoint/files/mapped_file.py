@@ -11,6 +11,7 @@ import ctypes
 import functools
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,21 @@ _POPULATE_READ = 22
 be read would end the process."""
 
 
+def open_plain(path: Path) -> int:
+    """A descriptor to read a regular file from; OSError for a link, a pipe, a device or a directory."""
+    # Non-blocking: opening a pipe that nobody writes to would wait for ever. It means nothing to a regular file.
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError("it is not a regular file")
+    return file
+
+
 class MappedFile:
     """A file opened for reading; links are not followed. Where it cannot be mapped it is read into a buffer."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._file = open_plain(path)
         self.close = weakref.finalize(self, os.close, self._file)
         """Let go of the file; happens by itself with the last reference."""
         self.num_bytes = os.fstat(self._file).st_size

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torsh_distributed.checkpoint.files.block_hashes import FileDamage, Progress, check_file
-from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
+from torsh_distributed.checkpoint.files.block_hashes import FileDamage, Progress, check_file, damaged
+from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, TENSORS, Manifest, read_plain
 from torsh_distributed.checkpoint.files.mapped_file import MappedFile
+from torsh_distributed.checkpoint.files.tensor_index import TensorIndex
 
 
 def find_damage(
@@ -35,6 +36,17 @@ def find_damage(
             directory, name, manifest.files[name], [one for one in numbers if one >= 0], progress, opened
         )
     ]
+
+
+def read_index(directory: Path, manifest: Manifest) -> TensorIndex:
+    """Where the tensors are, checked against the checkpoint's own files; CheckpointError names what does not fit."""
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+    try:
+        return TensorIndex.from_bytes(
+            read_plain(directory, TENSORS), sizes, is_compressed=manifest.compression is not None
+        )
+    except ValueError as error:
+        raise damaged(directory, [FileDamage(TENSORS, f"cannot be understood: {error}")]) from error
 
 
 def foreign_files(directory: Path, manifest: Manifest) -> list[str]:

@@ -128,6 +128,8 @@ def find_kept(*, part: int, num_parts: int) -> dict[str, list[KeptSnapshot]]:
 
 def _read(path: Path) -> KeptSnapshot:
     rank, step, name, num_bytes, holders, facts = deserialize(path.read_bytes())
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not a file beside its record")
     memory = map_existing(path.with_name(name), num_bytes) if num_bytes else private_memory(0, is_pinned=False)
     keeper = int(path.parent.name.partition("-")[2])
     return KeptSnapshot(keeper, rank, step, tuple(holders), memory, facts)

@@ -118,7 +118,8 @@ class CheckpointWriter:
         try:
             self._image.copy_in(state.tensors)
         except Exception as failure:  # on this rank alone: all ranks learn of it as of a write that failed
-            _log.exception("this rank's state cannot be copied")
+            if not isinstance(failure, TorshError):
+                _log.exception("this rank's state cannot be copied")
             error = f"its state cannot be copied: {failure}"
         stalled_s = time.monotonic() - started
         directory = self._directory.path / f".step-{metadata.step:08d}.{self._job}"

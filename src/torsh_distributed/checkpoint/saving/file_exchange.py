@@ -24,13 +24,21 @@ from torsh_distributed.checkpoint.files.block_hashes import (
     write_file,
 )
 from torsh_distributed.checkpoint.files.checkpoint_directory import CheckpointDirectory, cannot_write
-from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest, marker_for, read_manifest
+from torsh_distributed.checkpoint.files.manifest import (
+    MANIFEST,
+    MARKER,
+    Manifest,
+    marker_for,
+    read_manifest,
+    read_plain,
+)
 from torsh_distributed.checkpoint.files.mapped_file import read_exactly
 from torsh_distributed.checkpoint.saving.node_ranks import NodeRanks, first_ranks, gathered
 from torsh_distributed.checkpoint.saving.remote_mirror import RemoteMirror
 from torsh_distributed.comm.agreement import fail_together
 from torsh_distributed.comm.collectives.objects import broadcast_object
 from torsh_distributed.errors import CheckpointError, TorshError
+from torsh_distributed.unreadable_data import unreadable_as
 
 _JOB = "fetched"
 
@@ -53,7 +61,8 @@ class FileExchange:
         text = self._manifest(step, is_remote=is_remote)
         if text is None:
             return f"{path.name} has a manifest neither on a node nor in the remote place"
-        manifest = Manifest.from_bytes(text)
+        with unreadable_as(CheckpointError, f"{path.name} has a manifest that cannot be understood"):
+            manifest = Manifest.from_bytes(text)
         whole = self._whole_files(path, manifest)
         if all(names == set(manifest.files) for names in whole.values()) and self._all_have(path, text):
             return None
@@ -176,7 +185,7 @@ def _manifest_text(path: Path) -> bytes | None:
     """A directory's manifest if it fits its marker; None if it is damaged or absent. A newer format raises."""
     try:
         read_manifest(path)
-        return (path / MANIFEST).read_bytes()
+        return read_plain(path, MANIFEST)
     except OSError:
         return None
     except CheckpointError as error:

@@ -6,17 +6,18 @@ marker is not a checkpoint. Its files are those of the directory, so each can be
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER
+from torsh_distributed.checkpoint.files.checkpoint_directory import step_called
+from torsh_distributed.checkpoint.files.manifest import MANIFEST, MARKER, Manifest
 from torsh_distributed.circuit_breaker import CircuitBreaker
 from torsh_distributed.errors import CheckpointError, IoError
 from torsh_distributed.plan.sections.retry import RetryConfig
 from torsh_distributed.retry import retry
+from torsh_distributed.unreadable_data import unreadable_as
 
 R = TypeVar("R")
 
@@ -56,7 +57,7 @@ class RemoteMirror:
     def steps(self) -> list[int]:
         """Complete steps, newest first."""
         names = self._tried("list", self._names)
-        steps = [int(name.removeprefix("step-")) for name in names if name.startswith("step-")]
+        steps = [step for step in map(step_called, names) if step is not None]
         return sorted((step for step in steps if self._tried("list", partial(self._has_marker, step))), reverse=True)
 
     def losses(self) -> dict[int, float | None]:
@@ -64,8 +65,8 @@ class RemoteMirror:
         steps = self.steps()
         for step in steps:
             if step not in self._losses:
-                value = json.loads(self.read(step, MANIFEST))
-                self._losses[step] = value["metadata"]["loss"]
+                with unreadable_as(CheckpointError, f"the manifest of step {step} in {self.url} is damaged"):
+                    self._losses[step] = Manifest.from_bytes(self.read(step, MANIFEST)).metadata.loss
         return {step: self._losses[step] for step in steps}
 
     def begin(self, step: int) -> None:

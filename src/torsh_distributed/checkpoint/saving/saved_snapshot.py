@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
 from torsh_distributed.checkpoint.files.tensor_index import StoredBox, TensorIndex
-from torsh_distributed.errors import CheckpointError
+from torsh_distributed.errors import CheckpointError, MemoryAllocationFailed
 from torsh_distributed.parallel.state.held_state import SavedState, SavedTensor
-from torsh_distributed.parallel.state.held_tensors import HeldBox, WholeLayout
+from torsh_distributed.parallel.state.held_tensors import HeldBox, WholeLayout, whole_layout
+from torsh_distributed.unreadable_data import unreadable_as
 
 
 class SavedSnapshot(SavedState):
@@ -48,6 +49,14 @@ class SavedSnapshot(SavedState):
     @abstractmethod
     def read_bytes(self, stored: StoredBox, begin: int, into: memoryview) -> None:
         """Fill `into` with a stored box's bytes from `begin` on."""
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor on the host."""
+        kind = self.tensors[name]
+        with unreadable_as(MemoryAllocationFailed, f"{name} of shape {kind.shape} takes more memory than there is"):
+            local = torch.empty(kind.shape, dtype=kind.dtype)
+        self.fill(name, whole_layout(kind.shape), local)
+        return local
 
     @override
     def fill(self, name: str, layout: WholeLayout, local: Tensor) -> None:

@@ -25,7 +25,7 @@ def compressor(level: int) -> Compress | None:
 
 
 def decompress(data: bytes, num_bytes: int) -> bytes:
-    """Undo it; `num_bytes` is the size to expect."""
+    """Undo it; `num_bytes` is the most to expect. ValueError for what is damaged or longer."""
     try:
         import zstandard
     except ImportError as error:
@@ -33,5 +33,11 @@ def decompress(data: bytes, num_bytes: int) -> bytes:
             "this checkpoint is compressed, and zstandard is not installed",
             hint='pip install "torsh-distributed[zstd]"',
         ) from error
-    found: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=num_bytes)
+    try:
+        # The size that the data itself names is what the library would take memory for.
+        if zstandard.frame_content_size(data) > num_bytes:
+            raise ValueError("it is longer than its tensor")
+        found: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=num_bytes)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from error
     return found

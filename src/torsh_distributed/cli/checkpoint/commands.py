@@ -10,13 +10,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from torsh_distributed.checkpoint.files.block_hashes import damaged
 from torsh_distributed.checkpoint.files.checkpoint_directory import REQUEST, CheckpointDirectory, is_written_to
 from torsh_distributed.checkpoint.files.manifest import MARKER, Manifest, read_manifest
-from torsh_distributed.checkpoint.files.verification import find_damage, foreign_files
+from torsh_distributed.checkpoint.files.verification import find_damage, foreign_files, read_index
 from torsh_distributed.checkpoint.policy.retention import StepLoss, steps_to_remove
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.terminal_text import neutral
 
 app = typer.Typer(
     help="Look at checkpoints, verify, compare, remove and exchange them.", add_completion=False, no_args_is_help=True
@@ -40,7 +42,8 @@ def list_checkpoints(directory: Place) -> None:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            table.add_row(path.name.removeprefix("step-").lstrip("0") or "0", f"[red]{error.message}[/]")
+            problem = Text(neutral(error.message), style="red")
+            table.add_row(path.name.removeprefix("step-").lstrip("0") or "0", problem)
             continue
         one = manifest.metadata
         table.add_row(
@@ -49,20 +52,15 @@ def list_checkpoints(directory: Place) -> None:
             "" if one.loss is None else f"{one.loss:.4f}",
             _size(manifest.num_bytes),
             str(one.world_size),
-            _mesh(one.mesh),
-            one.reason,
+            neutral(_mesh(one.mesh)),
+            neutral(one.reason),
         )
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False).print(table)
 
 
 @app.command("show")
 def show(directory: Place, step: Step = None) -> None:
     """Show what a checkpoint holds: metadata, files, tensors."""
-    import json
-
-    from torsh_distributed.checkpoint.files.manifest import TENSORS
-    from torsh_distributed.checkpoint.files.tensor_index import TensorIndex
-
     path, manifest = _one(directory, step)
     one = manifest.metadata
     table = Table(show_header=False, title=str(path), title_justify="left")
@@ -80,18 +78,15 @@ def show(directory: Place, step: Step = None) -> None:
     }
     for name, value in rows.items():
         if value:
-            table.add_row(name, value)
-    console = Console(soft_wrap=True)
+            table.add_row(name, neutral(value))
+    console = Console(soft_wrap=True, markup=False)
     console.print(table)
-    try:
-        index = TensorIndex.from_bytes((path / TENSORS).read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path / TENSORS} cannot be read: {error}", hint=f"torsh checkpoint verify {path}"
-        ) from error
+    index = read_index(path, manifest)
     tensors = Table("tensor", "dtype", "shape", "pieces")
     for name, tensor in sorted(index.tensors.items()):
-        tensors.add_row(name, tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar", str(len(tensor.boxes)))
+        tensors.add_row(
+            neutral(name), tensor.dtype, "×".join(map(str, tensor.shape)) or "scalar", str(len(tensor.boxes))
+        )
     console.print(tensors)
 
 
@@ -111,12 +106,13 @@ def verify(
                 damage = find_damage(path, manifest, progress=advance)
             if damage:
                 raise damaged(path, damage)
+            read_index(path, manifest)
         except CheckpointError as error:
             has_failed = True
-            typer.echo(error.message)
+            typer.echo(neutral(error.message))
             continue
         others = foreign_files(path, manifest)
-        note = f"; not part of it: {', '.join(others)}" if others else ""
+        note = neutral(f"; not part of it: {', '.join(others)}") if others else ""
         typer.echo(f"{path.name} is whole: {len(manifest.files)} files, {_size(manifest.num_bytes)}{note}")
     if has_failed:
         raise typer.Exit(1)
@@ -158,7 +154,7 @@ def prune(
             try:
                 found.append(StepLoss(step, read_manifest(place.step_path(step)).metadata.loss))
             except CheckpointError as error:
-                typer.echo(f"not counted, and left as it is: {error.message}")
+                typer.echo(f"not counted, and left as it is: {neutral(error.message)}")
         gone = steps_to_remove(found, keep=keep, keep_best=keep_best, keep_every=keep_every)
         for step in gone:
             if not dry_run:
@@ -224,6 +220,9 @@ def _existing(directory: Path) -> list[Path]:
     found = [place.step_path(step) for step in place.steps()]
     if not found:
         raise CheckpointError(f"there is no checkpoint in {directory}", hint="name the checkpoint.dir of a job")
+    for path in found:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link, which is not followed", hint="name its target instead")
     return found
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from torsh_distributed.checkpoint.checkpoint_manager import CheckpointManager
 from torsh_distributed.checkpoint.files.block_hashes import Progress, damaged
@@ -14,7 +13,7 @@ from torsh_distributed.checkpoint.files.manifest import Manifest
 from torsh_distributed.checkpoint.files.verification import find_damage
 from torsh_distributed.checkpoint.safetensors_files import export, model_in
 from torsh_distributed.checkpoint.saving.saved_checkpoint import SavedCheckpoint
-from torsh_distributed.parallel.state.held_tensors import layout_of, whole_runs
+from torsh_distributed.terminal_text import neutral
 
 
 def print_differences(one: SavedCheckpoint, other: SavedCheckpoint) -> bool:
@@ -25,7 +24,7 @@ def print_differences(one: SavedCheckpoint, other: SavedCheckpoint) -> bool:
         text = _difference(name, one, other)
         num_equal, num_different = num_equal + (text is None), num_different + (text is not None)
         if text is not None:
-            console.print(f"{name}: {text}", markup=False)
+            console.print(neutral(f"{name}: {text}"), markup=False)
     console.print(f"{num_equal} tensors are equal, {num_different} differ")
     return num_different > 0
 
@@ -36,7 +35,7 @@ def _difference(name: str, one: SavedCheckpoint, other: SavedCheckpoint) -> str 
     first, second = ("absent" if kind is None else f"{kind.dtype} {tuple(kind.shape)}" for kind in kinds)
     if first != second:
         return f"{first} in the first, {second} in the second"
-    left, right = _whole(one, name), _whole(other, name)
+    left, right = one.whole(name), other.whole(name)
     if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
         return None
     largest = float((left.double() - right.double()).abs().max())
@@ -65,10 +64,3 @@ def import_files(source: Path, directory: Path, progress: Progress) -> Path:
         manager.save_held(0, state, "imported")
         manager.wait_for_commit()
         return manager.directory.step_path(0)
-
-
-def _whole(saved: SavedCheckpoint, name: str) -> Tensor:
-    kind = saved.tensors[name]
-    whole = torch.empty(kind.shape, dtype=kind.dtype)
-    saved.fill(name, layout_of(kind.shape, whole_runs(kind.shape), kind.shape), whole)
-    return whole

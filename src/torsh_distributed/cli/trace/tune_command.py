@@ -16,6 +16,7 @@ import typer
 
 from torsh_distributed.cli.trace.trace_commands import RunFolder
 from torsh_distributed.errors import ConfigurationError, InvalidArgument, ProcessFailure
+from torsh_distributed.unreadable_data import unreadable_as
 
 RUN_FILE = "run.json"
 _RESAMPLES = 2000
@@ -82,8 +83,13 @@ def _recorded(run: Path) -> dict[str, Any]:
             hint="record it with `torsh run --trace DIR`, which writes run.json",
             path=str(path),
         )
-    recorded: dict[str, Any] = json.loads(path.read_text())
-    return recorded
+    with unreadable_as(ConfigurationError, "run.json does not say how a run was started", path=str(path)):
+        recorded: dict[str, Any] = json.loads(path.read_bytes())
+        variables = recorded.get("variables", {})
+        texts = [recorded["directory"], *recorded["arguments"], *variables, *variables.values()]
+        if not all(isinstance(one, str) for one in texts):
+            raise ValueError("its arguments are not texts")
+        return recorded
 
 
 def _run_once(recorded: dict[str, Any], folder: Path, overrides: dict[str, str]) -> TunedRun:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torsh_distributed.errors import ConfigurationError, IoError
+from torsh_distributed.unreadable_data import unreadable_as
 
 _POD_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _HINT = "set KUBECONFIG, or run `kubectl config view` to see what kubectl uses"
@@ -75,7 +76,11 @@ def _pod_access(environ: Mapping[str, str]) -> ClusterAccess:
 
 def read_kubeconfig(path: Path, *, context: str | None = None) -> ClusterAccess:
     """The cluster and the user of a context, the current one if None."""
-    config = _load(path)
+    with unreadable_as(ConfigurationError, "the kubeconfig cannot be understood", hint=_HINT, path=str(path)):
+        return _access(_load(path), path, context)
+
+
+def _access(config: dict[str, Any], path: Path, context: str | None) -> ClusterAccess:
     name = context or config.get("current-context")
     chosen = _named(config, "contexts", name, path).get("context", {})
     cluster = _named(config, "clusters", chosen.get("cluster"), path).get("cluster", {})
@@ -109,7 +114,7 @@ def _load(path: Path) -> dict[str, Any]:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
             raise ConfigurationError("the kubeconfig has YAML aliases, which are not read", path=str(path))
         config = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise IoError(f"the kubeconfig cannot be read: {error}", hint=_HINT, path=str(path)) from error
     if not isinstance(config, dict):
         raise ConfigurationError("this is no kubeconfig", hint=_HINT, path=str(path))

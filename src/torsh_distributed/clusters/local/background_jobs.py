@@ -21,8 +21,12 @@ from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.job_records import job_directory, state_directory
 from torsh_distributed.clusters.log_following import read_growing
 from torsh_distributed.errors import CommunicationError, IoError, OperationTimeout
+from torsh_distributed.unreadable_data import unreadable_as
 
 PROCESS_FILE, EXIT_FILE, CANCEL_FILE, LOG_FILE = "process.json", "exit.json", "cancelled", "output.log"
+_NUMBERS = {PROCESS_FILE: {"pid": 2**22, "start_ticks": 2**63}, EXIT_FILE: {"exit_code": 2**16}}
+"""The numbers in each of the job's notes, and the most that each can be."""
+_REMOVE = "remove the job's directory if the job is over"
 _START_TIMEOUT_S = 60.0
 _KILL_WAIT_S = 10.0
 
@@ -129,11 +133,14 @@ def _folder(name: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    return found
+    with unreadable_as(IoError, "a note of the job cannot be read", hint=_REMOVE, path=str(path)):
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        for name, most in _NUMBERS[path.name].items():
+            if type(found[name]) is not int or not 0 <= found[name] <= most:
+                raise ValueError(f"{name} cannot be {str(found[name])[:60]!r}")
+        return found
 
 
 def start_ticks(pid: int) -> int | None:

@@ -14,8 +14,10 @@ from typing import Any
 from torsh_distributed.clusters.cluster_engine import JobState, JobStatus
 from torsh_distributed.clusters.ranks import rank_start
 from torsh_distributed.clusters.submission import Submission
+from torsh_distributed.errors import IoError
 from torsh_distributed.launch.entry import command_line
 from torsh_distributed.launch.spec import EntryKind
+from torsh_distributed.unreadable_data import unreadable_as
 
 _MAX_TRACEBACK_LINES = 12
 
@@ -64,7 +66,11 @@ def first_failure(reports: Path) -> FirstFailure | None:
 
     A rank that only says that another one is gone is not the cause, however early it noticed.
     """
-    found = [_read(path) for path in reports.glob("rank-*.json")] if reports.is_dir() else []
+    with unreadable_as(IoError, "what the ranks wrote about their failures cannot be read", path=str(reports)):
+        return _first_of([_read(path) for path in reports.glob("rank-*.json")] if reports.is_dir() else [])
+
+
+def _first_of(found: list[Mapping[str, Any]]) -> FirstFailure | None:
     if not found:
         return None
     first = min(found, key=lambda one: (bool(one.get("is_consequence")), float(one.get("at_s", 0.0))))
@@ -89,5 +95,5 @@ def with_cause(status: JobStatus, reports: Path) -> JobStatus:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(path.read_text())
+    found: Mapping[str, Any] = json.loads(path.read_bytes())
     return found

@@ -27,9 +27,10 @@ from torsh_distributed.clusters.slurm.slurm_queue import ASK_TIMEOUT_S, ask_slur
 from torsh_distributed.clusters.slurm.slurm_script import OPTIONS, slurm_script
 from torsh_distributed.clusters.submission import Submission
 from torsh_distributed.comm.trust.job_secret import new_secret, write_secret_file
-from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, OperationTimeout
+from torsh_distributed.errors import CommunicationError, FeatureNotAvailable, IoError, OperationTimeout
 from torsh_distributed.launch.ports import meeting_variables, require_port_limit
 from torsh_distributed.launch.spec import parse_port_range
+from torsh_distributed.unreadable_data import unreadable_as
 
 _LABEL = re.compile(r"\s*(\d+): ?(.*)")
 _CANCEL_TIMEOUT_S = 90.0
@@ -153,7 +154,8 @@ def _folder_of(job_id: str) -> Path | None:
 
 def _remembered(folder: Path) -> JobStatus | None:
     """How the job ended, from what its script wrote; None if it wrote nothing."""
-    codes = [int(json.loads(path.read_text())["exit_code"]) for path in sorted(folder.glob("exit*.json"))]
+    with unreadable_as(IoError, "what the job's script wrote about its end cannot be read", path=str(folder)):
+        codes = [int(json.loads(path.read_bytes())["exit_code"]) for path in sorted(folder.glob("exit*.json"))]
     if not codes:
         return None
     code = next((code for code in codes if code), 0)

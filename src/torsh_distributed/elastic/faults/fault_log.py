@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torsh_distributed.elastic.faults.fault import Fault
+from torsh_distributed.events.recorded import is_time, record_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,19 @@ class FaultOutcome:
 def read_fault_log(path: Path) -> list[dict[str, Any]]:
     """The records, in the order of time. A line that a dying process did not finish is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        record = record_in(line)
+        if isinstance(record, dict) and _is_sound(record):
+            records.append(record)
     return sorted(records, key=lambda one: float(one["time"]))
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    numbers = [record.get(name) for name in ("step", "pid")]
+    is_counted = all(isinstance(one, int) and abs(one) < 2**63 for one in numbers)
+    if not is_counted or not is_time(record.get("time")):
+        return False
+    return record.get("kind") == "step" or (record.get("kind") == "fault" and isinstance(record.get("fault"), str))
 
 
 def fault_outcomes(records: Sequence[dict[str, Any]]) -> list[FaultOutcome]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.events import IncidentStatus
+from torsh_distributed.events import IncidentEvent, IncidentStatus
 from torsh_distributed.events.jsonl import INCIDENTS
+from torsh_distributed.events.recorded import events_in
 
 _SAME_S = 5.0
 """Ranks that report the same failure of the same step within this time report one incident."""
@@ -47,34 +46,29 @@ class FailureStatistics:
 
 def read_incidents(directory: Path) -> list[Incident]:
     """All incidents of the events in a directory, oldest first."""
-    path = directory / INCIDENTS
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        if directory.is_dir():
-            return []
-        raise IoError("there is no such directory of events", directory=str(directory)) from None
-    return incidents_of(json.loads(line) for line in lines if line.strip())
+    if not directory.is_dir():
+        raise IoError("there is no such directory of events", directory=str(directory))
+    return incidents_of(event for event in events_in(directory / INCIDENTS) if isinstance(event, IncidentEvent))
 
 
-def incidents_of(records: Iterable[dict[str, Any]]) -> list[Incident]:
-    """Incidents from the records of their events; reports of several ranks about one failure become one."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        by_name.setdefault(record["incident"], []).append(record)
+def incidents_of(reports: Iterable[IncidentEvent]) -> list[Incident]:
+    """Incidents from their events; reports of several ranks about one failure become one."""
+    by_name: dict[str, list[IncidentEvent]] = {}
+    for report in reports:
+        by_name.setdefault(report.incident, []).append(report)
     found: list[Incident] = []
-    for name, events in sorted(by_name.items(), key=lambda one: float(one[1][0]["time"])):
+    for name, events in sorted(by_name.items(), key=lambda one: one[1][0].time):
         first, last = events[0], events[-1]
         one = Incident(
             names=(name,),
-            failure=first["failure"],
-            action=first["action"],
-            ranks=(first["rank"],),
-            step=first["step"],
-            opened_at=first["time"],
-            status=last["status"],
-            duration_s=last["duration_s"],
-            detail=first["detail"],
+            failure=first.failure,
+            action=first.action,
+            ranks=(first.rank,),
+            step=first.step,
+            opened_at=first.time,
+            status=last.status,
+            duration_s=last.duration_s,
+            detail=first.detail,
         )
         same = next((other for other in found if _is_same(one, other)), None)
         if same is None:
@@ -94,10 +88,8 @@ def observed_seconds(directory: Path) -> float:
     """From the first to the last event of any rank in a directory."""
     first, last = float("inf"), float("-inf")
     for path in directory.glob("*.jsonl"):
-        with path.open() as lines:
-            for line in lines:
-                at = json.loads(line)["time"]
-                first, last = min(first, at), max(last, at)
+        for event in events_in(path):
+            first, last = min(first, event.time), max(last, event.time)
     return max(0.0, last - first) if last > first else 0.0
 
 
@@ -122,7 +114,7 @@ def _is_same(one: Incident, other: Incident) -> bool:
 
 def _merged(one: Incident, other: Incident) -> Incident:
     """The first to report opened it; the slowest rank ends it."""
-    worst: dict[IncidentStatus, int] = {"resolved": 0, "failed": 1, "open": 2}
+    worst: dict[str, int] = {"resolved": 0, "failed": 1, "open": 2}
     durations = [each.duration_s for each in (one, other) if each.duration_s is not None]
     return Incident(
         names=(*one.names, *other.names),
@@ -131,7 +123,7 @@ def _merged(one: Incident, other: Incident) -> Incident:
         ranks=tuple(sorted({*one.ranks, *other.ranks})),
         step=one.step,
         opened_at=min(one.opened_at, other.opened_at),
-        status=max(one.status, other.status, key=lambda status: worst[status]),
+        status=max(one.status, other.status, key=lambda status: worst.get(status, 2)),
         duration_s=max(durations) if durations else None,
         detail=one.detail,
     )

@@ -7,7 +7,6 @@ in real runs that leak, get slower, or go well; heat and memory errors cannot be
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_distributed.events import Event, HardwareEvent, MemoryEvent, StepEvent
+from torsh_distributed.events.recorded import events_in
 
 ALARM = 0.7
 """A score from here on is reported."""
@@ -150,14 +150,9 @@ class RiskMonitor:
 
 def recorded_alarms(directory: Path, *, horizon_s: float = 60.0) -> list[RiskScore]:
     """The alarms that the events of a run, recorded in `directory`, give."""
-    kinds = {kind.kind: kind for kind in (MemoryEvent, StepEvent, HardwareEvent)}
     found: list[Event] = []
     for path in directory.glob("rank-*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            kind = kinds.get(record.pop("type"))
-            if kind is not None:
-                found.append(kind(**record))
+        found += [one for one in events_in(path) if isinstance(one, MemoryEvent | StepEvent | HardwareEvent)]
     return alarms(found, horizon_s=horizon_s)
 
 

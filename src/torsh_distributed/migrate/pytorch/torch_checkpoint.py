@@ -26,6 +26,7 @@ from torsh_distributed.migrate.foreign_state import (
 from torsh_distributed.migrate.pytorch.torch_files import INDEX, read_torch_directory, read_torch_file
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
 from torsh_distributed.train.engine import Engine
+from torsh_distributed.unreadable_data import unreadable_as
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights", "app")
 _SCHEDULE_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
@@ -44,6 +45,13 @@ def open_torch_checkpoint(
     CheckpointError for files that are damaged or name other classes, and where parts or names cannot be told apart.
     """
     path = Path(source)
+    with unreadable_as(
+        CheckpointError, f"{path.name} is not a checkpoint of torch", hint="copy it again", path=str(path)
+    ):
+        return _opened(path, model_key, inert)
+
+
+def _opened(path: Path, model_key: str | None, inert: Sequence[str]) -> ForeignState:
     is_directory = (path / INDEX).is_file()
     content = read_torch_directory(path, inert=inert) if is_directory else read_torch_file(path, inert=inert)
     if not isinstance(content, Mapping):

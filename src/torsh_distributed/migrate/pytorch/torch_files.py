@@ -21,6 +21,7 @@ from typing_extensions import override
 from torsh_distributed.errors import CheckpointError
 from torsh_distributed.migrate.deepspeed.checkpoints.safe_files import load_safely
 from torsh_distributed.migrate.foreign_state import PiecedTensor
+from torsh_distributed.unreadable_data import reason_of
 
 INDEX = ".metadata"
 """The index of a directory of torch.distributed.checkpoint."""
@@ -113,9 +114,9 @@ def _read_index(path: Path) -> Any:
             hint="save the checkpoint again with torch.distributed.checkpoint",
             path=str(path),
         ) from error
-    except (OSError, EOFError, ValueError, AttributeError, TypeError, LookupError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a forged pickle may fail in any line of the records it builds
         raise CheckpointError(
-            f"{path.name}/{INDEX} is damaged, or no index of torch.distributed.checkpoint: {error}",
+            f"{path.name}/{INDEX} is damaged, or no index of torch.distributed.checkpoint: {reason_of(error)}",
             hint="copy the directory again",
             path=str(path),
         ) from error
@@ -157,6 +158,8 @@ def _load_part(path: Path, index: Any, where: Any) -> Any:
     file = (path / where.relative_path).resolve()
     if not file.is_relative_to(path.resolve()):
         raise CheckpointError(f"{path.name}/{INDEX} points outside of the checkpoint: {where.relative_path}")
+    if not file.is_file():
+        raise CheckpointError(f"{path.name} lacks {where.relative_path}", hint="copy the directory again")
     if getattr(where, "transform_descriptors", None):
         raise CheckpointError(
             f"{path.name} is compressed ({', '.join(where.transform_descriptors)})", hint="save it without extensions"
@@ -166,10 +169,9 @@ def _load_part(path: Path, index: Any, where: Any) -> Any:
             stream.seek(where.offset)
             data = stream.read(where.length)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a forged pickle may fail in any of torch's lines
         raise CheckpointError(
-            f"{index.fqn} cannot be read from {where.relative_path}: {reason}",
+            f"{index.fqn} cannot be read from {where.relative_path}: {reason_of(error)}",
             hint="copy the directory again",
             path=str(path),
         ) from error

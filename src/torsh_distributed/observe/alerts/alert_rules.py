@@ -108,7 +108,7 @@ def read_rules(path: str | Path) -> tuple[list[AlertRule], dict[str, dict[str, A
     """The rules of a TOML file, and its actions by name; raises ConfigurationError for what is not understood."""
     try:
         content = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError("the rules cannot be read", file=str(path), reason=str(error)) from error
     unknown = set(content) - {"rule", "action"}
     if unknown:
@@ -116,6 +116,10 @@ def read_rules(path: str | Path) -> tuple[list[AlertRule], dict[str, dict[str, A
             f"a file of rules has tables [[rule]] and [action.NAME], not {', '.join(sorted(unknown))}", file=str(path)
         )
     actions = content.get("action", {})
+    if not isinstance(actions, dict) or not all(isinstance(one, dict) for one in actions.values()):
+        raise ConfigurationError("an action is a table [action.NAME]", file=str(path))
+    if not isinstance(content.get("rule", []), list):
+        raise ConfigurationError("a rule is a table [[rule]]", file=str(path))
     rules = [_rule_of(table, str(path)) for table in content.get("rule", [])]
     names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
@@ -149,10 +153,15 @@ def _rule_of(table: Any, path: str) -> AlertRule:
         if name in values:
             if isinstance(values[name], bool) or not isinstance(values[name], int | float):
                 raise ConfigurationError(f"{name} must be a number", rule=str(table.get("name")), file=path)
+            if abs(values[name]) > 1e300:
+                raise ConfigurationError(f"{name} is too large", rule=str(table.get("name")), file=path)
             values[name] = float(values[name])
     for name in ("name", "metric", "operator", "description"):
         if not isinstance(values.get(name, ""), str):
             raise ConfigurationError(f"{name} must be a text", file=path)
-    values["actions"] = tuple(values.get("actions", ("log",)))
+    chosen = values.get("actions", ["log"])
+    if not isinstance(chosen, list) or not all(isinstance(one, str) for one in chosen):
+        raise ConfigurationError("actions is a list of names", rule=str(table.get("name")), file=path)
+    values["actions"] = tuple(chosen)
     values.setdefault("name", "")
     return AlertRule(**values)

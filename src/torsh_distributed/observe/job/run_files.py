@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torsh_distributed import events
 from torsh_distributed.errors import InvalidArgument
+from torsh_distributed.events.recorded import event_of, record_in
 from torsh_distributed.observe.job.job_view import JobView
 from torsh_distributed.observe.metrics.rank_collector import RankCollector
 from torsh_distributed.observe.metrics.rank_reporter import summary_packet
@@ -38,7 +36,7 @@ class _EventFile:
             data = file.read(_READ_BYTES)
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [_record(line) for line in data[:end].splitlines()]
+        return [record_in(line) for line in data[:end].splitlines()]
 
 
 class _Replay:
@@ -99,6 +97,8 @@ class EventFiles:
                 continue
             if of_rank is not None and of_rank[2] and not is_first and path.name not in self._files:
                 continue
+            if not path.is_file():  # a pipe would be waited for
+                continue
             records = self._files.setdefault(path.name, _EventFile(path)).read()
             is_new = is_new or bool(records)
             if of_rank is not None:
@@ -158,40 +158,3 @@ class EventFiles:
         if not self._has_started or event.time < self.view.header.started:
             self._has_started = True
             self.view.header.started = event.time
-
-
-def event_of(record: Any) -> events.Event | None:
-    """The event of a line of a file; None if it is none that this version knows."""
-    if not isinstance(record, Mapping):
-        return None
-    kind = events.event_types().get(str(record.get("type")))
-    if kind is None:
-        return None
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in fields
-    }
-    if not all(_fits(value, fields[name]) for name, value in given.items()):
-        return None
-    try:
-        return kind(**given)
-    except TypeError:  # a field is missing
-        return None
-
-
-def _fits(value: Any, annotation: str) -> bool:
-    """Whether a value may stand where the field has this annotation; tuples are shown, not computed with."""
-    if value is None:
-        return "None" in annotation
-    if isinstance(value, str):
-        return "str" in annotation or "Phase" in annotation
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return "int" in annotation or "float" in annotation
-    return isinstance(value, bool | tuple) and ("bool" in annotation or "tuple" in annotation)
-
-
-def _record(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import IoError
+from torsh_distributed.events import Event, event_types
+from torsh_distributed.events.recorded import event_of, is_time, record_in
 
 Record = dict[str, Any]
 """An event as it is in the file: `time`, `rank`, `type`, then its own fields."""
@@ -43,7 +46,7 @@ def read_run(folder: Path) -> RecordedRun:
     found = sorted(where.glob("*.jsonl"), key=lambda path: (".older" not in path.name, path.name))
     for path in found:
         match = _NAME.search(path.name)
-        if match is None:
+        if match is None or not path.is_file():
             continue
         records = run.ranks.setdefault(int(match[2]), []) if match[1] == "rank" else run.launchers
         run.num_damaged += _read(path, records)
@@ -60,20 +63,31 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _read(path: Path, records: list[Record]) -> int:
     num_damaged = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                num_damaged += 1
-                continue
-            is_sound = (
-                isinstance(record, dict)
-                and isinstance(record.get("type"), str)
-                and isinstance(record.get("time"), int | float)
-            )
-            if is_sound:
+            record = _sound(record_in(line))
+            if record is not None:
                 records.append(record)
             else:
                 num_damaged += 1
     return num_damaged
+
+
+def _sound(record: Any) -> Record | None:
+    """A record whose values fit its kind, with the fields that it leaves out; of a newer version's kind, as it is."""
+    event = event_of(record)
+    if event is not None:
+        return {**_defaults(type(event)), **record}
+    is_newer = (
+        isinstance(record, dict)
+        and isinstance(record.get("type"), str)
+        and record["type"] not in event_types()
+        and is_time(record.get("time"))
+    )
+    return record if is_newer else None
+
+
+@functools.cache
+def _defaults(kind: type[Event]) -> Record:
+    missing = dataclasses.MISSING
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +150,12 @@ def _profiles(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             with opener(path, "rt", encoding="utf-8") as file:
                 content = json.load(file)
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
             raise IoError("a profile cannot be read", hint="remove it, or export it again", path=str(path)) from error
-        rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
-        if not isinstance(rank, int) or "baseTimeNanoseconds" not in content:
+        info = content.get("distributedInfo") if isinstance(content, dict) else None
+        rank = info.get("rank") if isinstance(info, dict) else None
+        times = content.get("baseTimeNanoseconds") if isinstance(content, dict) else None
+        if not isinstance(rank, int) or not isinstance(times, int | float):
             raise IoError(
                 "a profile does not say of which rank it is",
                 hint="export it while the process group is up: torch writes distributedInfo then",
@@ -166,10 +169,12 @@ def _profile_events(rank: int, profile: dict[str, Any], clocks: RankClocks, zero
     base_us = profile["baseTimeNanoseconds"] / 1e3
     shift_us = base_us - (clocks.skews_s.get(rank, 0.0) + zero_s) * 1e6
     tids: dict[Any, int] = {}
-    for event in profile.get("traceEvents", []):
-        if event.get("ph") not in ("X", "i", "s", "f", "t") or "ts" not in event:
+    listed = profile.get("traceEvents")
+    for event in listed if isinstance(listed, list) else []:
+        is_event = isinstance(event, dict) and event.get("ph") in ("X", "i", "s", "f", "t")
+        if not is_event or not isinstance(event.get("ts"), int | float):
             continue
-        key = (event.get("pid"), event.get("tid"))
+        key = (str(event.get("pid")), str(event.get("tid")))
         if key not in tids:
             tids[key] = _PROFILER_TRACK + len(tids)
             name = f"torch: {event.get('cat', '')} {event.get('tid')}"

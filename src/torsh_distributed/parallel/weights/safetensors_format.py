@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.unreadable_data import reason_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,6 +35,7 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class FileTensor:
 
 def read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name; CheckpointError if it is damaged, or no safetensors file."""
+    if not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{file} is not a file")
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(_LENGTH.size)
@@ -67,21 +71,29 @@ def read_header(file: Path) -> dict[str, FileTensor]:
             raise _damaged(file, "it does not begin with a header")
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _damaged(file, f"its header is not JSON: {error}") from error
     data = _LENGTH.size + length
-    found = {}
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        if about["dtype"] not in DTYPES:
-            raise _damaged(file, f"{name} has the unknown dtype {about['dtype']}")
-        start, stop = about["data_offsets"]
-        one = FileTensor(file, DTYPES[about["dtype"]], tuple(about["shape"]), data + start)
-        if stop - start != one.num_bytes or data + stop > size:
-            raise _damaged(file, f"the bytes of {name} are not all there")
-        found[name] = one
-    return found
+    try:
+        return {
+            name: _checked(file, name, about, data, size) for name, about in header.items() if name != "__metadata__"
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(file, f"its header is not one of tensors: {reason_of(error)}") from error
+
+
+def _checked(file: Path, name: str, about: dict[str, Any], data: int, size: int) -> FileTensor:
+    """Where a tensor is, once its shape and its bytes are known to be inside the file; its data start at `data`."""
+    if about["dtype"] not in DTYPES:
+        raise _damaged(file, f"{name} has the unknown dtype {about['dtype']}")
+    start, stop = about["data_offsets"]
+    shape = tuple(about["shape"])
+    if len(shape) > _MOST_DIMS or not all(type(one) is int and 0 <= one < 2**63 for one in (start, stop, *shape)):
+        raise _damaged(file, f"{name} cannot have the shape {str(shape)[:200]} at {str(about['data_offsets'])[:200]}")
+    one = FileTensor(file, DTYPES[about["dtype"]], shape, data + start)
+    if stop - start != one.num_bytes or data + stop > size:
+        raise _damaged(file, f"the bytes of {name} are not all there")
+    return one
 
 
 def _damaged(file: Path, why: str) -> CheckpointError:

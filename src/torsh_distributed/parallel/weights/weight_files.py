@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torsh_distributed.errors import CheckpointError, InvalidArgument
 from torsh_distributed.parallel.weights.safetensors_format import FileTensor, read_header
+from torsh_distributed.unreadable_data import unreadable_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,8 +49,25 @@ def stored_tensors(path: str | Path) -> dict[str, FileTensor]:
     return found
 
 
+def _weight_map(place: Path) -> dict[str, str]:
+    """Tensor to file, as the index says; a name that leads out of the directory is refused before it is looked at.
+
+    A link in the directory is followed: the hub's own cache consists of them.
+    """
+    with unreadable_as(CheckpointError, f"{place / INDEX} is not an index of weights", hint="download it again"):
+        where: dict[str, str] = json.loads((place / INDEX).read_bytes())["weight_map"]
+        outside = [name for name in where.values() if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise CheckpointError(
+            f"{place / INDEX} names {outside[0]!r}, which is not a safetensors file beside it",
+            hint="do not load it: an index of somebody else's may point at files of yours",
+            names=len(outside),
+        )
+    return where
+
+
 def _by_index(place: Path) -> dict[str, FileTensor]:
-    where: dict[str, str] = json.loads((place / INDEX).read_text())["weight_map"]
+    where = _weight_map(place)
     missing = sorted({name for name in where.values() if not (place / name).is_file()})
     if missing:
         raise CheckpointError(

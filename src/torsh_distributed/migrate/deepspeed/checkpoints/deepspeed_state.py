@@ -23,6 +23,7 @@ from torsh_distributed.migrate.deepspeed.checkpoints.unsharded_files import from
 from torsh_distributed.migrate.deepspeed.checkpoints.zero_shards import NamedState, from_shards, whole_tensor
 from torsh_distributed.migrate.foreign_state import ForeignState, PiecedTensor, plain_settings
 from torsh_distributed.parallel.state.held_state import MODEL, OPTIMIZER
+from torsh_distributed.unreadable_data import unreadable_as
 
 _OF_DEEPSPEED = frozenset(
     {
@@ -81,6 +82,16 @@ def open_checkpoint(
     missing shard, files of several saves, and files that name what is not on the list.
     """
     files = find_files(Path(source), tag)
+    with unreadable_as(
+        CheckpointError,
+        f"{files.directory.name} is not laid out as DeepSpeed's checkpoints are",
+        hint="copy it again; a file of it is damaged or was not written by DeepSpeed",
+        path=str(files.directory),
+    ):
+        return _opened(files, with_optimizer=with_optimizer, inert=inert)
+
+
+def _opened(files: ShardFiles, *, with_optimizer: bool, inert: Sequence[str]) -> DeepSpeedState:
     found, buffers, shared = NamedState(), dict[str, PiecedTensor](), dict[str, str]()
     first: Mapping[str, Any] = {}
     for rank in sorted(files.models):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torsh_distributed.errors import CheckpointError
+from torsh_distributed.unreadable_data import reason_of
 
 
 class InertRecord:
@@ -49,6 +50,8 @@ def load_safely(path: Path, *, inert: Iterable[str] = ()) -> Any:
     # Two names of one class may not share an object: torch finds the name of an allowed object by its identity.
     records = [(type("InertRecord", (InertRecord,), {}), name) for name in (*KNOWN_NAMES, *inert)]
     allowed: list[Any] = [*records, (int, _STAGES)]
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is not a file")
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -60,10 +63,9 @@ def load_safely(path: Path, *, inert: Iterable[str] = ()) -> Any:
             hint="if you trust the file and these are plain records of your script, name them: inert=(…), --inert NAME",
             path=str(path),
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a forged pickle may fail in any of torch's lines
         raise CheckpointError(
-            f"{path.name} is damaged, or no file of torch.save: {reason}",
+            f"{path.name} is damaged, or no file of torch.save: {reason_of(error)}",
             hint="copy the file again from where it was stored",
             path=str(path),
         ) from error
@@ -73,7 +75,7 @@ def _names(path: Path, error: Exception) -> str:
     """What the file asks for beyond the list, as far as that can be found out without running it."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, AttributeError, IndexError):
+    except Exception:  # as above: then torch's own words have to do
         unsafe = []
     others = [name for name in unsafe if name not in (*KNOWN_NAMES, _STAGES)]
     return ", ".join(others) if others else str(error).splitlines()[0]

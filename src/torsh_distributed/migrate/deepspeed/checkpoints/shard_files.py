@@ -76,10 +76,10 @@ def _tag_directory(source: Path, tag: str | None) -> Path:
     for name in ("latest", "latest_universal"):
         if (source / name).is_file():
             newest = (source / name).read_text(errors="replace").strip()
-            if Path(newest).name == newest and (source / newest).is_dir():
+            if Path(newest).name == newest and len(newest) <= 200 and (source / newest).is_dir():
                 return source / newest
             raise CheckpointError(
-                f"{source / name} names {newest!r}, which is not there",
+                f"{source / name} names {newest[:200]!r}, which is not there",
                 hint=f"name a tag: {', '.join(_tags(source)) or 'there is none'}",
             )
     return source

@@ -11,15 +11,15 @@ from torsh_distributed.errors import InvalidArgument, IoError
 Resources = dict[str, list[int]]
 """Host to the slots that are used there."""
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*$")
+_LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,5})\s*$")
 
 
 def read_resources(path: str) -> Resources:
     """The hosts of a hostfile: lines such as `node1 slots=4`; a duplicate or another line is an error."""
     try:
         lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise IoError("the hostfile cannot be read", path=path, reason=error.strerror or str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise IoError("the hostfile cannot be read", path=path, reason=str(error)) from error
     found: Resources = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()

@@ -202,7 +202,10 @@ class _checkpoints_of:  # noqa: N801 (used like a function)
 
 def _newest(directory: Path) -> str | None:
     path = directory / LATEST
-    return path.read_text().strip() if path.is_file() else None
+    tag = path.read_text(errors="replace").strip() if path.is_file() else None
+    if tag is not None and Path(tag).name != tag:
+        raise CheckpointError(f"{path} names {tag[:200]!r}, which is not a tag", hint="name one with tag=…")
+    return tag
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
@@ -216,11 +219,9 @@ def _read(place: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError("the engine's state cannot be read", path=str(path), reason=str(error)) from error
     except Exception as error:
         if type(error).__name__ != "UnpicklingError":
-            raise
+            raise CheckpointError("the engine's state cannot be read", path=str(path), reason=str(error)) from error
         raise CheckpointError(
             "client_state holds objects that are not read without leave",
             hint="allow their classes: torch.serialization.add_safe_globals([…])",

@@ -84,7 +84,9 @@ def _place(directory: Path, tag: str | None) -> Path:
         latest = directory / "latest"
         if not latest.is_file():
             raise ValueError(f"Unable to find 'latest' file at {latest}")
-        tag = latest.read_text().strip()
+        tag = latest.read_text(errors="replace").strip()
+    if Path(tag).name != tag:
+        raise CheckpointError(f"{tag[:200]!r} is not a tag", hint="a tag is the name of one directory")
     place = directory / tag
     if not place.is_dir():
         raise CheckpointError(f"there is no checkpoint {place}", hint="name one of the tags with --tag")

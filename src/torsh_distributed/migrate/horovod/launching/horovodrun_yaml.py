@@ -52,7 +52,7 @@ def config_flags(path: str, num_values: Mapping[str, int]) -> list[list[str]]:
 
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise IoError("Horovod's config file cannot be read", path=path, reason=str(error)) from error
     if not isinstance(content, dict):
         raise InvalidArgument("Horovod's config file holds keys and values", path=path)

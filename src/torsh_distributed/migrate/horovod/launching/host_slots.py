@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ def read_hostfile(path: str) -> list[HostSlots]:
     """Lines such as `node1 slots=4`; blank lines and `#` comments are skipped."""
     try:
         lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise IoError("the hostfile cannot be read", path=path, reason=error.strerror or str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise IoError("the hostfile cannot be read", path=path, reason=str(error)) from error
     found = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -46,7 +47,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
         slots = 1
         for word in words[1:]:
             key, _, value = word.partition("=")
-            if key != "slots" or not value.isdigit() or int(value) < 1:
+            if key != "slots" or re.fullmatch("[0-9]{1,5}", value) is None or int(value) < 1:
                 raise InvalidArgument(
                     "a line of a hostfile reads: HOST slots=N", path=path, line=number, got=line.strip()
                 )
