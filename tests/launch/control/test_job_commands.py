@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,3 +65,48 @@ def test_what_is_not_known_is_not_answered(loop: Loop) -> None:
 def test_one_process_has_one_job(loop: Loop) -> None:
     with Loop() as other, pytest.raises(ConfigurationError, match="this process runs a job already"):
         JobCommands(other, JOB, {})
+
+
+_SQUATTER = """
+import os, socket, sys
+pid, uid, names = int(sys.argv[1]), int(sys.argv[2]), []
+os.setuid(65534)
+for tail in ("", "-" + "0" * 32, "-" + "f" * 32):
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.bind(f"\\0torsh-job-{uid}-{pid}{tail}")
+    one.listen(0)
+    names.append(one)
+for other in range(1, 4):  # whose queues are full: whoever connects waits
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    one.bind(f"\\0torsh-job-{uid}-{other}-" + "0" * 32)
+    one.listen(0)
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.connect(one.getsockname())
+    names += [one, client]
+print("bound", flush=True)
+sys.stdin.read()
+for one in names[:3]:
+    one.setblocking(False)
+    try:
+        print(len(one.accept()[0].recv(100)), flush=True)
+    except BlockingIOError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's process is started, which root alone can")
+def test_a_strangers_sockets_stop_no_job_and_hear_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", _SQUATTER, str(JOB.pid), str(os.getuid())]
+    stranger = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert stranger.stdout is not None
+    assert stranger.stdout.readline() == "bound\n"
+    # Who waits for one of them waits longer than a test may take.
+    monkeypatch.setitem(ask_launcher.__kwdefaults__, "timeout_s", 1000.0)
+    with Loop() as running, JobCommands(running, JOB, {"end": lambda _, reply: (reply({}), running.stop(0))}):
+        thread = threading.Thread(target=running.run)
+        thread.start()
+        assert [job.run_id for job in running_jobs() if job.pid == JOB.pid] == [JOB.run_id]
+        ask_launcher(JOB.pid, "end")
+        thread.join(10)
+    heard, _ = stranger.communicate()
+    assert [line for line in heard.splitlines() if line != "0"] == []

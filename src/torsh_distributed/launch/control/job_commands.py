@@ -1,13 +1,17 @@
 """How `torsh doctor` and `torsh scale` reach a running launcher: a Unix socket named by its pid, for this user alone.
 
 The name is abstract: it has no file, so a launcher that is killed leaves nothing behind, and /proc/net/unix lists what
-runs. One JSON object in a line asks, one answers, and the connection ends.
+runs. It ends in random digits: a stranger who could guess it would take it first, and no job would start. He may still
+take names that look like ours, so both ends ask the kernel whose socket the other is before a word is said. One JSON
+object in a line asks, one answers, and the connection ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -53,13 +57,12 @@ class JobCommands:
         self._askers: set[socket.socket] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
-        try:
-            self._listener.bind("\0" + _NAME.format(uid=os.getuid(), pid=job.pid))
-        except OSError as error:
+        if any(_is_bound_here(name) for name in _names(os.getuid(), job.pid)):
             self._listener.close()
             raise ConfigurationError(
                 "this process runs a job already", hint="start each job from a process of its own", pid=job.pid
-            ) from error
+            )
+        self._listener.bind(f"\0{_NAME.format(uid=os.getuid(), pid=job.pid)}-{secrets.token_hex(16)}")
         self._listener.listen(_MAX_ASKERS)
         loop.watch(self._listener.fileno(), self._accept)
 
@@ -122,8 +125,14 @@ class JobCommands:
 
 def _is_allowed(asker: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, or to root."""
-    raw = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(raw)[1] in (os.getuid(), 0)
+    return _peer(asker)[1] in (os.getuid(), 0)
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end: who connected, or who listens."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 # The side of the user
@@ -131,15 +140,43 @@ def _is_allowed(asker: socket.socket) -> bool:
 
 def running_jobs() -> list[RunningJob]:
     """The jobs of this user that run on this machine now."""
-    prefix = "@" + _NAME.format(uid=os.getuid(), pid="")
-    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if line.strip()}
     found = []
-    for pid in sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)):
+    for pid in sorted({int(name.split("-")[3]) for name in _names(os.getuid(), None)}):
         try:
             found.append(RunningJob(**ask_launcher(pid, "job")))
         except (CommunicationError, ProcessGroupNotFound, TypeError):  # it has just ended, or is of another version
             continue
     return found
+
+
+def _names(uid: int, pid: int | None) -> list[str]:
+    """Bound names that look like those of this user's launchers, or of one of them; anybody may have bound them."""
+    wanted = re.compile("@" + _NAME.format(uid=uid, pid=r"\d{1,10}" if pid is None else pid) + "-[0-9a-f]{32}")
+    text = Path("/proc/net/unix").read_bytes().decode(errors="replace")
+    words = {line.split()[-1] for line in text.splitlines()[1:] if line.strip()}
+    return sorted(name for name in words if wanted.fullmatch(name))
+
+
+def _connected(name: str, uid: int) -> socket.socket | None:
+    """A connection to a launcher of that user; None if the name is a stranger's, or nobody accepts at once."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)  # a stranger's socket whose queue is full would be waited for
+    try:
+        sock.connect("\0" + name.removeprefix("@"))
+        if _peer(sock)[1] == uid:
+            return sock
+    except OSError:
+        pass  # gone, or busy
+    sock.close()
+    return None
+
+
+def _is_bound_here(name: str) -> bool:
+    sock = _connected(name, os.getuid())
+    if sock is None:
+        return False
+    with sock:
+        return _peer(sock)[0] == os.getpid()
 
 
 def find_job(name: str) -> RunningJob:
@@ -158,20 +195,23 @@ def find_job(name: str) -> RunningJob:
 
 def ask_launcher(pid: int, question: str, *, timeout_s: float = _LIMIT_S, **arguments: Any) -> dict[str, Any]:
     """Ask the launcher with that process id; raises if there is none, or if it does not answer."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    uid = _owner(pid)
+    found = next((sock for name in _names(uid, pid) if (sock := _connected(name, uid)) is not None), None)
+    if found is None:
+        raise ProcessGroupNotFound(
+            f"process {pid} is not a launcher of `torsh run` on this machine",
+            hint="`torsh doctor --job all` lists the jobs that run here; give the launcher's pid, not a worker's",
+            pid=pid,
+        )
+    with found as sock:
         sock.settimeout(timeout_s)
         try:
-            sock.connect("\0" + _NAME.format(uid=_owner(pid), pid=pid))
             sock.sendall(json.dumps({"ask": question, **arguments}).encode())
             parts = []
             while part := sock.recv(1 << 16):
                 parts.append(part)
-        except (ConnectionRefusedError, FileNotFoundError):
-            raise ProcessGroupNotFound(
-                f"process {pid} is not a launcher of `torsh run` on this machine",
-                hint="`torsh doctor --job all` lists the jobs that run here; give the launcher's pid, not a worker's",
-                pid=pid,
-            ) from None
+        except ConnectionError:
+            parts = []
         except TimeoutError:
             raise OperationTimeout(
                 f"the launcher with pid {pid} did not answer within {timeout_s:g} s", operation=question, pid=pid
