@@ -259,3 +259,21 @@ def test_a_dry_run_says_what_would_start() -> None:
     assert "t.py 'a b'" in text
     assert "RANK=3" in text
     assert "TOKEN" not in text
+
+
+def test_escapes_of_ranks_are_shown_not_obeyed(world: World, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        print("\\x1b]0;owned\\x07", flush=True)
+        if rank == 1:
+            raise ValueError("\\x1b]52;c;cm0=\\x07")
+        signal.pause()
+        """,
+    )
+    (outcome,) = launch(world, script)
+    assert "\\x1b]0;owned\\x07" in outcome.output
+    assert "ValueError: \\x1b]52;c;cm0=\\x07" in outcome.output
+    assert "\x1b]" not in outcome.output
+    (raw,) = launch(world, script, is_raw=True)
+    assert "\x1b]0;owned\x07" in raw.output

@@ -65,7 +65,7 @@ def launch_job(spec: JobSpec, *, offers: int | None = None) -> int:
         inbox = stack.enter_context(SignalInbox(can_scale=spec.elastic is not None and spec.is_leader))
         loop = stack.enter_context(Loop())
         terminal = stack.enter_context(Terminal())
-        output = LauncherOutput(terminal, is_json=spec.is_json)
+        output = LauncherOutput(terminal, is_json=spec.is_json, is_raw=spec.is_raw)
         token = _choose_token(spec, output)
         node = stack.enter_context(Node(spec, loop, terminal, output, mark=secrets.token_hex(8), token=token))
         spec = node.spec

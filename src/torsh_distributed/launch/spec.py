@@ -148,6 +148,9 @@ class JobSpec:
     shown_ranks: frozenset[int] | None = None
     """Local ranks whose output is shown; None shows all. Log files are not affected."""
 
+    is_raw: bool = False
+    """Whether control characters of ranks reach the terminal as they are."""
+
     is_verbose: bool = False
     """Whether every rank's traceback is shown, not only the report on the cause."""
 
@@ -184,6 +187,9 @@ class JobSpec:
     shutdown_timeout_s: float = 3.0
     """Time from SIGTERM to SIGKILL for the workers that still run after a failure."""
 
+    exit_timeout_s: float = 600.0
+    """How long a worker's process may go on after its script has ended, for threads and `atexit` handlers."""
+
     signal_timeout_s: float = 25.0
     """Time from a forwarded SIGINT, SIGTERM or SIGHUP to SIGKILL, for saving. A second signal ends the wait."""
 
@@ -208,7 +214,13 @@ class JobSpec:
         _at_least("max_restarts", self.max_restarts, 0)
         if self.workers_by_node and len(self.workers_by_node) != self.nnodes:
             raise InvalidArgument("workers_by_node has one number for each node", got=self.workers_by_node)
-        for name in ("shutdown_timeout_s", "signal_timeout_s", "join_timeout_s", "heartbeat_timeout_s"):
+        for name in (
+            "shutdown_timeout_s",
+            "exit_timeout_s",
+            "signal_timeout_s",
+            "join_timeout_s",
+            "heartbeat_timeout_s",
+        ):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise InvalidArgument(f"{name} must be a positive number of seconds", got=value)

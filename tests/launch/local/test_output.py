@@ -48,6 +48,8 @@ def test_the_prefix_lines_up_ranks_and_ends_foreign_colours() -> None:
     assert LinePrefix(3, 2, False).apply(b"hi") == b"[rank  3] hi\n"
     assert LinePrefix(0, 1, True).apply(b"hi") == b"\x1b[36m[rank 0]\x1b[0m hi\n"
     assert LinePrefix(0, 1, True).apply(b"\x1b[31mred").endswith(b"red\x1b[0m\n")
+    assert LinePrefix(3, 1, False).apply(b"\x1b]0;owned\x07") == b"[rank 3] \\x1b]0;owned\\x07\n"
+    assert LinePrefix(3, 1, False, is_raw=True).apply(b"\x1b]0;owned\x07") == b"[rank 3] \x1b]0;owned\x07\n"
 
 
 def test_colour_is_for_terminals_that_did_not_refuse_it() -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from torsh_distributed.terminal_text import shown
+
 if TYPE_CHECKING:
     from torsh_distributed.clusters.cluster_engine import JobStatus
     from torsh_distributed.clusters.submitting import SubmittedJob
@@ -25,7 +27,7 @@ def follow_to_the_end(job: SubmittedJob, *, queue_limit_s: float | None = None) 
     try:
         _await_start(job, queue_limit_s)
         for line in job.logs(follow=True):
-            typer.echo(line)
+            typer.echo(shown(line))
     except KeyboardInterrupt:
         typer.echo(
             f"\ntorsh: {job.name} goes on; `torsh logs -f {job.name}` shows it, `torsh cancel {job.name}` ends it",
@@ -34,7 +36,7 @@ def follow_to_the_end(job: SubmittedJob, *, queue_limit_s: float | None = None) 
         return _INTERRUPTED
     status = job.status()
     for line in exit_report(job, status):
-        typer.echo(line, err=True)
+        typer.echo(shown(line), err=True)
     return exit_code(status)
 
 

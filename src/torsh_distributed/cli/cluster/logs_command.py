@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from torsh_distributed.terminal_text import shown
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Job = Annotated[str, typer.Argument(help="The job's name, or its engine's id.")]
@@ -22,4 +24,4 @@ def logs(job: Job, follow: Follow = False) -> None:
     if follow:
         raise typer.Exit(follow_to_the_end(found))
     for line in found.logs():
-        typer.echo(line)
+        typer.echo(shown(line))

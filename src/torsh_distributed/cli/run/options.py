@@ -173,6 +173,14 @@ Verbose = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Show every rank's traceback, not the cause alone.", rich_help_panel=_OUTPUT),
 ]
+Raw = Annotated[
+    bool,
+    typer.Option(
+        "--raw",
+        help="Let control characters of ranks reach the terminal; else they are shown.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Report the end as one JSON object on stderr.", rich_help_panel=_OUTPUT)
 ]
@@ -196,6 +204,14 @@ ShutdownTimeout = Annotated[
     typer.Option(
         help="Seconds from SIGTERM to SIGKILL after a failure.",
         envvar="PET_SHUTDOWN_TIMEOUT",
+        rich_help_panel=_LIMITS,
+    ),
+]
+ExitTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that a worker's process may go on after its script has ended; then it is ended, and said where it"
+        " was.",
         rich_help_panel=_LIMITS,
     ),
 ]

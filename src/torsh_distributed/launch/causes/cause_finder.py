@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 
 from torsh_distributed.launch.causes.likely_cause import likely_cause
@@ -21,6 +22,7 @@ class CauseFinder:
         self.failures: dict[int, JobFailure] = {}
         self.ended: dict[int, JobFailure] = {}
         self.statuses: dict[int, RankStatus] = {}
+        self._finished_s: dict[int, float] = {}
         self.finding: WaitFinding | None = None
         """The latest explanation of a wait."""
 
@@ -35,9 +37,18 @@ class CauseFinder:
         finishing = {rank for rank, status in self.statuses.items() if status.has_finished}
         return (self.ended.keys() | finishing) - self.failures.keys()
 
+    @property
+    def leaving(self) -> dict[int, float]:
+        """Ranks whose script has ended and whose process has not, with the seconds since."""
+        now_s = time.monotonic()
+        gone = self.ended.keys() | self.failures.keys()
+        return {rank: now_s - since_s for rank, since_s in self._finished_s.items() if rank not in gone}
+
     def note_status(self, status: RankStatus) -> None:
         """Keep what a rank says; a status without history does not make an earlier one forgotten."""
         before = self.statuses.get(status.rank)
+        if status.has_finished:
+            self._finished_s.setdefault(status.rank, time.monotonic())
         if before is not None:
             status = dataclasses.replace(
                 status,

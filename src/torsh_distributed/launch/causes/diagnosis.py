@@ -13,6 +13,8 @@ from torsh_distributed.launch.worker.rank_status import RankStatus, SeenOperatio
 
 _SHORTEST_S = 1.0
 _SHOWN_OPERATIONS = 4
+_LONG_EXIT_S = 5.0
+"""A process that takes longer to end after its script has, and still runs, is told about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,25 @@ class Diagnosis:
         return [*shown, *self.ranks]
 
 
-def diagnose(statuses: Mapping[int, RankStatus], finished: set[int], *, num_ranks: int) -> Diagnosis:
-    """What can be said now; `statuses` has what each rank answered, `finished` the ranks that ended normally."""
+def diagnose(
+    statuses: Mapping[int, RankStatus],
+    finished: set[int],
+    *,
+    num_ranks: int,
+    leaving: Mapping[int, float] | None = None,
+) -> Diagnosis:
+    """What can be said now; `statuses` has what each rank answered, `finished` the ranks that ended normally.
+
+    `leaving`: those of them whose process still runs, and for how many seconds.
+    """
+    stays = {rank: since_s for rank, since_s in (leaving or {}).items() if since_s >= _LONG_EXIT_S}
+    finished = finished - stays.keys()
     lines = tuple(_rank_line(rank, statuses.get(rank), finished) for rank in range(num_ranks))
     found = explain_waits(statuses, finished)
     silent = [rank for rank, status in sorted(statuses.items()) if status.silence is not None and rank not in finished]
     if found is None or (found.kind in ("late", "together") and _age_s(found, statuses) < _SHORTEST_S):
+        if stays:
+            return _hangs_at_exit(stays, statuses, lines)
         if not silent:
             return Diagnosis(is_stuck=False, text=_healthy(statuses, finished, num_ranks), ranks=lines)
         status = statuses[silent[0]]
@@ -75,6 +90,17 @@ def diagnose(statuses: Mapping[int, RankStatus], finished: set[int], *, num_rank
         stack=found.stack or _stack_of(found.rank, statuses),
         ranks=lines,
     )
+
+
+def _hangs_at_exit(stays: Mapping[int, float], statuses: Mapping[int, RankStatus], lines: tuple[str, ...]) -> Diagnosis:
+    rank = min(stays)
+    status = statuses[rank]
+    text = (
+        f"Rank {rank} came to the end of its script {stays[rank]:.0f} s ago, but its process does not end:"
+        f" {status.whereabouts}. Likely cause: Python waits for threads that are not daemons and for atexit"
+        " handlers. What to do: end or join them at the end of the script, or make the threads daemons."
+    )
+    return Diagnosis(is_stuck=True, text=text, rank=rank, stack=status.stack, ranks=lines)
 
 
 def _stack_of(rank: int | None, statuses: Mapping[int, RankStatus]) -> tuple[str, ...]:

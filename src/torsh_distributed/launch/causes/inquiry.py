@@ -126,7 +126,8 @@ class Inquiry:
             if pending is not None:
                 pending()
             finder = self._finder
-            tell(diagnose(finder.waiting_statuses(), finder.finished, num_ranks=finder.num_ranks))
+            statuses = finder.waiting_statuses()
+            tell(diagnose(statuses, finder.finished, num_ranks=finder.num_ranks, leaving=finder.leaving))
 
         self._question(answer)
 

@@ -174,7 +174,7 @@ class LocalAttempt:
         streams: tuple[StreamName, StreamName] = ("stdout", "stderr")
         for name, pipe in zip(streams, pipes, strict=True):
             is_coloured = wants_colour(is_tty=context.terminal.is_tty(name), environ=os.environ)
-            prefix = LinePrefix(place.rank, width, is_coloured) if is_shown else None
+            prefix = LinePrefix(place.rank, width, is_coloured, spec.is_raw) if is_shown else None
             log = open_log(self._log_dir, place.rank, name) if self._log_dir is not None else None
             self._pump.add(place.rank, name, pipe, prefix=prefix, log=log)
 

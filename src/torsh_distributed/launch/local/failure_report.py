@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from torsh_distributed.launch.local.job_failure import JobFailure
 from torsh_distributed.launch.local.terminal import Terminal
+from torsh_distributed.terminal_text import neutral
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,8 +45,9 @@ class LauncherOutput:
     With `is_json` the only thing it prints is one JSON object at the end of the job.
     """
 
-    def __init__(self, terminal: Terminal, *, is_json: bool = False) -> None:
+    def __init__(self, terminal: Terminal, *, is_json: bool = False, is_raw: bool = False) -> None:
         self._terminal = terminal
+        self._neutral = str if is_raw else neutral  # what ranks say about themselves is theirs
         self._is_json = is_json
         self._failures: list[dict[str, Any]] = []
         self._messages: list[str] = []
@@ -64,7 +66,7 @@ class LauncherOutput:
             return
         from rich.text import Text
 
-        self._console.print(Text.assemble(("torsh run: ", style), message))
+        self._console.print(Text.assemble(("torsh run: ", style), self._neutral(message)))
 
     def warn(self, message: str) -> None:
         """Print one line as a warning."""
@@ -85,7 +87,8 @@ class LauncherOutput:
             return
         from rich.text import Text
 
-        head, *rest = failure_lines(failure, attempt=attempt, is_multi_node=is_multi_node, is_verbose=is_verbose)
+        lines = failure_lines(failure, attempt=attempt, is_multi_node=is_multi_node, is_verbose=is_verbose)
+        head, *rest = map(self._neutral, lines)
         text = Text.assemble(("torsh run: ", "bold red"), (head, "bold"))
         for line in rest:
             text.append("\n" + line)

@@ -20,6 +20,7 @@ from pathlib import Path
 from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.terminal import StreamName, Terminal
 from torsh_distributed.private_files import make_private_directories, open_private
+from torsh_distributed.terminal_text import neutral_output
 
 _COLOURS = ("36", "33", "32", "35", "34", "31", "96", "93", "92", "95", "94", "91")
 _READ_BYTES = 1 << 16
@@ -34,10 +35,13 @@ class LinePrefix:
     rank: int
     width: int
     is_coloured: bool
+    is_raw: bool = False
+    """Whether control characters of the worker reach the terminal."""
 
     def apply(self, line: bytes) -> bytes:
         """The line as printed. A colour that the worker left on ends with the line."""
         label = f"[rank {self.rank:>{self.width}}]"
+        line = line if self.is_raw else neutral_output(line)
         if not self.is_coloured:
             return label.encode() + b" " + line + b"\n"
         reset = b"\x1b[0m" if b"\x1b" in line else b""

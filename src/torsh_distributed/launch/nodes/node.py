@@ -17,6 +17,7 @@ from torsh_distributed.comm.meeting.network_interface import interface_between_n
 from torsh_distributed.comm.shared_memory.kept_memory import make_kept_memory
 from torsh_distributed.comm.trust.job_secret import write_secret_file
 from torsh_distributed.comm.trust.job_tls import make_certificate
+from torsh_distributed.launch.control.leaving_watch import LeavingWatch
 from torsh_distributed.launch.control.spare_process import SpareProcess
 from torsh_distributed.launch.control.worker_health import NOTICED, Health, HealthLimits, HealthState, HealthWatch
 from torsh_distributed.launch.local.attempt import AttemptContext, AttemptReports, LocalAttempt
@@ -54,6 +55,7 @@ from torsh_distributed.launch.nodes.records import (
 )
 from torsh_distributed.launch.observing.job_observer import JobObserver
 from torsh_distributed.launch.spec import JobSpec, WorkerPlace
+from torsh_distributed.launch.worker.rank_status import RankStatus
 
 _MAX_REVIVALS = 3
 _MAX_DETAIL_CHARS = 500
@@ -102,6 +104,7 @@ class Node:
         self._observer = JobObserver(spec, loop, output, on_change=self._want_change)
         self._attempt: LocalAttempt | None = None
         self._health: HealthWatch | None = None
+        self._leaving: LeavingWatch | None = None
         self._attempt_number = 0
         self._num_revived = 0
         loop.watch(self._guardian.pidfd, self._revive_guardian)
@@ -164,12 +167,19 @@ class Node:
             log_dir=self._log_dir(message.attempt),
             reports=AttemptReports(
                 failed=lambda failure: self.report(Failed(attempt=number, failure=failure)),
-                ended=lambda worker: self.report(Ended(attempt=number, worker=worker)),
+                ended=partial(self._note_ended, number),
                 measured=self._take_own,
-                said=lambda status, is_asked: self.report(Said(attempt=number, status=status, is_asked=is_asked)),
+                said=partial(self._note_said, number),
                 finished=lambda: self.report(Finished(attempt=number)),
                 heard=partial(self._hear, number),
             ),
+        )
+        self._leaving = LeavingWatch(
+            self._loop,
+            limit_s=self._spec.exit_timeout_s,
+            ask=self._attempt.ask,
+            warn=self._output.warn,
+            end=self._attempt.give_up,
         )
         self._attempt.start()
         if self._spec.elastic is not None:
@@ -182,6 +192,16 @@ class Node:
         if self._spare is not None:
             self._spare.keep_warm_beside(self._attempt.running_pids)
         self._emit("restarted" if message.attempt else "started")
+
+    def _note_ended(self, attempt: int, worker: JobFailure) -> None:
+        if self._leaving is not None:
+            self._leaving.forget(worker.rank)
+        self.report(Ended(attempt=attempt, worker=worker))
+
+    def _note_said(self, attempt: int, status: RankStatus, is_asked: bool) -> None:
+        if self._leaving is not None:
+            self._leaving.note(status)
+        self.report(Said(attempt=attempt, status=status, is_asked=is_asked))
 
     def _take_own(self, rank: int, message: dict[str, Any]) -> None:
         """A worker of this node measured something: for the observer here, and for node 0's."""
@@ -401,6 +421,9 @@ class Node:
         if self._health is not None:
             self._health.close()
             self._health = None
+        if self._leaving is not None:
+            self._leaving.close()
+            self._leaving = None
         if self._attempt is not None:
             self._attempt.close()
             self._attempt = None

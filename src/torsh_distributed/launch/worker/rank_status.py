@@ -118,6 +118,16 @@ class RankStatus:
     has_finished: bool = False
     """Whether its script came to its end without an error; the process may take a moment to follow."""
 
+    @property
+    def whereabouts(self) -> str:
+        """What keeps its process from ending, once the script has: in words."""
+        if self.silence is not None:
+            return self.silence
+        if self.threads:
+            return f"thread {'; thread '.join(self.threads)}"
+        frame = next((line.strip() for line in reversed(self.stack) if line.lstrip().startswith("File ")), None)
+        return f"it is at {frame}" if frame is not None else "it does not say where it is"
+
     def last_sequence(self, group: str) -> int:
         """The number of the latest operation it has begun on a group; 0 if none is known."""
         history = self.groups.get(group)
