@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torsh_distributed.launch.local.guardian import MARK_VARIABLE, Guardian, find_members, kill_members
+from torsh_distributed.launch.local.guardian import MARK_VARIABLE, Guardian, find_members, kill_members, kill_session
 
 pytestmark = pytest.mark.ranks
 
@@ -143,3 +143,31 @@ def test_ctrl_c_before_a_helper_has_its_session_does_not_end_it(mark: str) -> No
         assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         guardian.close()
+
+
+@pytest.mark.parametrize("ends", ["members", "session first"])
+def test_semaphores_of_killed_processes_are_gone(mark: str, ends: str) -> None:
+    script = """
+import multiprocessing, signal
+made = [multiprocessing.get_context("spawn").Semaphore() for _ in range(3)]
+print(*(one._semlock.name for one in made), flush=True)
+signal.pause()
+"""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, MARK_VARIABLE: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    files = [Path("/dev/shm") / f"sem.{name.removeprefix('/')}" for name in leader.stdout.readline().split()]
+    assert [file.exists() for file in files] == [True] * 3
+    if ends == "session first":
+        kill_session(leader.pid)
+    _, remaining = kill_members(mark, [leader.pid], timeout_s=10)
+    leader.wait(timeout=10)
+    leader.stdout.close()
+    assert remaining == {}
+    assert [file.exists() for file in files] == [False] * 3

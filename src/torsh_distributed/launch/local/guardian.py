@@ -25,6 +25,9 @@ from pathlib import Path
 MARK_VARIABLE = "TORSH_JOB_MARKS"
 _EXIT_WAIT_S = 2.0
 _ROUND_S = 2.0
+_TRACKER_WAIT_S = 2.0
+_NO_MARK = "-"
+"""No job's mark: they are digits."""
 
 
 def find_members(mark: str, sessions: Iterable[int]) -> dict[int, str]:
@@ -67,17 +70,56 @@ def _has_mark(pid: int, mark: str) -> bool:
 def kill_members(mark: str, sessions: Iterable[int], *, timeout_s: float) -> tuple[dict[int, str], dict[int, str]]:
     """SIGKILL every process of the job until none is found: (those ended, those that remain at the deadline).
 
-    Repeated, because a process may fork while the list is being read.
+    Repeated, because a process may fork while the list is being read. Python's resource trackers come last: one whose
+    users are gone removes the semaphores and segments that they left in shared memory, and ends by itself.
     """
     deadline = time.monotonic() + timeout_s
+    trackers_end = None
     known = frozenset(sessions)
     ended: dict[int, str] = {}
     while True:
         members = find_members(mark, known)
         if not members or time.monotonic() >= deadline:
             return ended, members
-        for pid in _kill_all(members, mark, known, deadline):
+        chosen = [pid for pid in members if not _is_tracker(pid)]
+        if not chosen:
+            trackers_end = trackers_end or min(deadline, time.monotonic() + _TRACKER_WAIT_S)
+            _await_end(members, trackers_end)
+            chosen = list(members) if time.monotonic() >= trackers_end else []
+        for pid in _kill_all(chosen, mark, known, deadline):
             ended[pid] = members[pid]
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL every process of a worker's session but resource trackers, which `kill_members` waits for."""
+    for pid in find_members(_NO_MARK, [session]):
+        if not _is_tracker(pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # ended just now, or another user's
+                continue
+
+
+def _is_tracker(pid: int) -> bool:
+    """Whether it is the process in which Python keeps the names of what a program shares."""
+    try:
+        return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _await_end(pids: Iterable[int], deadline: float) -> None:
+    """Wait until one of the processes has ended, at most until the deadline."""
+    pidfds = []
+    try:
+        for pid in pids:
+            pidfds.append(os.pidfd_open(pid))
+        select.select(pidfds, [], [], max(0.0, deadline - time.monotonic()))
+    except ProcessLookupError:
+        return
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 def _kill_all(pids: Iterable[int], mark: str, sessions: frozenset[int], deadline: float) -> set[int]:

@@ -17,16 +17,13 @@ from typing import Protocol
 
 from torsh_distributed.errors import IoError
 from torsh_distributed.launch.local.exit_causes import ExitStatus, peek_status
-from torsh_distributed.launch.local.guardian import Guardian, kill_members
+from torsh_distributed.launch.local.guardian import Guardian, kill_members, kill_session
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.local.worker_line import WorkerLine
 from torsh_distributed.launch.spec import WorkerPlace
 from torsh_distributed.launch.worker.launcher_line import FD_VARIABLE
 
 _REAP_TIMEOUT_S = 5.0
-# A terminal interrupts every process in the foreground. Other signals are for the worker alone, which may want to
-# save while its helpers still run.
-_TO_WHOLE_GROUP = frozenset({signal.SIGINT, signal.SIGKILL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,21 @@ class Worker:
         return self.process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker, or to its whole process group if a terminal would do that."""
+        """Send a signal to the worker; SIGINT to its whole group, as a terminal does, SIGKILL to its whole session.
+
+        Other signals are for the worker alone, which may want to save while its helpers still run.
+        """
         try:
-            if number in _TO_WHOLE_GROUP:
+            if number == signal.SIGINT:
                 os.killpg(self.pid, number)
             else:
                 signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
             # It ended a moment ago; the loop handles its exit.
-            return
+            if number != signal.SIGKILL:
+                return
+        if number == signal.SIGKILL:
+            kill_session(self.pid)
 
 
 class Workers:

@@ -7,7 +7,7 @@ a warning.
 from __future__ import annotations
 
 import dataclasses
-import shlex
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +16,7 @@ from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.launch.local.failure_report import LauncherOutput
 from torsh_distributed.launch.local.loop import Loop
 from torsh_distributed.launch.spec import JobSpec
+from torsh_distributed.observe.bug_report.masking import SecretMask
 from torsh_distributed.observe.serving.observer_process import ObserverProcess
 from torsh_distributed.observe.settings import ObserveSettings
 
@@ -112,7 +113,7 @@ class JobObserver:
             {
                 "type": "job",
                 "run_id": self._spec.run_id,
-                "command": shlex.join([entry.target, *entry.args]),
+                "command": SecretMask(os.environ).command([entry.target, *entry.args]),
                 "world_size": self._spec.world_size if self._spec.elastic is None else None,
                 "num_nodes": self._spec.nnodes,
                 "node": socket.gethostname(),

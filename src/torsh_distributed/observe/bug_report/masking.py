@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 
 MASK = "***"
@@ -19,6 +20,8 @@ _WORDS = (
     r"token|secret|passwd|password|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?"
     r"|webhook(?:[_-]?url)?"
 )
+_USER = r"(?<!\S)[\"']?(?:-[uU]|--(?:proxy-)?user)"
+_OPTION = re.compile(rf"(?:{_WORDS}|auth|cookies?|session[_-]?id|dsn|pwd|pass|key)$", re.IGNORECASE)
 _PREFIXES = r"hf|ghp|gho|ghs|ghu|github_pat|glpat|sk|pk|rk|xox[a-z]|npm|pypi|dop_v1"
 _SHAPES = (
     # user:password in an address
@@ -29,6 +32,13 @@ _SHAPES = (
     (re.compile(rf"(?P<keep>(?:{_WORDS})[\"']?\s*[=:]\s*[\"'])[^\"'\n]{{3,}}", re.IGNORECASE), r"\g<keep>" + MASK),
     (re.compile(rf"(?P<keep>(?:{_WORDS})\s*[=:]\s*)[^\s\"',;&]{{3,}}", re.IGNORECASE), r"\g<keep>" + MASK),
     (re.compile(rf"(?P<keep>--[a-z-]*(?:{_WORDS})\s+)[^\s\"'-][^\s\"']{{2,}}", re.IGNORECASE), r"\g<keep>" + MASK),
+    # curl -u name:password, --user=name:password, ["-u", "name:password"]
+    (re.compile(rf"(?P<keep>{_USER}[\s=\"',]*[^\s:=+%\"',]+:)[^\s\"',]+"), r"\g<keep>" + MASK),
+    (re.compile(r"(?P<keep>\bcookies?[\"']?\s*[=:]\s*)\{[^}\n]*\}", re.IGNORECASE), r"\g<keep>" + MASK),
+    # Cookie: …; "Set-Cookie": "…"; curl -b 'a=b; c=d'
+    (re.compile(r"(?P<keep>\bcookies?[\"']?\s*[=:]\s*[\"']?)[^\"'\n]{3,}", re.IGNORECASE), r"\g<keep>" + MASK),
+    (re.compile(r"(?P<keep>(?<!\S)(?:-b|--cookie)[\s=]*[\"'])[^\"'\n]+"), r"\g<keep>" + MASK),
+    (re.compile(r"(?P<keep>(?<!\S)(?:-b\s*|--cookie[\s=]+)[^\s=\"']+=)[^\s\"']+"), r"\g<keep>" + MASK),
     (re.compile(_LEFT + r"(?:AKIA|ASIA)[A-Z0-9]{12,}"), MASK),
     (re.compile(_LEFT + rf"(?:{_PREFIXES})[-_][A-Za-z0-9_-]{{10,}}"), MASK),
     (re.compile(_LEFT + r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"), MASK),
@@ -59,6 +69,21 @@ class SecretMask:
         for pattern, replacement in _SHAPES:
             text = pattern.sub(replacement, text)
         return text
+
+    def command(self, words: Iterable[str]) -> str:
+        """A command line as people read it, with the values of options that take secrets hidden."""
+        shown, hides_next = [], False
+        for word in words:
+            name, is_given, _ = word.partition("=")
+            is_option = word.startswith("-") and _OPTION.search(name) is not None
+            if hides_next and not word.startswith("--"):
+                shown.append(MASK)
+            elif is_option and is_given:
+                shown.append(f"{name}={MASK}")
+            else:
+                shown.append(self.text(shlex.quote(word)))
+            hides_next = is_option and not is_given
+        return self.text(" ".join(shown))
 
 
 def is_secret_name(name: str) -> bool:
