@@ -43,7 +43,7 @@ def event_of(record: Any) -> Event | None:
     kind = event_types().get(str(record.get("type")))
     if kind is None:
         return None
-    fields = _annotations(kind)
+    fields = _annotations(kind)  # type: ignore[arg-type]  # a class is hashable; typeshed reads its instances
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in fields
     }

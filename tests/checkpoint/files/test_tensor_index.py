@@ -22,8 +22,8 @@ from torsh_distributed.errors import CheckpointError
 FILES = {"__0_0.distcp": 10_000, "__1_0.distcp": 10_000}
 
 
-def box(start: int, size: int, **fields: Any) -> StoredBox:
-    given = {"offsets": (start, 0), "sizes": (size, 4), "file": "__0_0.distcp", "start": 0, "length": 900}
+def box(first: int, size: int, **fields: Any) -> StoredBox:
+    given = {"offsets": (first, 0), "sizes": (size, 4), "file": "__0_0.distcp", "start": 0, "length": 900}
     return StoredBox(**{**given, "data_start": 100, **fields})
 
 

@@ -35,8 +35,8 @@ def test_a_header_says_where_the_bytes_are(tmp_path: Path) -> None:
         (lambda data: b"PK" + data[2:], "does not begin with a header"),
         (lambda data: data[:8] + b"?" + data[9:], "not JSON"),
         (lambda data: data.replace(b'"F32"', b'"F31"'), "unknown dtype F31"),
-        (lambda data: data.replace(b'"shape":[4]', b'"shape":-4 '), "not one of tensors"),
-        (lambda data: data.replace(b'"shape":[4]', b'"shape":[""]')[:-1], "does not begin|cannot have the shape"),
+        (lambda data: data.replace(b"[4]", b"-4 "), "not one of tensors"),
+        (lambda data: data.replace(b"[4]", b'"x"'), "cannot have the shape"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, damage, said: str) -> None:
