@@ -147,3 +147,12 @@ def test_a_syntax_error_points_to_its_own_file(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("a =\n", str(tmp_path / "train.py"), "exec")
     assert describe_error(caught.value, how="uncaught")["where"] == f"{tmp_path / 'train.py'}:1"
+
+
+def test_exceptions_of_a_group_are_in_the_traceback() -> None:
+    group = ExceptionGroup("several", [raised(ValueError("first bad batch")), raised(KeyError("second"))])
+    lines = describe_error(raised(group), how="uncaught")["traceback"]
+    text = "\n".join(lines)
+    assert "sub-exception 1 of 2:" in text
+    assert "ValueError: first bad batch" in text
+    assert "KeyError: 'second'" in text

@@ -84,7 +84,7 @@ def diagnose(
         waiting=found.waiting,
         operation=call.op if call is not None else None,
         sequence=call.sequence if call is not None else None,
-        num_bytes=call.num_bytes if call is not None else None,
+        num_bytes=call.num_bytes if call is not None and (call.num_bytes or 0) >= 0 else None,
         call_site=call.at if call is not None else None,
         cause=cause,
         stack=found.stack or _stack_of(found.rank, statuses),
@@ -117,7 +117,8 @@ def _paragraph(found: WaitFinding, cause: LikelyCause, statuses: Mapping[int, Ra
     parts = []
     if found.kind == "late" and found.call is not None:
         call, one = found.call, len(found.waiting) == 1
-        facts = [f"{call.num_bytes} bytes"] if call.num_bytes else []
+        # gloo's calls without a tensor come with -1.
+        facts = [f"{call.num_bytes} bytes"] if call.num_bytes and call.num_bytes > 0 else []
         facts += [call.at] if call.at else []
         inside = f" ({', '.join(facts)})" if facts else ""
         who, have = _capital(ranks_text(found.waiting)), "has" if one else "have"

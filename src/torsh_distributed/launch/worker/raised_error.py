@@ -41,6 +41,9 @@ Place = tuple[str, int, str]
 """File, line and function of a frame."""
 
 
+_MAX_SUB_EXCEPTIONS = 5
+
+
 def describe_error(error: BaseException, *, how: str) -> dict[str, Any]:
     """Everything the launcher needs to know about an exception; `how` says where it was seen.
 
@@ -188,12 +191,23 @@ def folded_traceback(error: BaseException) -> list[str]:
     for _ in range(_MAX_CHAIN):
         if one is None:
             break
-        part = [*folded(_places(one.__traceback__)), *_last_lines(one)]
+        part = [*folded(_places(one.__traceback__)), *_last_lines(one), *_sub_exceptions(one)]
         lines = [*part, "which caused:", *lines] if lines else part
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     if len(lines) > _MAX_FOLDED_LINES:
         lines = [*lines[: _MAX_FOLDED_LINES // 3], "…", *lines[-2 * _MAX_FOLDED_LINES // 3 :]]
     return [line[:MAX_TEXT_CHARS] for line in lines]
+
+
+def _sub_exceptions(error: BaseException) -> list[str]:
+    """What a group of exceptions holds, each with its own traceback; the group's text says only how many there are."""
+    if not isinstance(error, BaseExceptionGroup):
+        return []
+    lines: list[str] = []
+    for number, one in enumerate(error.exceptions[:_MAX_SUB_EXCEPTIONS], 1):
+        lines += [f"  sub-exception {number} of {len(error.exceptions)}:"]
+        lines += [f"    {line}" for line in folded_traceback(one)]
+    return lines
 
 
 def folded(places: Iterable[Place]) -> list[str]:
