@@ -43,7 +43,7 @@ def event_of(record: Any) -> Event | None:
     kind = event_types().get(str(record.get("type")))
     if kind is None:
         return None
-    fields = _annotations(kind)  # type: ignore[arg-type]  # a class is hashable; typeshed reads its instances
+    fields = _annotations(kind.kind)
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items() if name in fields
     }
@@ -61,8 +61,8 @@ def is_time(value: Any) -> bool:
 
 
 @functools.cache
-def _annotations(kind: type[Event]) -> dict[str, str]:
-    return {field.name: str(field.type) for field in dataclasses.fields(kind)}
+def _annotations(kind: str) -> dict[str, str]:
+    return {field.name: str(field.type) for field in dataclasses.fields(event_types()[kind])}
 
 
 def _fits(name: str, value: Any, annotation: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_distributed.errors import IoError
-from torsh_distributed.events import Event, event_types
+from torsh_distributed.events import event_types
 from torsh_distributed.events.recorded import event_of, is_time, record_in
 
 Record = dict[str, Any]
@@ -77,7 +77,7 @@ def _sound(record: Any) -> Record | None:
     """A record whose values fit its kind, with the fields that it leaves out; of a newer version's kind, as it is."""
     event = event_of(record)
     if event is not None:
-        return {**_defaults(type(event)), **record}
+        return {**_defaults(event.kind), **record}
     is_newer = (
         isinstance(record, dict)
         and isinstance(record.get("type"), str)
@@ -88,6 +88,7 @@ def _sound(record: Any) -> Record | None:
 
 
 @functools.cache
-def _defaults(kind: type[Event]) -> Record:
+def _defaults(kind: str) -> Record:
     missing = dataclasses.MISSING
-    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}
+    fields = dataclasses.fields(event_types()[kind])
+    return {field.name: field.default for field in fields if field.default is not missing}
