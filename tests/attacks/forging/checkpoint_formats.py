@@ -81,7 +81,9 @@ def forge_checkpoint(folder: Path, draw: random.Random, private: Path) -> None:
 
 def _forge_index(step: Path, draw: random.Random, private: Path) -> None:
     index = json.loads((step / TENSORS).read_bytes())
-    if draw.random() < 0.5:
+    if draw.random() < 0.2:  # nothing else is wrong: what is read is the private file
+        index["files"] = [draw.choice(["../../private.txt", str(private)])]
+    elif draw.random() < 0.5:
         one = draw.choice(list(index["tensors"].values()))
         one[2] = mutated(one[2], draw, private)
         if draw.random() < 0.3:
