@@ -90,7 +90,7 @@ def draw_case(seed: int) -> TrainingCase:
         optimizer=chance.choice(list(OPTIMIZERS)),
         schedule=chance.choice(list(SCHEDULES)),
         precision=chance.choice(["fp32", "fp32", "fp32", "bf16"]),
-        accumulation=1 if options or model == "convolving" else chance.choice([1, 1, 2, 3]),
+        accumulation=1 if options else chance.choice([1, 1, 2, 3]),
         clipping=chance.choice([None, None, 0.1]),
         batch_size=8 if is_even else chance.choice([8, 8, 12, 7]),
         num_samples=32 if is_even else chance.choice([32, 33, 30]),

@@ -151,6 +151,12 @@ def _hand_written(logits: Tensor, labels: Tensor) -> Tensor:
     return (-(picked * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
+def _masked_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    mask = (labels != -100).float()
+    return -(picked * mask).sum() / mask.sum().clamp(min=1)
+
+
 def _contrastive(logits: Tensor, labels: Tensor) -> Tensor:
     features = functional.normalize(logits.mean(dim=1), dim=-1)
     return functional.cross_entropy(4 * features @ features.T, torch.arange(len(features), device=features.device))
@@ -169,6 +175,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "regression": _regression,
     "mixed": _mixed,
     "hand-written": _hand_written,
+    "masked by hand": _masked_by_hand,
     "contrastive": _contrastive,
 }
 

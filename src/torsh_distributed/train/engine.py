@@ -251,8 +251,10 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         update = self._begun()
         if update.weights is None:
-            pieces = update.pieces or [(batch, 1.0)]
-            update.weights = self.loss.begin(self._setting, pieces, evenness=self._evenness, is_again=update.is_again)
+            whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])
+            update.weights = self.loss.begin(
+                self._setting, whole, pieces, evenness=self._evenness, is_again=update.is_again
+            )
         self.loss.is_borrowed = update.weights.is_borrowed(update.number)
         self.strategy.expect_scale(update.weights.before(update.number) * (self.precision.loss_scale or 1.0))
         with (

@@ -167,6 +167,11 @@ CASES: dict[str, tuple[Document, Document, int]] = {
         {"training": {"loss_is": "auto"}},
         2,
     ),
+    "shared-statistics-of-parts": (
+        {"training": {"sync_batch_norm": True}, "mesh": {"pp": 2}},
+        {"mesh": {"pp": 1, "shard": 2}},
+        2,
+    ),
     "shared-statistics-in-changing-world": (
         {"training": {"sync_batch_norm": True}, "elastic": {"enabled": True, "mode": "in_place"}},
         {"elastic": {"mode": "restart"}},

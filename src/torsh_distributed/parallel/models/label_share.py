@@ -41,6 +41,8 @@ class LabelRule:
     """A label is worth the weight of its class, as in torch's cross_entropy; None: all are worth 1."""
     is_sum: bool = False
     """The loss adds what others average: parts of a batch are added too."""
+    is_uniform: bool = False
+    """Labels do not matter: parts of equal size weigh the same."""
 
     def count(self, labels: Tensor, *, is_shifted: bool = False) -> Tensor:
         """What the labels are worth together: a scalar in fp64.
@@ -61,7 +63,7 @@ class LabelRule:
         """
         if self.is_sum:
             return torch.ones(len(pieces))
-        if not all(_has_labels(piece) for piece in pieces):
+        if self.is_uniform or not all(_has_labels(piece) for piece in pieces):
             return None
         counts = torch.stack([self.count(piece, is_shifted=is_shifted) for piece in pieces])
         return (counts / counts.sum()).float()
@@ -70,7 +72,7 @@ class LabelRule:
         """What the loss of one of `num_parts` parts is multiplied by, so the mean over them is that of the whole."""
         if self.is_sum:
             return torch.tensor(float(num_parts))
-        if not _has_labels(part):
+        if self.is_uniform or not _has_labels(part):
             return None
         return (self.count(part) * num_parts / self.count(whole)).float()
 

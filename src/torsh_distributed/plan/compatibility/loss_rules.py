@@ -10,6 +10,11 @@ def _recovers_in_place(plan: PlanSections) -> bool:
     return plan.elastic.enabled and plan.elastic.mode == "in_place"
 
 
+def _divides_in_time(plan: PlanSections) -> bool:
+    has_microbatches = plan.mesh.pp > 1 and plan.pipeline.num_microbatches > 1
+    return plan.training.gradient_accumulation > 1 or has_microbatches
+
+
 LOSS_RULES = (
     CompatibilityRule(
         name="gathered-loss-in-passes",
@@ -31,6 +36,13 @@ LOSS_RULES = (
         clashes=lambda plan: plan.training.gather_for_loss and plan.training.loss_is != "auto",
         reason="a loss of the whole batch is not combined from parts",
         way_out="leave training.loss_is out",
+    ),
+    CompatibilityRule(
+        name="shared-statistics-of-parts",
+        keys=("training.sync_batch_norm", "training.gradient_accumulation", "mesh.pp", "pipeline.num_microbatches"),
+        clashes=lambda plan: plan.training.sync_batch_norm and _divides_in_time(plan),
+        reason="each pass and each microbatch would be normalised by itself",
+        way_out="set training.gradient_accumulation = 1 and mesh.pp = 1",
     ),
     CompatibilityRule(
         name="shared-statistics-in-changing-world",

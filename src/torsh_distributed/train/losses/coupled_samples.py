@@ -17,7 +17,8 @@ _log = logging.getLogger(__name__)
 
 def check_coupled_samples(model: nn.Module, plan: Plan, *, data_degree: int) -> None:
     """Refuse losses over all tokens of a batch that is divided; warn of BatchNorm. Every rank calls this."""
-    passes = plan.training.gradient_accumulation
+    microbatches = plan.pipeline.num_microbatches if plan.mesh.pp > 1 else 1
+    passes = plan.training.gradient_accumulation * microbatches
     if data_degree == 1 and passes == 1:
         return
     config: Any = getattr(model, "config", None)

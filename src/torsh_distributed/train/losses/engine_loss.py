@@ -99,9 +99,15 @@ class EngineLoss:
         return kinds[declared]
 
     def begin(
-        self, setting: StepSetting, pieces: Sequence[tuple[Batch, float]], *, evenness: float | None, is_again: bool
+        self,
+        setting: StepSetting,
+        batch: Batch,
+        pieces: Sequence[tuple[Batch, float]],
+        *,
+        evenness: float | None,
+        is_again: bool,
     ) -> StepWeights:
-        """The weights of a step's microbatches; every rank calls this, once a step unless `is_again`."""
+        """The weights of the microbatches of a rank's `batch`; every rank calls this, once a step unless `is_again`."""
         strategy, training = setting.strategy, self._plan.training
         self.is_borrowed = evenness == 0.0
         is_whole = strategy.num_sample_ranks == 1 and training.gradient_accumulation == 1 and len(pieces) == 1
@@ -112,7 +118,7 @@ class EngineLoss:
         is_exact = has_one and self._plan.recovery.out_of_memory == "raise"
         made = begin_step(
             strategy,
-            self.kind(setting, pieces[0][0]),
+            self.kind(setting, batch),
             pieces,
             evenness=evenness,
             device=setting.device,

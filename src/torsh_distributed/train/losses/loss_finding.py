@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.parallel.models.label_share import LabelRule, shifted, shifts_labels
+from torsh_distributed.parallel.models.label_share import IGNORED, LabelRule, shifted, shifts_labels
 from torsh_distributed.parallel.strategy import Strategy
-from torsh_distributed.train.batches import Batch
+from torsh_distributed.train.batches import Batch, count_samples, pick_rows
 from torsh_distributed.train.losses.loss_kind import (
     LossKind,
     MeanOfComputed,
@@ -21,6 +21,7 @@ from torsh_distributed.train.losses.loss_kind import (
     MeanOfValues,
     Path,
     SumOfSamples,
+    tensor_at,
     tensors_in,
 )
 from torsh_distributed.train.losses.loss_terms import LossTerm
@@ -89,7 +90,7 @@ def _kind_of(term: LossTerm, strategy: Strategy, batch: Batch) -> LossKind:
                 return MeanOfValues(path)
         return MeanOfComputed()
     if strategy.splits_loss:
-        place = _labels_path(batch)
+        place = labels_path(batch)
         is_shifted = place == ("labels",) and shifts_labels(strategy.whole_model)
         return MeanOfComputed() if place is None else MeanOfLabels(place, term.rule, is_shifted)
     seen = term.labels.flatten()
@@ -105,7 +106,7 @@ def _kind_of(term: LossTerm, strategy: Strategy, batch: Batch) -> LossKind:
 
 def counted_labels(strategy: Strategy, batch: Batch) -> MeanOfLabels:
     """A mean over the labels other than -100, as the plan declares it."""
-    path = _labels_path(batch)
+    path = labels_path(batch)
     if path is None:
         raise ConfigurationError(
             'training.loss_is = "mean_of_counted" needs labels: the batch has none',
@@ -116,13 +117,30 @@ def counted_labels(strategy: Strategy, batch: Batch) -> MeanOfLabels:
     return MeanOfLabels(path, is_shifted=path == ("labels",) and shifts_labels(strategy.whole_model))
 
 
-def _labels_path(batch: Batch) -> Path | None:
+def labels_path(batch: Batch) -> Path | None:
     """Where labels are by convention: under that name, or in the targets of (inputs, targets)."""
     found = dict(tensors_in(batch))
     for path in (("labels",), (1,)):
         if path in found:
             return path
     return None
+
+
+def telling_rows(batch: Batch, num_rows: int) -> Batch:
+    """At most `num_rows` samples, at least two, of which some have many labels that count and others few.
+
+    A batch of one sample has it twice: what compares samples shows then, too.
+    """
+    rows = count_samples(batch)
+    chosen = list(range(rows)) * (2 if rows == 1 else 1)
+    path = labels_path(batch)
+    labels = None if path is None else tensor_at(batch, path)
+    if labels is not None and not labels.is_floating_point() and labels.dim() and len(labels) == rows > num_rows:
+        counts = (labels.reshape(rows, -1) != IGNORED).sum(dim=1)
+        by_count = [int(row) for row in counts.argsort(descending=True)]
+        half = num_rows // 2
+        chosen = [*by_count[: num_rows - half], *by_count[rows - half :]]
+    return pick_rows(batch, chosen[:num_rows])
 
 
 def _distinct(terms: Sequence[LossTerm]) -> list[LossTerm]:

@@ -36,7 +36,7 @@ class LossKind(ABC):
     @property
     def labels(self) -> LabelRule:
         """How strategies combine losses that they compute part by part."""
-        return LabelRule()
+        return LabelRule(is_uniform=True)
 
     @abstractmethod
     @override

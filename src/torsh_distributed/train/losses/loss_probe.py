@@ -24,7 +24,7 @@ from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, count_samples, take_rows
-from torsh_distributed.train.losses.loss_finding import LossFinding
+from torsh_distributed.train.losses.loss_finding import LossFinding, counted_labels, labels_path, telling_rows
 from torsh_distributed.train.losses.loss_kind import LossKind, MeanOfComputed, MeanOfSamples, SumOfSamples
 from torsh_distributed.train.losses.loss_terms import LossTerm
 from torsh_distributed.train.losses.watched_loss import WatchedLoss
@@ -54,7 +54,7 @@ class LossProbe:
 
     def find_kind(self, batch: Batch) -> LossKind:
         """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
-        part = take_rows(batch, 0, self.num_rows)
+        part = telling_rows(batch, self.num_rows)
         problem = ""
         try:
             value, terms, returns_count = self._watched(part)
@@ -79,8 +79,7 @@ class LossProbe:
                 ' not count, "sum"; or set mesh.pp and mesh.cp to 1',
                 key="training.loss_is",
             )
-        self._compare_halves(part, value, kind, found)
-        return kind
+        return self._fitting(part, value, found)
 
     def _watched(self, batch: Batch) -> tuple[Tensor, list[LossTerm], bool]:
         self.loss.watches = True
@@ -113,16 +112,27 @@ class LossProbe:
 
     # --- halves -----------------------------------------------------------------------------------------------
 
-    def _compare_halves(self, batch: Batch, value: Tensor, kind: LossKind, found: LossFinding) -> None:
-        """Refuse a loss that is not made of those of its rows; every rank calls this."""
-        if self.strategy.splits_loss or moe_layers(self.strategy.unwrapped):
-            return  # the parts are combined elsewhere; experts with a capacity see all tokens at once
-        whole, together = float(value), self._of_halves(batch, kind)
-        if not self._any(_differ(whole, together, self.precision)):
-            return
+    def _fitting(self, batch: Batch, value: Tensor, found: LossFinding) -> LossKind:
+        """The kind by which the losses of the halves make that of the whole; refuses a loss for which none does.
+
+        A loss without one of torch's in it is a mean over samples, or over labels that count. Every rank calls this.
+        """
+        kind, strategy = found.kind, self.strategy
+        splits_positions = strategy.num_sample_ranks != strategy.data_degree
+        if splits_positions or moe_layers(strategy.unwrapped):
+            return kind  # parts of sequences are no losses; experts with a capacity see all tokens at once
+        kinds = [kind]
+        if not found.has_seen and labels_path(batch) is not None:
+            kinds.append(counted_labels(strategy, batch))
+        whole, together = float(value), math.nan
+        for one in kinds:
+            combined = self._of_halves(batch, one)
+            if not self._any(_differ(whole, combined, self.precision)):
+                return one
+            together = combined if math.isnan(together) else together
         again, _, _ = self._watched(batch)
         if self._any(_differ(whole, float(again), self.precision)):
-            return  # it draws random numbers
+            return kind  # it draws random numbers
         raise ConfigurationError(
             f"the loss is not made of the losses of its samples: {whole:.6g} for a batch and {together:.6g} for its two"
             f" halves together, taken as {kind}",
@@ -136,8 +146,7 @@ class LossProbe:
     def _of_halves(self, batch: Batch, kind: LossKind) -> float:
         """The loss of the two halves, combined; NaN if there are none."""
         rows = count_samples(batch)
-        middle = max(1, rows // 2)
-        halves = [(0, middle), (middle, rows) if rows > 1 else (0, 1)]
+        halves = [(0, rows // 2), (rows // 2, rows)]
         total, count = 0.0, 0.0
         self.loss.watches = True
         try:
@@ -153,7 +162,7 @@ class LossProbe:
                 count += weight
         finally:
             self.loss.watches = False
-        if rows < 2 or not count:
+        if not count:
             return math.nan
         return total if isinstance(kind, SumOfSamples) else total / count
 
