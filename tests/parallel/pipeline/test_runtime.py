@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.bed.world import World
 from tests.parallel.reference import batches, build, train_alone
@@ -185,3 +186,53 @@ def test_a_stage_that_fails_alone_ends_the_step_of_all(world: World, place: str)
     assert last == ("LookupError", "the layer has lost its table")
     assert first[0] == "CommunicationError"
     assert "rank 1 ended the group: could not run stage 1 of the pipeline: LookupError" in first[1]
+
+
+def normalised(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(8) if kind == "batch" else nn.Identity()
+    wrap = {"spectral": spectral_norm, "old spectral": nn.utils.spectral_norm}.get(kind, lambda layer: layer)
+    first, second, third = (wrap(nn.Linear(*sizes)) for sizes in ((4, 8), (8, 8), (8, 4)))
+    return nn.Sequential(first, nn.ReLU(), second, norm, third)
+
+
+def points() -> tuple[Tensor, Tensor]:
+    values = torch.randn(8, 4, generator=torch.Generator().manual_seed(5))
+    return values, values.flip(1)
+
+
+def train_normalised(kind: str, num_microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
+    group = dist.group.WORLD
+    assert group is not None
+    config = PipelineConfig(schedule="gpipe", num_microbatches=num_microbatches)
+    pipe = PipelineParallel(normalised(kind), config, group=group, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.SGD(pipe.module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*points()).item())
+        optimizer.step()
+    return losses, dict(pipe.module.state_dict())
+
+
+def train_normalised_all(cases: list[tuple[str, int]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train_normalised(*case) for case in cases]
+
+
+def test_buffers_that_forward_changes_are_those_of_one_process(world: World) -> None:
+    """Torch infers shapes by a forward on uninitialised memory, of which no statistic may keep anything."""
+    cases = [("batch", 1), ("spectral", 4), ("old spectral", 4)]
+    for results in world.run(train_normalised_all, cases, num_ranks=2, backend="torsh", timeout_s=60):
+        for (kind, _), (losses, state) in zip(cases, results, strict=True):
+            model = normalised(kind)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            expected = []
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = functional.mse_loss(model(points()[0]), points()[1])
+                loss.backward()
+                optimizer.step()
+                expected.append(loss.item())
+            assert losses == pytest.approx(expected, abs=1e-5), kind
+            for name, value in state.items():
+                torch.testing.assert_close(value, model.state_dict()[name], atol=1e-5, rtol=1e-4)

@@ -133,3 +133,33 @@ def test_an_uneven_cut_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert "unbalanced" in caplog.text
     with pytest.raises(ConfigurationError, match='balance "time" measures the layers'):
         split_into_stages(build("gpt"), 2, balance="time")
+
+
+class Watching(nn.Module):
+    """Keeps what it computes: its own forward in an attribute, and in a buffer if it is told to."""
+
+    def __init__(self, *, in_buffer: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.in_buffer, self.last = in_buffer, None
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.first(values)
+        self.last = hidden
+        if self.in_buffer:
+            self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(dim=0)
+        return self.second(hidden)
+
+
+def test_a_trace_leaves_nothing_in_the_model() -> None:
+    model = Watching(in_buffer=False)
+    split_into_stages(model, 2)
+    assert model.last is None
+
+
+def test_a_buffer_that_the_traced_forward_assigns_is_named() -> None:
+    model = Watching(in_buffer=True)
+    with pytest.raises(ConfigurationError, match="the forward of Watching assigns its buffer mean"):
+        split_into_stages(model, 2)
+    assert torch.equal(model.mean, torch.zeros(4))

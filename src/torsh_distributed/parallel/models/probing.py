@@ -1,14 +1,18 @@
-"""Forwards that only find out shapes: their results are discarded, and they change no state."""
+"""Forwards that only look: their results are discarded, and they change no state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _num_probes = 0
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+"""What a forward may keep for itself between calls: a count, a temperature, its last output."""
 
 
 def is_probing() -> bool:
@@ -17,35 +21,74 @@ def is_probing() -> bool:
 
 
 @contextmanager
-def probing(module: nn.Module) -> Iterator[None]:
-    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, and the host's random state
-    are restored afterwards.
-
-    A buffer that no forward changed is not written either: a graph whose backward is still to come may have kept it.
+def probing(module: nn.Module, *, keeps_params: bool = False) -> Iterator[None]:
+    """Run forwards of `module` as probes: its buffers, such as the means of a batch norm, the attributes that its
+    forwards set, and the host's random state are restored afterwards; with `keeps_params` its parameters too, which
+    takes a copy of them.
     """
     global _num_probes
-    before = [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers()]
+    kept = _KeptState(module, with_params=keeps_params)
     _num_probes += 1
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         _num_probes -= 1
-        with torch.no_grad():
-            for buffer, value, version in before:
-                if buffer._version != version:
-                    buffer.copy_(value)
+        kept.restore()
 
 
 @contextmanager
 def trying(model: nn.Module) -> Iterator[None]:
     """Around forwards that only look: evaluation mode, no gradients, buffers and random state as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
+    with probing(model), torch.no_grad():
+        for module in model.modules():
+            module.training = False
+        yield
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[None]:
+    """Around a trace of the model's code: what it assigned to modules, such as proxies, is gone afterwards."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        with probing(model), torch.no_grad():
-            yield
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+class _KeptState:
+    """The buffers, plain attributes and, if asked for, parameters of a module, to put back.
+
+    A module may have been given another tensor under the name of a buffer, so the tensor itself is put back; and its
+    value is written even if its version is unchanged, because torch's native batch norm writes without counting. The
+    writes are not counted either: a graph whose backward is still to come may have kept a buffer.
+    """
+
+    def __init__(self, module: nn.Module, *, with_params: bool) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for one in module.modules():
+            plain = {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
+            self._attributes.append((vars(one), plain))
+            self._buffers.append((one._buffers, dict(one._buffers)))
+        tensors = [*module.buffers(), *(module.parameters() if with_params else ())]
+        self._values = [(held, held.clone()) for held in map(_held, tensors)]
+        self._params = [(param, param.data) for param in module.parameters()] if with_params else []
+
+    def restore(self) -> None:
+        for owned, before in (*self._attributes, *self._buffers):
+            owned.update(before)
+        for param, data in self._params:
+            param.data = data
+        for held, value in self._values:
+            held.copy_(value)
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, or of this rank's shard of it, outside of autograd."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.data

@@ -16,6 +16,7 @@ from torch import fx, nn
 from typing_extensions import override
 
 from torsh_distributed.errors import ConfigurationError
+from torsh_distributed.parallel.models.probing import tracing
 
 PROTOCOL = "pipeline_layers"
 """A model that cannot be traced has a method of this name; it returns the layers, which run one after the other."""
@@ -41,8 +42,11 @@ def trace_layers(model: nn.Module) -> LayerGraph:
     """The layers of `model` and the values between them; ConfigurationError says what is missing."""
     if hasattr(model, PROTOCOL):
         return _chain(model)
+    buffers = dict(model.named_buffers())
     try:
-        graph = _Tracer(model).trace(model, concrete_args=_defaults(model))
+        with tracing(model):
+            graph = _Tracer(model).trace(model, concrete_args=_defaults(model))
+            assigned = [name for name, value in buffers.items() if _read(model, name) is not value]
     except Exception as error:
         # Tracing runs the user's forward, which may raise anything.
         raise ConfigurationError(
@@ -51,6 +55,13 @@ def trace_layers(model: nn.Module) -> LayerGraph:
             f" kept then; or give the model a method {PROTOCOL}() that returns its layers, each of which takes the"
             " output of the previous one",
         ) from error
+    if assigned:
+        raise ConfigurationError(
+            f"the forward of {type(model).__name__} assigns its buffer {assigned[0]}, which stages cut from a trace"
+            " would not do",
+            hint="assign it in the forward of a layer; or pass example=(inputs,) to parallelize(): the model's own"
+            " forward is kept then",
+        )
     layers = tuple(str(node.target) for node in graph.nodes if node.op == "call_module")
     repeated = sorted({name for name in layers if layers.count(name) > 1})
     if repeated:
@@ -59,6 +70,11 @@ def trace_layers(model: nn.Module) -> LayerGraph:
             hint="build a module for each call and share the parameters (they are then tied between stages)",
         )
     return LayerGraph(graph, layers)
+
+
+def _read(model: nn.Module, name: str) -> Any:
+    owner, _, last = name.rpartition(".")
+    return model.get_submodule(owner)._buffers[last]
 
 
 def _chain(model: nn.Module) -> LayerGraph:

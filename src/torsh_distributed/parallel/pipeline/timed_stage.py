@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from typing_extensions import override
 
 from torsh_distributed.events import step_notes
@@ -42,6 +47,7 @@ class TimedStage(PipelineStage):
     def __init__(self, *args: Any, recorder: ActionRecorder, microbatches: Microbatches, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder, self._microbatches = recorder, microbatches
+        self._spectral = [module for module in self.submod.modules() if _has_spectral_norm(module)]
 
     # Shape inference of torch 2.13 and of torch 2.11; each has only one of them.
     @override
@@ -58,7 +64,8 @@ class TimedStage(PipelineStage):
         self._microbatches.current = fwd_chunk_id
         started = time.monotonic()
         try:
-            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            with self._one_power_iteration(fwd_chunk_id):
+                out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             if error.__cause__ is None or "failed to run forward" not in str(error):
                 raise
@@ -66,6 +73,18 @@ class TimedStage(PipelineStage):
             raise error.__cause__ from None
         self._record("F", fwd_chunk_id, started)
         return out
+
+    @contextmanager
+    def _one_power_iteration(self, microbatch: int) -> Iterator[None]:
+        """Spectral norms improve their estimate in every forward in training: once a step, as in one process."""
+        modes = [(module, module.training) for module in self._spectral]
+        for module, mode in modes:
+            module.training = mode and microbatch == 0
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -99,3 +118,8 @@ class TimedStage(PipelineStage):
         self._recorder.actions.append(Action(self._recorder.rank, self.stage_index, kind, microbatch, started, ended))
         if step_notes.wants_phases():
             step_notes.note_phase("stage", started, ended)
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
