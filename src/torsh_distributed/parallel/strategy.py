@@ -259,6 +259,10 @@ class Strategy(ABC):
         update = self._owner_updates.get(optimizer)
         return self.state_parts() if update is None else OwnedState(self.state_parts(), update)
 
+    def whole_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """All of a parameter's gradient, of which this rank holds `gradient`; all ranks call this, in one order."""
+        return self.state_parts().from_owner(name, gradient)
+
     def held_state(self, optimizer: Optimizer) -> HeldState:
         """This rank's part of model and optimizer, nothing gathered; every rank calls this."""
         self.reshard()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from torsh_distributed.train.losses.coupled_samples import check_coupled_samples
 from torsh_distributed.train.precision import cast_buffers
 from torsh_distributed.train.speed.float8 import use_float8
 from torsh_distributed.train.speed.head_loss import defer_logits
+
+if TYPE_CHECKING:
+    from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ def parallelize(
             key="training.gather_for_loss",
         )
     statistics = sync_batch_norms(model) if chosen.training.sync_batch_norm else None
+    comparison = _comparison(model, chosen)
     strategy = strategy_for(model, chosen, param_init_fn=param_init_fn, weights=stored, example=example)
     made = offloaded_optimizer(strategy, optimizer_for(strategy.unwrapped), chosen)
     refuse_closures(made)
@@ -105,6 +109,7 @@ def parallelize(
         statistics.group = lambda: engine.strategy.samples_group
         statistics.is_borrowed = lambda: engine.loss.is_borrowed
     _agree_on_optimizer(engine)
+    engine.comparison = comparison
     engine.elastic = elastic_steps_for(engine)
     engine.changes = running_changes()
     return engine
@@ -149,6 +154,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found
+
+
+def _comparison(model: nn.Module, plan: Plan) -> FirstBatchComparison | None:
+    """What compares a model that ranks hold parts of, or run on parts of sequences, with one process."""
+    if not splits_model(plan) and plan.mesh.ep == 1:
+        return None
+    # Here, not above: it takes a second to import, and most plans do not ask for it.
+    from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
+
+    return FirstBatchComparison(model, plan)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -55,6 +55,7 @@ from torsh_distributed.train.use.generation import generate
 if TYPE_CHECKING:
     from torsh_distributed.checkpoint.files.manifest import CheckpointMetadata
     from torsh_distributed.train.checkpointing import EngineCheckpoints
+    from torsh_distributed.train.comparing.first_batch import FirstBatchComparison
     from torsh_distributed.train.recovery.step_recovery import StepRecovery
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class Engine:
         """In an elastic job: what lets steps outlive a lost rank."""
         self.changes: RunningChanges | None = None
         """Under a launcher of ours: what takes changes of the plan between two updates."""
+        self.comparison: FirstBatchComparison | None = None
+        """Until the first batch, for a model that is split: what compares it with one process."""
         self._pieces: DividedBatches | None = None
         self._update: _Update | None = None
         self._checkpoints: EngineCheckpoints | None = None
@@ -249,6 +252,9 @@ class Engine:
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
+        if self.comparison is not None and torch.is_grad_enabled():
+            comparison, self.comparison = self.comparison, None
+            comparison.run(self.strategy, self._loss_fn, self.precision, to_device(batch, self._device))
         update = self._begun()
         if update.weights is None:
             whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])

@@ -43,7 +43,7 @@ class SplitCheck:
         with fail_together("run the model once its layers are split", group):
             running: list[str] = []
             try:
-                with trying(self._model), tensor_parallel_context(plan), _naming(self._model, running):
+                with trying(self._model), tensor_parallel_context(plan), naming(self._model, running):
                     found = _first_result(self._model(**self._example))
             except Exception as error:
                 # The model's own code runs here, on pieces of what it expects: it may raise anything.
@@ -84,7 +84,7 @@ def _alike(found: Tensor | None, expected: Tensor | None) -> bool:
 
 
 @contextmanager
-def _naming(model: nn.Module, running: list[str]) -> Iterator[None]:
+def naming(model: nn.Module, running: list[str]) -> Iterator[None]:
     """Keep the names of the modules whose forward runs in `running`, the innermost last."""
     handles = []
     for name, module in model.named_modules():

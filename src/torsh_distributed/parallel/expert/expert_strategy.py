@@ -139,6 +139,11 @@ class ExpertDataParallel(DataParallel):
             yield name, gather_stack(value, spread[name][0]) if name in spread else value
 
     @override
+    def whole_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        spread = spread_params(self.unwrapped)
+        return gather_stack(gradient, spread[name][0]) if name in spread else super().whole_gradient(name, gradient)
+
+    @override
     def load_whole_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         whole = self._whole_names(optimizer)
         super().load_whole_state(optimizer, cut_state(self.unwrapped, state, whole=whole))

@@ -48,13 +48,20 @@ def trying(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def tracing(model: nn.Module) -> Iterator[None]:
-    """Around a trace of the model's code: what it assigned to modules, such as proxies, is gone afterwards."""
+    """Around a trace of the model's code: what it assigned to modules, such as proxies, is gone afterwards.
+
+    Tensors under new names stay: they are constants that the trace has found and refers to.
+    """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
         for module, attributes, buffers in before:
-            vars(module).clear()
+            new = [
+                name for name, value in vars(module).items() if name not in attributes and not isinstance(value, Tensor)
+            ]
+            for name in new:
+                del vars(module)[name]
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)

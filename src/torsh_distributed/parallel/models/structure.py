@@ -120,7 +120,7 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
     Some models keep the matrix transposed: (in, out), with `nx` and `nf` features (Conv1D of GPT-2).
     """
     if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
+        return (module.in_features, module.out_features) if has_own_weight(module) else None
     if is_transposed(module):
         weight = module.weight
         assert isinstance(weight, Tensor), "is_transposed looks at it"
@@ -179,11 +179,18 @@ def is_position_table(name: str, module: nn.Module) -> bool:
 
 def is_head(name: str, module: nn.Module) -> bool:
     """Whether a linear layer gives the logits: by its name, near the root of the model."""
-    return isinstance(module, nn.Linear) and name.rpartition(".")[2].lower() in HEAD and name.count(".") <= 1
+    is_named = name.rpartition(".")[2].lower() in HEAD and name.count(".") <= 1
+    return is_named and isinstance(module, nn.Linear) and has_own_weight(module)
 
 
 def _linears(parent: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+    linears = {name: child for name, child in parent.named_children() if isinstance(child, nn.Linear)}
+    return {name: child for name, child in linears.items() if has_own_weight(child)}
+
+
+def has_own_weight(module: nn.Module) -> bool:
+    """Whether the weight is a parameter; `weight_norm` and `spectral_norm` compute it, from all of another one."""
+    return "weight" in module._parameters
 
 
 def head_count(attention: nn.Module) -> int | None:

@@ -292,6 +292,11 @@ class LocalStages(nn.Module):
         for stage in stages.values():
             _merge(self, stage)
 
+    @property
+    def kept_models(self) -> tuple[nn.Module, ...]:
+        """The models whose own forward runs this rank's stages."""
+        return tuple(forward.model for forward in self._kept)
+
     @override
     def train(self, mode: bool = True) -> LocalStages:
         for forward in self._kept:

@@ -68,17 +68,17 @@ class _StageForward:
             stand_ins[layers[0]] = _FirstLayer(model.get_submodule(layers[0]), self)
             for name in chain.before:
                 stand_ins[name] = _Embedded(model.get_submodule(name), self)
-        self._model = _clone(model, "", stand_ins)
+        self.model = _clone(model, "", stand_ins)
 
     def train(self, mode: bool) -> None:
-        self._model.train(mode)
+        self.model.train(mode)
 
     def run(self, received: Tensor | None, inputs: Mapping[str, Any]) -> Any:
         """The hidden state after this stage's layers, or the tensors of the model's output."""
         assert (received is None) == self._is_first, "the first stage alone receives nothing"
         self.received, self.has_entered = received, False
         try:
-            out = self._model(**inputs)
+            out = self.model(**inputs)
         except _StageEnds as end:
             return end.hidden
         finally:

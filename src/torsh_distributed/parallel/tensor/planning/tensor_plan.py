@@ -13,9 +13,11 @@ from torch import nn
 from torsh_distributed.errors import ConfigurationError, InvalidArgument
 from torsh_distributed.parallel.models import structure
 from torsh_distributed.parallel.models.anatomy import FOUND, ModelAnatomy, anatomy_of
+from torsh_distributed.parallel.models.probing import trying
 from torsh_distributed.parallel.models.structural_plan import generic_name
 from torsh_distributed.parallel.tensor.attention import check_heads
 from torsh_distributed.parallel.tensor.planning.declared_plan import declared_rows
+from torsh_distributed.parallel.tensor.planning.feed_forward_trial import splits_between
 from torsh_distributed.parallel.tensor.planning.planned_rows import AttributeChange, PlannedModule, planned
 from torsh_distributed.parallel.tensor.planning.styles import SplitStyle, style_named
 from torsh_distributed.plan.problems import did_you_mean
@@ -100,20 +102,8 @@ def find_tensor_plan(
     split.
     """
     chosen = config or TensorConfig()
-    wanted = _overridden(model, {**chosen.override_styles(), **(overrides or {})})
-    anatomy = _anatomy(model)
-    if anatomy is not None and anatomy.tensor_plan:
-        _refuse_experts_on_sequence(anatomy, chosen)
-        found = declared_rows(model, anatomy, tp=tp, config=chosen, overrides=wanted, left_alone=spread)
-        plan = TensorPlan(tp, chosen, found.rows, found.attributes, anatomy.source)
-    else:
-        by_name = {row.name: row for row in _found(model, tp, chosen, wanted)}
-        rows = tuple(
-            planned(name, module, wanted[name], note="override") if name in wanted else by_name[name]
-            for name, module in model.named_modules()
-            if name in by_name or name in wanted
-        )
-        plan = TensorPlan(tp, chosen, rows)
+    with trying(model):  # a weight that is computed, as by spectral_norm, changes buffers when it is read
+        plan = _planned_layers(model, tp, chosen, overrides or {}, spread)
     if tp > 1 and not plan.num_split:
         raise ConfigurationError(
             f"mesh.tp {tp}: found no layer that tensor parallelism can split",
@@ -121,6 +111,28 @@ def find_tensor_plan(
             modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)][:6],
         )
     return plan
+
+
+def _planned_layers(
+    model: nn.Module,
+    tp: int,
+    config: TensorConfig,
+    overrides: Mapping[str, SplitStyle | str],
+    spread: Collection[str],
+) -> TensorPlan:
+    wanted = _overridden(model, {**config.override_styles(), **overrides})
+    anatomy = _anatomy(model)
+    if anatomy is not None and anatomy.tensor_plan:
+        _refuse_experts_on_sequence(anatomy, config)
+        found = declared_rows(model, anatomy, tp=tp, config=config, overrides=wanted, left_alone=spread)
+        return TensorPlan(tp, config, found.rows, found.attributes, anatomy.source)
+    by_name = {row.name: row for row in _found(model, tp, config, wanted)}
+    rows = tuple(
+        planned(name, module, wanted[name], note="override") if name in wanted else by_name[name]
+        for name, module in model.named_modules()
+        if name in by_name or name in wanted
+    )
+    return TensorPlan(tp, config, rows)
 
 
 def _anatomy(model: nn.Module) -> ModelAnatomy | None:
@@ -181,9 +193,13 @@ def _candidates(
         if not layers <= wanted.keys():
             yield from _attention_rows(modules, attention, tp)
     for pair in structure.feed_forwards(model):
-        up = SplitStyle.COLUMN_LOCAL if pair.is_elementwise else SplitStyle.COLUMN
+        if {*pair.up, pair.down} <= wanted.keys():
+            continue
+        up, note = SplitStyle.COLUMN_LOCAL if pair.is_elementwise else SplitStyle.COLUMN, ""
+        if not splits_between(model, pair):
+            up, note = SplitStyle.COLUMN_GATHERED, "gathered, because all features are needed before the next layer"
         for name in pair.up:
-            yield planned(name, modules[name], up)
+            yield planned(name, modules[name], up, note=note)
         yield planned(pair.down, modules[pair.down], SplitStyle.ROW)
     whole = SplitStyle.SEQUENCE if config.sequence_parallel else SplitStyle.REPLICATED
     for name, module in modules.items():
@@ -192,7 +208,7 @@ def _candidates(
             yield dataclasses.replace(planned(name, module, style), is_head=True)
         elif structure.is_position_table(name, module) or structure.is_norm(module):
             yield planned(name, module, whole)
-        elif isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Embedding) and structure.has_own_weight(module):
             yield planned(name, module, SplitStyle.VOCABULARY)
         elif _has_params(module):
             yield planned(name, module, SplitStyle.REPLICATED)
