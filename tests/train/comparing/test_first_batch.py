@@ -14,7 +14,8 @@ from tests.bed.world import World
 from tests.train.comparing.odd_models import MODELS, batches, losses_alone, made
 from torsh_distributed.checkpoint.random_generators import random_state
 from torsh_distributed.errors import ConfigurationError
-from torsh_distributed.plan import MeshConfig, PipelineConfig, Plan
+from torsh_distributed.parallel.expert import MoELayer, auxiliary_loss
+from torsh_distributed.plan import ExpertConfig, MeshConfig, PipelineConfig, Plan
 from torsh_distributed.train import parallelize
 
 AXES = ("tp", "pp", "cp")
@@ -85,6 +86,54 @@ def test_every_odd_model_is_equal_or_refused(world: World, axis: str) -> None:
     expected = {"tp": {"decayed"}, "pp": {"decayed"}, "cp": mixing | {"pooled", "last_token", "smooth_loss"}}
     # The labels of a model's own loss are not weighed by what counts on a rank.
     assert {name for name, _ in said} - {"own_loss"} == expected[axis]
+
+
+class Experts(nn.Module):
+    """A layer of experts with a capacity that drops tokens; `decay`: its loss reads their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        config = ExpertConfig(num_experts=4, num_experts_per_token=1, capacity_factor=0.5)
+        self.first, self.experts, self.last = nn.Linear(8, 8), MoELayer(8, 16, config), nn.Linear(8, 8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.first(values)
+        return self.last(hidden + self.experts(hidden))
+
+
+def expert_losses(decay: float, mesh: MeshConfig | None) -> list[float] | str:
+    model = Experts()
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.mse_loss(outputs, targets) + auxiliary_loss(model)
+        return loss + decay * sum(param.pow(2).sum() for param in model.parameters()) if decay else loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
+    if mesh is None:
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_fn(model(values), values.flip(-1))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    engine = parallelize(model, optimizer, Plan(mesh=mesh), loss_fn=loss_fn)
+    place = slice(engine.strategy.data_rank * 4, engine.strategy.data_rank * 4 + 4)
+    try:
+        return [engine.step((values[place], values.flip(-1)[place])) for _ in range(3)]
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_experts_that_are_spread_are_compared_too(world: World) -> None:
+    mesh = MeshConfig(dp=1, ep=2)
+    equal, *_ = world.run(expert_losses, 0.0, mesh, num_ranks=2, backend="torsh", timeout_s=60)
+    assert equal == pytest.approx(expert_losses(0.0, None), abs=1e-5)
+    refused, *_ = world.run(expert_losses, 1e-2, mesh, num_ranks=2, backend="torsh", timeout_s=60)
+    assert "the loss reads experts.experts." in str(refused)
 
 
 class Changing(nn.Module):

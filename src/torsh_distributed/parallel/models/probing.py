@@ -79,18 +79,20 @@ class _KeptState:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for one in module.modules():
-            plain = {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
-            self._attributes.append((vars(one), plain))
+            kept = {name: value for name, value in vars(one).items() if isinstance(value, _PLAIN)}
+            self._attributes.append((vars(one), kept))
             self._buffers.append((one._buffers, dict(one._buffers)))
         tensors = [*module.buffers(), *(module.parameters() if with_params else ())]
         self._values = [(held, held.clone()) for held in map(_held, tensors)]
-        self._params = [(param, param.data) for param in module.parameters()] if with_params else []
+        plain = [param for param in module.parameters() if not hasattr(param, "to_local")] if with_params else []
+        self._params = [(param, param.data) for param in plain]
 
     def restore(self) -> None:
         for owned, before in (*self._attributes, *self._buffers):
             owned.update(before)
         for param, data in self._params:
-            param.data = data
+            if param.data_ptr() != data.data_ptr():
+                param.data = data
         for held, value in self._values:
             held.copy_(value)
 

@@ -24,6 +24,7 @@ from torsh_distributed.comm.groups import process_group
 from torsh_distributed.errors import TorshError
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.composed.split_check import naming
+from torsh_distributed.parallel.expert.layer import moe_layers
 from torsh_distributed.parallel.models.materialize import is_on_meta
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.state.whole_state import plain_name
@@ -32,7 +33,7 @@ from torsh_distributed.plan import Plan
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.comparing.module_trail import Passage, first_difference, trail_of
 from torsh_distributed.train.comparing.refusal import Difference, refusal
-from torsh_distributed.train.comparing.small_batch import small_batch, with_padding
+from torsh_distributed.train.comparing.small_batch import repeated, small_batch, with_padding
 from torsh_distributed.train.comparing.whole_copy import WholeCopy
 from torsh_distributed.train.loss import LossFn, loss_of
 from torsh_distributed.train.precision import Precision
@@ -83,9 +84,12 @@ class FirstBatchComparison:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._plan, self._kind = plan, type(model).__name__
         self._classes = {plain_name(name): type(module).__name__ for name, module in model.named_modules()}
+        self._has_experts = bool(moe_layers(model))
         self._why_not: str | None = None
         self._whole: WholeCopy | None = None
-        if is_on_meta(model):
+        if self._has_experts and plan.mesh.pp > 1 and plan.pipeline.num_microbatches > 1:
+            self._why_not = "its experts count load and capacity by microbatch"
+        elif is_on_meta(model):
             self._why_not = "it is built on the meta device, so no rank has had all of it"
         elif plan.offload.enabled:
             self._why_not = "offload keeps a part of it elsewhere"
@@ -158,7 +162,7 @@ class FirstBatchComparison:
                     continue
                 try:
                     with setup.precision.computing() if in_precision else nullcontext():
-                        loss, in_training = self._run_whole(whole, chosen, loss_fn)
+                        loss, in_training = self._run_whole(whole, repeated(chosen, self._times(setup)), loss_fn)
                 except Exception as error:
                     # The model's own code runs here; if it is at fault, the step will say so.
                     said = _said(error)
@@ -168,6 +172,10 @@ class FirstBatchComparison:
                 changed = {name: value.cpu() for name, value in whole.changed.items()}
                 return _Answer(None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed)
         return _Answer(f"the whole model does not run on its first batch ({said})")
+
+    def _times(self, setup: _Setup) -> int:
+        """How often the whole model gets the rows: experts count load and capacity over all that ranks have."""
+        return setup.strategy.data_degree if self._has_experts else 1
 
     def _run_whole(self, whole: WholeCopy, rows: Batch, loss_fn: LossFn | None) -> tuple[float, bool]:
         """The loss, and whether in training mode: not if that draws random numbers, as dropout does."""
@@ -295,7 +303,7 @@ class FirstBatchComparison:
                     whole.model.eval()
                 _leave_statistics(whole.model)
                 with _computing(setup, answer):
-                    again = float(whole.loss(rows, setup.loss_fn))
+                    again = float(whole.loss(repeated(rows, self._times(setup)), setup.loss_fn))
         if broadcast_object(abs(again - answer.loss) > 1e-3 * abs(answer.loss), 0):
             return f"{self._kind} computes something else each time, so it cannot be compared with one process"
         with trail_of(strategy.unwrapped) as seen, torch.no_grad(), _computing(setup, answer):

@@ -56,6 +56,21 @@ def with_padding(batch: Batch, model: nn.Module, loss_fn: LossFn | None) -> Batc
     return (inputs, _without_end(targets, IGNORED)) if _is_labels(targets) else None
 
 
+def repeated(batch: Batch, times: int) -> Batch:
+    """The rows of `batch` so many times after each other: what ranks that all have them have together."""
+    if times == 1:
+        return batch
+    num_rows = count_samples(batch)
+    return tree_map(
+        lambda value: torch.cat([value] * times) if isinstance(value, Tensor) and _rows(value) == num_rows else value,
+        batch,
+    )
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 0
+
+
 def _without_end(tensor: Tensor, value: int) -> Tensor:
     out = tensor.clone()
     out[-1, -max(1, tensor.shape[1] // 3) :] = value

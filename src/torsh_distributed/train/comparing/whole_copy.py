@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from torsh_distributed.parallel.expert.layer import auxiliary_loss, moe_layers, staged_auxiliary_loss
 from torsh_distributed.train.batches import Batch
 from torsh_distributed.train.loss import LossFn, loss_of
 
@@ -70,8 +71,13 @@ class WholeCopy:
             return loss_of(self.model, batch, None)
 
         def with_ours(outputs: Any, targets: Any) -> Tensor:
-            with _Replacing(self._stands_for, self.reads):
-                return loss_fn(outputs, targets)
+            auxiliary = auxiliary_loss(self.model) if moe_layers(self.model) else None
+            token = staged_auxiliary_loss.set(auxiliary)
+            try:
+                with _Replacing(self._stands_for, self.reads):
+                    return loss_fn(outputs, targets)
+            finally:
+                staged_auxiliary_loss.reset(token)
 
         return loss_of(self.model, batch, with_ours)
 
