@@ -254,7 +254,7 @@ class Engine:
         """The loss of one (micro)batch, in the plan's precision."""
         if self.comparison is not None and torch.is_grad_enabled():
             comparison, self.comparison = self.comparison, None
-            comparison.run(self.strategy, self._loss_fn, self.precision, to_device(batch, self._device))
+            comparison.run(self.loss, self._setting, to_device(batch, self.device))
         update = self._begun()
         if update.weights is None:
             whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])

@@ -17,6 +17,7 @@ from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.expert import MoELayer, auxiliary_loss
 from torsh_distributed.plan import ExpertConfig, MeshConfig, PipelineConfig, Plan
 from torsh_distributed.train import parallelize
+from torsh_distributed.train.losses.engine_loss import StepSetting
 
 AXES = ("tp", "pp", "cp")
 
@@ -165,7 +166,8 @@ def first_forward(axis: str) -> list[str]:
     comparison, engine.comparison = engine.comparison, None
     assert comparison is not None
     values = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    comparison.run(engine.strategy, functional.mse_loss, engine.precision, (values, values.flip(1)))
+    setting = StepSetting(engine.strategy, engine.precision, engine.device, False)
+    comparison.run(engine.loss, setting, (values, values.flip(1)))
     after = engine.unwrapped.state_dict(keep_vars=True)
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     changed += [name for name, value in after.items() if value is not held[name] or value.grad is not None]

@@ -35,7 +35,9 @@ from torsh_distributed.train.comparing.module_trail import Passage, first_differ
 from torsh_distributed.train.comparing.refusal import Difference, refusal
 from torsh_distributed.train.comparing.small_batch import repeated, small_batch, with_padding
 from torsh_distributed.train.comparing.whole_copy import WholeCopy
-from torsh_distributed.train.loss import LossFn, loss_of
+from torsh_distributed.train.loss import LossFn
+from torsh_distributed.train.losses.engine_loss import EngineLoss, StepSetting
+from torsh_distributed.train.losses.watched_loss import WatchedLoss
 from torsh_distributed.train.precision import Precision
 from torsh_distributed.train.speed.attention_kernel import attending_with
 
@@ -52,9 +54,21 @@ _ROWS = 2
 class _Setup:
     """What a step runs with."""
 
-    strategy: Strategy
-    loss_fn: LossFn | None
-    precision: Precision
+    loss: EngineLoss
+    setting: StepSetting
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.setting.strategy
+
+    @property
+    def precision(self) -> Precision:
+        return self.setting.precision
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """The loss of one process; of `(sum, count)` the mean."""
+        return None if self.loss.loss_fn is None else WatchedLoss(self.loss.loss_fn)
 
 
 @dataclass
@@ -91,6 +105,8 @@ class FirstBatchComparison:
             self._why_not = "its experts count load and capacity by microbatch"
         elif is_on_meta(model):
             self._why_not = "it is built on the meta device, so no rank has had all of it"
+        elif plan.training.sync_batch_norm:
+            self._why_not = "ranks communicate in its batch norms"
         elif plan.offload.enabled:
             self._why_not = "offload keeps a part of it elsewhere"
         elif process_group.rank() == 0:
@@ -100,13 +116,13 @@ class FirstBatchComparison:
                 # Its own modules are copied here, and may raise anything.
                 self._why_not = f"it cannot be copied ({_said(error)})"
 
-    def run(self, strategy: Strategy, loss_fn: LossFn | None, precision: Precision, batch: Batch) -> None:
+    def run(self, loss: EngineLoss, setting: StepSetting, batch: Batch) -> None:
         """Raise ConfigurationError on every rank unless the split model computes what the whole one does on `batch`.
 
         Where it cannot be compared, the first rank warns.
         """
         try:
-            why_not = self._compare(_Setup(strategy, loss_fn, precision), batch)
+            why_not = self._compare(_Setup(loss, setting), batch)
         finally:
             self._whole = None
         if why_not is not None and process_group.rank() == 0:
@@ -114,10 +130,12 @@ class FirstBatchComparison:
 
     def _compare(self, setup: _Setup, batch: Batch) -> str | None:
         strategy = setup.strategy
-        device = next(strategy.unwrapped.parameters()).device
+        device = setup.setting.device
         why_not = self._why_not
         rows: Batch = None
-        if strategy.compressor is not None:
+        if setup.loss.is_collective or self._plan.training.loss_is == "global_mean":
+            why_not = why_not or "ranks communicate in its loss"
+        elif strategy.compressor is not None:
             why_not = why_not or "its gradients are compressed, which no comparison may begin"
         elif self._whole is not None and _lacks_memory(self._whole.num_bytes, device):
             why_not = why_not or "there is no memory for all of it on one rank"
@@ -129,6 +147,8 @@ class FirstBatchComparison:
         reasons: list[str | None] = all_gather_object(why_not)
         if any(reasons):
             return next(filter(None, reasons))
+        setup.loss.begin(setup.setting, [(rows, 1.0)], evenness=None, is_again=False)  # finds what the loss averages
+        setup.loss.forget_total()
         for name, value in strategy.whole_tensors():
             if self._whole is not None:
                 self._whole.put(name, value)
@@ -174,8 +194,8 @@ class FirstBatchComparison:
         return _Answer(f"the whole model does not run on its first batch ({said})")
 
     def _times(self, setup: _Setup) -> int:
-        """How often the whole model gets the rows: experts count load and capacity over all that ranks have."""
-        return setup.strategy.data_degree if self._has_experts else 1
+        """How often the whole model gets the rows: sums, and experts' load, are over what all ranks have."""
+        return setup.strategy.data_degree if self._has_experts or setup.loss.is_sum else 1
 
     def _run_whole(self, whole: WholeCopy, rows: Batch, loss_fn: LossFn | None) -> tuple[float, bool]:
         """The loss, and whether in training mode: not if that draws random numbers, as dropout does."""
@@ -213,21 +233,25 @@ class FirstBatchComparison:
 
     def _step(self, setup: _Setup, rows: Batch, answer: _Answer) -> float:
         """Forward and backward as in a step; the mean loss. Gradients are in the parameters."""
-        strategy = setup.strategy
-        strategy.expect_scale(1.0)
+        strategy, loss = setup.strategy, setup.loss
         running: list[str] = []
         try:
+            weights = loss.begin(setup.setting, [(rows, 1.0)], evenness=None, is_again=False)
+            strategy.expect_scale(weights.before(0))
             with strategy.accumulating(is_last=True), naming(strategy.unwrapped, running), _computing(setup, answer):
-                loss = strategy.loss(strategy.model, rows, setup.loss_fn, loss_of)
-            mean = strategy.mean_loss(loss.detach())
+                value = loss.compute(strategy, strategy.model, loss.guarded(rows, is_counted=weights.is_counted))
+            weighted = value * weights.after(0, loss.take_count())
+            mean = strategy.mean_loss(weighted.detach())
             with strategy.accumulating(is_last=True):
-                loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+                weighted.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         except TorshError:
             raise
         except Exception as error:
             # The model's own code runs here, on pieces of what it expects: it may raise anything.
             where = plain_name(running[-1]) if running else ""
             raise refusal(self._kind, self._plan, Difference("failed", where, said=_said(error))) from error
+        finally:
+            loss.forget_total()
         return mean.wait()
 
     def _difference(
@@ -307,7 +331,7 @@ class FirstBatchComparison:
         if broadcast_object(abs(again - answer.loss) > 1e-3 * abs(answer.loss), 0):
             return f"{self._kind} computes something else each time, so it cannot be compared with one process"
         with trail_of(strategy.unwrapped) as seen, torch.no_grad(), _computing(setup, answer):
-            strategy.loss(strategy.unwrapped, rows, setup.loss_fn, loss_of)
+            setup.loss.compute(strategy, strategy.unwrapped, rows)
         everyone = [Passage(*one) for theirs in all_gather_object([list(one) for one in seen]) for one in theirs]
         split = [one._replace(shape=tuple(one.shape)) for one in everyone]
         place = first_difference(expected, split)

@@ -58,6 +58,16 @@ class EngineLoss:
         self._last: StepWeights | None = None
 
     @property
+    def loss_fn(self) -> LossFn | None:
+        """What the user wrote; None: the model computes its loss."""
+        return self._watched.loss_fn if self._has_fn else None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is known to be a sum over samples."""
+        return isinstance(self._kind, SumOfSamples)
+
+    @property
     def is_collective(self) -> bool:
         """Whether ranks communicate in the loss, so all must compute it equally often."""
         return self._plan.training.gather_for_loss
