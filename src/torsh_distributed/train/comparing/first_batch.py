@@ -147,8 +147,6 @@ class FirstBatchComparison:
         reasons: list[str | None] = all_gather_object(why_not)
         if any(reasons):
             return next(filter(None, reasons))
-        setup.loss.begin(setup.setting, [(rows, 1.0)], evenness=None, is_again=False)  # finds what the loss averages
-        setup.loss.forget_total()
         for name, value in strategy.whole_tensors():
             if self._whole is not None:
                 self._whole.put(name, value)
@@ -194,8 +192,8 @@ class FirstBatchComparison:
         return _Answer(f"the whole model does not run on its first batch ({said})")
 
     def _times(self, setup: _Setup) -> int:
-        """How often the whole model gets the rows: sums, and experts' load, are over what all ranks have."""
-        return setup.strategy.data_degree if self._has_experts or setup.loss.is_sum else 1
+        """How often the whole model gets the rows: experts count load and capacity over what all ranks have."""
+        return setup.strategy.data_degree if self._has_experts else 1
 
     def _run_whole(self, whole: WholeCopy, rows: Batch, loss_fn: LossFn | None) -> tuple[float, bool]:
         """The loss, and whether in training mode: not if that draws random numbers, as dropout does."""
@@ -259,11 +257,14 @@ class FirstBatchComparison:
     ) -> Difference | None:
         """Whether loss or gradients differ, the same answer on every rank."""
         rounding, floor = (_HALF_ROUNDING, _HALF_FLOOR) if self._is_rough(params, answer) else (_ROUNDING, _FLOOR)
-        expected = {} if self._whole is None else self._whole.gradients()
+        # Sums are over the rows of all ranks, and each of them has the same.
+        times = setup.strategy.data_degree if setup.loss.is_sum and not self._has_experts else 1
+        expected = {} if self._whole is None else {name: times * one for name, one in self._whole.gradients().items()}
+        wanted_loss = times * answer.loss
         total = torch.stack([grad.double().norm() for grad in expected.values()]).norm() if expected else 0.0
         found: Difference | None = None
-        if abs(loss - answer.loss) > rounding * abs(answer.loss) / 3 + 1e-6:
-            found = Difference("loss", found=loss, expected=answer.loss)
+        if not abs(loss - wanted_loss) <= rounding * abs(wanted_loss) / 3 + 1e-6:
+            found = Difference("loss", found=loss, expected=wanted_loss)
         mixed: str | None = None
         for name in answer.shapes or {}:
             param = params[name]

@@ -70,7 +70,7 @@ class WholeCopy:
         if loss_fn is None:
             return loss_of(self.model, batch, None)
 
-        def with_ours(outputs: Any, targets: Any) -> Tensor:
+        def with_ours(outputs: Any, targets: Any) -> Any:
             auxiliary = auxiliary_loss(self.model) if moe_layers(self.model) else None
             token = staged_auxiliary_loss.set(auxiliary)
             try:
