@@ -185,6 +185,7 @@ def test_low_precision_stays_close_to_single_precision(world: World, mesh: MeshC
 def overflow_in_the_last_stage() -> tuple[int, int, float | None, list[bool]]:
     plan = plan_of(MeshConfig(pp=2), pipeline=TWO, precision=PrecisionConfig(dtype="fp16"))
     engine = engine_of("gpt", plan)
+    engine.comparison = None  # one process would not have the hook below
     assert isinstance(engine.strategy, PipelineStages)
     before = [param.detach().clone() for param in engine.unwrapped.parameters()]
     if engine.strategy.pipe.is_last:

@@ -8,6 +8,7 @@ behind: parameters, buffers, gradients and random numbers are what they were.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ class FirstBatchComparison:
             return _Answer(None)
         if whole.model.training != setup.strategy.model.training:
             whole.model.train(setup.strategy.model.training)
-        padded = with_padding(rows, whole.model, loss_fn)
+        padded = with_padding(rows, whole.model, setup.loss.loss_fn)
         whole.stand_in_for(_state(setup.strategy))
         said = ""
         for chosen in (padded, rows):
@@ -184,6 +185,9 @@ class FirstBatchComparison:
                 except Exception as error:
                     # The model's own code runs here; if it is at fault, the step will say so.
                     said = _said(error)
+                    continue
+                if not all(map(math.isfinite, (loss, *(float(one.norm()) for one in whole.gradients().values())))):
+                    said = f"a loss of {loss:g}, or a gradient of it, is not finite"
                     continue
                 shapes = {name: tuple(grad.shape) for name, grad in whole.gradients().items()}
                 tensors = [leaf.cpu() for leaf in tree_leaves(chosen) if isinstance(leaf, Tensor)]
