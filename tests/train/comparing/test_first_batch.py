@@ -80,13 +80,15 @@ def test_a_loss_that_reads_parameters_is_refused_where_ranks_hold_parts_of_them(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("first", range(0, len(MODELS), 7))
 @pytest.mark.parametrize("axis", AXES)
-def test_every_odd_model_is_equal_or_refused(world: World, axis: str) -> None:
-    said = run(world, [(name, axis) for name in MODELS])
+def test_every_odd_model_is_equal_or_refused(world: World, axis: str, first: int) -> None:
+    names = list(MODELS)[first : first + 7]
+    said = run(world, [(name, axis) for name in names])
     mixing = {"convolution", "shifted", "summed", "meaned", "recurrent", "by_hand", "multihead", "prefixed", "waves"}
-    expected = {"tp": {"decayed"}, "pp": {"decayed"}, "cp": mixing | {"pooled", "last_token", "smooth_loss"}}
-    # The labels of a model's own loss are not weighed by what counts on a rank.
-    assert {name for name, _ in said} - {"own_loss"} == expected[axis]
+    refused = {"tp": {"decayed"}, "pp": {"decayed"}, "cp": mixing | {"pooled", "last_token", "smooth_loss"}}
+    # Own losses know nothing of what counts on other ranks.
+    assert {name for name, _ in said} - {"own_loss"} == refused[axis] & set(names)
 
 
 class Experts(nn.Module):
