@@ -252,12 +252,14 @@ class Engine:
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of one (micro)batch, in the plan's precision."""
+        update = self._begun()
+        whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])
         if self.comparison is not None and torch.is_grad_enabled():
             comparison, self.comparison = self.comparison, None
-            comparison.run(self.loss, self._setting, to_device(batch, self.device))
-        update = self._begun()
+            # What the loss is a mean of is found with all rows: a few of them may have no label.
+            self.loss.kind(self._setting, whole)
+            comparison.run(self.loss, self._setting, to_device(whole, self.device))
         if update.weights is None:
-            whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])
             update.weights = self.loss.begin(
                 self._setting, whole, pieces, evenness=self._evenness, is_again=update.is_again
             )

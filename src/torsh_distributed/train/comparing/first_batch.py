@@ -176,7 +176,7 @@ class FirstBatchComparison:
         whole.stand_in_for(_state(setup.strategy))
         said = ""
         for chosen in (padded, rows):
-            for in_precision in (False, True):
+            for in_precision in (True,) if self._has_low_shards else (False, True):
                 if chosen is None:
                     continue
                 try:
@@ -194,6 +194,11 @@ class FirstBatchComparison:
                 changed = {name: value.cpu() for name, value in whole.changed.items()}
                 return _Answer(None, loss, in_training, in_precision, shapes, tensors, whole.reads, changed)
         return _Answer(f"the whole model does not run on its first batch ({said})")
+
+    @property
+    def _has_low_shards(self) -> bool:
+        """Whether shards are gathered in a lower precision: layers then run in it, or not at all."""
+        return self._plan.mesh.shard > 1 and self._plan.precision.dtype != "fp32"
 
     def _times(self, setup: _Setup) -> int:
         """How often the whole model gets the rows: experts count load and capacity over what all ranks have."""
@@ -238,7 +243,7 @@ class FirstBatchComparison:
         strategy, loss = setup.strategy, setup.loss
         running: list[str] = []
         try:
-            weights = loss.begin(setup.setting, [(rows, 1.0)], evenness=None, is_again=False)
+            weights = loss.begin(setup.setting, rows, [(rows, 1.0)], evenness=None, is_again=False)
             strategy.expect_scale(weights.before(0))
             with strategy.accumulating(is_last=True), naming(strategy.unwrapped, running), _computing(setup, answer):
                 value = loss.compute(strategy, strategy.model, loss.guarded(rows, is_counted=weights.is_counted))

@@ -19,16 +19,16 @@ _POSITIONS_PER_RANK = 32
 
 
 def small_batch(batch: Batch, *, num_rows: int, cp: int) -> Batch:
-    """The first rows of `batch` and, as the last one, the row with the most labels of -100; copied.
+    """The row of `batch` with the fewest labels of -100, others, and as the last one that with the most; copied.
 
     `cp`: sequences (dim 1) that are split over so many ranks are cut to a few positions for each.
     """
     total = count_samples(batch)
-    rows = list(range(min(num_rows, total)))
     ignored = torch.zeros(total)
     _each(batch, lambda tensor: _add_ignored(ignored, tensor))
-    rows[-1] = int(ignored.argmax()) if bool(ignored.any()) and int(ignored.argmax()) not in rows else rows[-1]
-    chosen = pick_rows(batch, rows) if len(rows) < total else batch
+    by_padding = [int(row) for row in ignored.argsort(stable=True)]
+    rows = by_padding if num_rows >= total else [*by_padding[: num_rows - 1], by_padding[-1]]
+    chosen = pick_rows(batch, rows) if bool(ignored.any()) or num_rows < total else batch
     lengths = {tensor.shape[1] for tensor in _tensors(chosen) if tensor.dim() > 1}
     limit = _POSITIONS_PER_RANK * cp
     if cp > 1 and len(lengths) == 1 and max(lengths) > limit:
