@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.bed.world import World
-from tests.right.case_runs import verdicts_here
+from tests.right.case_runs import in_short, verdicts_here
 from tests.right.training_case import draw_case
 
 
@@ -33,7 +33,7 @@ def main() -> None:
             found = {outcome.value[0] if outcome.is_ok else f"died: {outcome.exit_code}" for outcome in outcomes}
             verdict = " | ".join(sorted(found))
             counts[verdict.split(":")[0]] += 1
-            lines.append(f"{seed} {verdict}\n")
+            lines.append(f"{seed} {in_short(verdict)}\n")
             if options.all or verdict != "equal":
                 print(f"{case}\n    {verdict}", flush=True)
     finally:

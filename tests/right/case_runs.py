@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,11 @@ def _train_here(case: TrainingCase, num_steps: int) -> list[float]:
                     return losses
             return losses
     return losses
+
+
+def in_short(verdict: str) -> str:
+    """A verdict without what differs from rank to rank and from machine to machine."""
+    return re.sub(r"\d[\d.e+-]*", "#", verdict)[:60]
 
 
 def verdicts_here(cases: list[TrainingCase]) -> list[str]:

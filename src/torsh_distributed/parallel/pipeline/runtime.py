@@ -115,7 +115,9 @@ class PipelineParallel:
             # The schedule has a fixed number of microbatches: those without a row repeat one that weighs nothing.
             inputs, targets = padded((inputs, targets), num_rows, count)
         arguments = self._load(inputs, targets, count, num_real=min(num_rows, count))
-        shapes = shapes_of((inputs, targets))
+        kind = self.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        shapes = (shapes_of((inputs, targets)), precision)
         if self._schedule is None or shapes != self._shapes:
             # Torch fixes the shapes of what stages send when a schedule first runs.
             self._schedule = make_schedule(self.config, self._stages(), loss_fn=self._microbatch_loss)

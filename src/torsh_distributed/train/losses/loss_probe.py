@@ -21,6 +21,7 @@ from torsh_distributed.comm.collectives.objects import all_gather_object
 from torsh_distributed.errors import ConfigurationError
 from torsh_distributed.parallel.compiling import uncompiled
 from torsh_distributed.parallel.expert.layer import moe_layers
+from torsh_distributed.parallel.models.label_share import LabelRule
 from torsh_distributed.parallel.models.probing import probing
 from torsh_distributed.parallel.strategy import Strategy
 from torsh_distributed.train.batches import Batch, count_samples, take_rows
@@ -55,6 +56,7 @@ class LossProbe:
     def find_kind(self, batch: Batch) -> LossKind:
         """What the loss is a mean of; every rank calls this, with its own part of the first batch."""
         part = telling_rows(batch, self.num_rows)
+        self.strategy.count_labels(LabelRule(is_uniform=True))  # nothing is weighed by what is to be found
         problem = ""
         try:
             value, terms, returns_count = self._watched(part)
@@ -119,20 +121,21 @@ class LossProbe:
         """
         kind, strategy = found.kind, self.strategy
         splits_positions = strategy.num_sample_ranks != strategy.data_degree
-        if splits_positions or moe_layers(strategy.unwrapped):
-            return kind  # parts of sequences are no losses; experts with a capacity see all tokens at once
+        has_experts = bool(moe_layers(strategy.unwrapped))  # with a capacity they see all tokens at once
+        if splits_positions:
+            return kind  # parts of sequences are no losses
         kinds = [kind]
         if not found.has_seen and labels_path(batch) is not None:
             kinds.append(counted_labels(strategy, batch))
-        whole, together = float(value), math.nan
-        for one in kinds:
-            combined = self._of_halves(batch, one)
-            if not self._any(_differ(whole, combined, self.precision)):
-                return one
-            together = combined if math.isnan(together) else together
+        whole, combined = float(value), [self._of_halves(batch, one) for one in kinds]
+        distances = [max(self._everyones(_distance(whole, other))) for other in combined]
+        best = distances.index(min(distances))
+        if distances[best] <= (1e-4 if self.precision.is_full else 3e-2) or has_experts:
+            return kinds[best]
         again, _, _ = self._watched(batch)
-        if self._any(_differ(whole, float(again), self.precision)):
+        if max(self._everyones(_distance(whole, float(again)))) > 1e-6:
             return kind  # it draws random numbers
+        together = combined[0]
         raise ConfigurationError(
             f"the loss is not made of the losses of its samples: {whole:.6g} for a batch and {together:.6g} for its two"
             f" halves together, taken as {kind}",
@@ -166,21 +169,17 @@ class LossProbe:
             return math.nan
         return total if isinstance(kind, SumOfSamples) else total / count
 
-    def _any(self, here: bool) -> bool:
-        return any(self._everyones(here))
-
     def _everyones(self, value: T) -> list[T]:
         if not self.asks_others or not torch.distributed.is_initialized():
             return [value]
         return all_gather_object(value)
 
 
-def _differ(one: float, other: float, precision: Precision) -> bool:
-    """Whether two losses are not the same up to rounding; one that is not a number says nothing."""
+def _distance(one: float, other: float) -> float:
+    """How far apart two losses are, relative to them; one that is not a number says nothing."""
     if not (math.isfinite(one) and math.isfinite(other)):
-        return False
-    tolerance = 1e-3 if precision.is_full else 3e-2
-    return abs(one - other) > tolerance * max(abs(one), abs(other)) + 1e-6
+        return 0.0
+    return max(0.0, abs(one - other) - 1e-6) / max(abs(one), abs(other), 1e-12)
 
 
 @contextmanager

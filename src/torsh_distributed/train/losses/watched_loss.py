@@ -13,6 +13,8 @@ from torch import Tensor
 from torsh_distributed.errors import InvalidArgument
 from torsh_distributed.train.losses.loss_terms import LossTerm, LossTerms
 
+_NEXT_TO_NOTHING = 1e-30
+
 
 @dataclass(frozen=True)
 class ComputedCount:
@@ -82,10 +84,11 @@ class WatchedLoss:
 
 def _computed(terms: list[LossTerm], value: Any) -> ComputedCount:
     means = [term.count for term in terms if term.reduction == "mean"]
-    if not means:  # such as when nothing was selected
+    if not means:
+        # Such as when nothing was selected: it weighs nothing beside a mean; if no rank has one, all weigh the same.
         device = value.device if isinstance(value, Tensor) else None
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return ComputedCount(zero, zero)
+        return ComputedCount(zero + _NEXT_TO_NOTHING, zero)
     first = means[0]
     others = [place * count for place, count in enumerate(means[1:], start=1)]
     ratio = torch.stack(others).sum() / first.clamp(min=1e-300) if others else torch.zeros_like(first)
