@@ -280,7 +280,7 @@ class FirstBatchComparison:
             grad = param.grad
             if isinstance(grad, DTensor) and not isinstance(param, DTensor):
                 mixed = mixed or name
-            held = torch.zeros_like(param) if grad is None else grad
+            held = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
             whole = setup.strategy.whole_gradient(name, held)
             if name in expected and found is None:
                 wanted = expected[name].double()

@@ -93,7 +93,8 @@ class WholeCopy:
 
     def gradients(self) -> dict[str, Tensor]:
         """Those of the last run, by name; a shared parameter under its first one."""
-        return {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
+        found = {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
+        return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in found.items()}
 
 
 class _Replacing(TorchFunctionMode):
