@@ -42,4 +42,4 @@ def test_stages_hold_their_own_layers_only() -> None:
     assert next(name for name, _ in last.named_parameters()) == "model.layers.2.self_attn.q_proj.weight"
     model.eval()
     last.eval()
-    assert not last.forward_of_model._model.model.training
+    assert not last.forward_of_model.model.model.training
