@@ -257,19 +257,22 @@ def test_a_child_that_outlives_its_job_does_not_keep_the_directory(tmp_path: Pat
     """As a loader's worker does for some seconds after its rank was killed."""
     lock = DirectoryLock(CheckpointDirectory(tmp_path))
     read_end, write_end = os.pipe()
+    is_forked, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write_end)
+        os.write(tell, b"!")
         os.read(read_end, 1)  # until the test ends
         os._exit(0)
     try:
+        os.read(is_forked, 1)  # what a fork does in the child is done
         with pytest.raises(CheckpointError, match="another job writes to"):
             DirectoryLock(CheckpointDirectory(tmp_path))
         lock.release()
         DirectoryLock(CheckpointDirectory(tmp_path)).release()
     finally:
-        os.close(read_end)
-        os.close(write_end)
+        for end in (read_end, write_end, is_forked, tell):
+            os.close(end)
         os.waitpid(child, 0)
 
 

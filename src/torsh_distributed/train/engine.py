@@ -256,8 +256,6 @@ class Engine:
         whole, pieces = (update.batch, update.pieces) if update.pieces else (batch, [(batch, 1.0)])
         if self.comparison is not None and torch.is_grad_enabled():
             comparison, self.comparison = self.comparison, None
-            # What the loss is a mean of is found with all rows: a few of them may have no label.
-            self.loss.kind(self._setting, whole)
             comparison.run(self.loss, self._setting, to_device(whole, self.device))
         if update.weights is None:
             update.weights = self.loss.begin(

@@ -114,6 +114,8 @@ def _load(path: Path) -> dict[str, Any]:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
             raise ConfigurationError("the kubeconfig has YAML aliases, which are not read", path=str(path))
         config = yaml.safe_load(text)
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise IoError(f"the kubeconfig cannot be read: {error}", hint=_HINT, path=str(path)) from error
     if not isinstance(config, dict):

@@ -160,7 +160,7 @@ class FirstBatchComparison:
                 leaves, spec = tree_flatten(rows)
                 given = iter(answer.tensors or ())
                 leaves = [next(given).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                self._run_split(setup, tree_unflatten(leaves, spec), answer)
+                self._run_split(setup, batch, tree_unflatten(leaves, spec), answer)
             finally:
                 restore_random_state(state)
         return None
@@ -216,7 +216,7 @@ class FirstBatchComparison:
             whole.model.eval()
             return whole.run(rows, loss_fn), False
 
-    def _run_split(self, setup: _Setup, rows: Batch, answer: _Answer) -> None:
+    def _run_split(self, setup: _Setup, batch: Batch, rows: Batch, answer: _Answer) -> None:
         params = _state(setup.strategy)
         in_parts = [
             name
@@ -226,6 +226,8 @@ class FirstBatchComparison:
         read = next(filter(None, all_gather_object(in_parts[0] if in_parts else None)), None)
         if read is not None:
             raise refusal(self._kind, self._plan, Difference("reads", read))
+        # With all rows: the few that are compared may have no label.
+        setup.loss.kind(setup.setting, batch)
         with self._as_before(setup, answer):
             loss = self._step(setup, rows, answer)
             self._warn_of_statistics(setup.strategy, answer)
