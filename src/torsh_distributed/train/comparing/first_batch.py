@@ -104,6 +104,8 @@ class FirstBatchComparison:
         self._whole: WholeCopy | None = None
         if self._has_experts and plan.mesh.pp > 1 and plan.pipeline.num_microbatches > 1:
             self._why_not = "its experts count load and capacity by microbatch"
+        elif plan.mesh.shard > 1:
+            self._why_not = "its shards keep what a pass leaves behind"
         elif is_on_meta(model):
             self._why_not = "it is built on the meta device, so no rank has had all of it"
         elif plan.training.sync_batch_norm:

@@ -121,7 +121,8 @@ class LossProbe:
         """
         kind, strategy = found.kind, self.strategy
         splits_positions = strategy.num_sample_ranks != strategy.data_degree
-        has_experts = bool(moe_layers(strategy.unwrapped))  # with a capacity they see all tokens at once
+        # With a capacity they see all tokens at once. Of the whole model: a stage may have none, and ranks must agree.
+        has_experts = bool(moe_layers(strategy.whole_model))
         if splits_positions:
             return kind  # parts of sequences are no losses
         kinds = [kind]
