@@ -104,7 +104,7 @@ class FirstBatchComparison:
         self._whole: WholeCopy | None = None
         if self._has_experts and plan.mesh.pp > 1 and plan.pipeline.num_microbatches > 1:
             self._why_not = "its experts count load and capacity by microbatch"
-        elif plan.mesh.shard > 1:
+        elif plan.mesh.shard > 1 and max(plan.mesh.tp, plan.mesh.pp, plan.mesh.ep) > 1:
             self._why_not = "its shards keep what a pass leaves behind"
         elif is_on_meta(model):
             self._why_not = "it is built on the meta device, so no rank has had all of it"
