@@ -228,9 +228,9 @@ class FirstBatchComparison:
         read = next(filter(None, all_gather_object(in_parts[0] if in_parts else None)), None)
         if read is not None:
             raise refusal(self._kind, self._plan, Difference("reads", read))
-        # With all rows: the few that are compared may have no label.
-        setup.loss.kind(setup.setting, batch)
         with self._as_before(setup, answer):
+            # With all rows: the few that are compared may have no label.
+            setup.loss.kind(setup.setting, batch)
             loss = self._step(setup, rows, answer)
             self._warn_of_statistics(setup.strategy, answer)
             difference = self._difference(setup, params, loss, answer)
