@@ -91,7 +91,8 @@ _PEAK_OFFSET = 32  # after two times of two words each: ru_maxrss, in KiB
 def peak_memory(pidfd: int) -> int | None:
     """The most memory a child that has ended ever held, in bytes; None if the kernel does not tell. It stays a zombie.
 
-    Python's `waitid` leaves out what the kernel's has: the use of resources. `wait4` has it, but reaps.
+    Python's `waitid` leaves out what the kernel's has: the use of resources. `wait4` has it, but reaps. A child
+    counts what its parent held when it was forked, so it is never less than that.
     """
     number = _WAITID.get(platform.machine())
     if number is None:
